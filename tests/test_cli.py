@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import Field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,9 @@ from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import declared
+from hf_infcl.options.declaring import declared_listing
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.loss_options import EQUAL_IDS
-from hf_infcl.options.short_help import FIRST, HELP, OF_ONE_SET
 from hf_infcl.tools import cli
 from hf_infcl.tools.cli import commands, defaults, description, earlier, plan, results
 from hf_infcl.tools.cli import datasets as opening
@@ -902,6 +902,11 @@ def helps_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     return {action.dest: str(action.help) for action in actions_of(parser)}
 
 
+def of_a_set(option: Field[Any]) -> bool:
+    listing = declared_listing(option)
+    return listing is not None and listing.of_one_set
+
+
 def options_of(text: str) -> list[str]:
     return re.findall(r"^  --(\w+)", text, re.MULTILINE)
 
@@ -918,15 +923,13 @@ def test_the_help_of_a_training_is_of_a_page_and_a_half_and_the_whole_one_begins
     every = options_of(whole)
     shown = options_of(short)
     assert len(shown) - 1 <= 60, "besides --help"
-    listed = [name for names in FIRST.values() for name in names]
-    assert shown == ["help", "recipe", *(name for name in listed if name in every)], "in the order of the table"
-    # transformers has one of these two.
-    unwritten = {"activation_checkpointing", "gradient_checkpointing"}
-    assert set(listed) - set(every) <= unwritten, "the table names options that exist"
+    assert shown[:5] == ["help", "recipe", "dataset", "streaming", "samples_per_epoch"], "in the order of the places"
+    assert shown.index("max_steps") < shown.index("early_stopping_patience") < shown.index("learning_rate")
     assert {"use_cpu", "eval_strategy", "logging_steps"} <= set(shown)
-    assert not {"lanes", "shuffle_buffer", "backend", "strategy", *OF_ONE_SET} & set(shown)
+    of_one_set = {one.name for kind in (DataOptions, EvaluationOptions) for one in fields(kind) if of_a_set(one)}
+    assert {"dataset_name", "eval_split", "replay_caption_column"} < of_one_set
+    assert not {"lanes", "shuffle_buffer", "backend", "strategy", *of_one_set} & set(shown)
     assert "ONE contrastive batch" in short, "what gradient_accumulation_steps means here"
-    assert declared.training_options().__dataclass_fields__.keys() >= HELP.keys()
     assert set(shown) < set(every)
     assert set(every) - {"help"} == helps_of(train_parser()).keys() - {"help"}
     is_theirs = [name in theirs for name in every]
@@ -959,7 +962,7 @@ for words in (["train", "--help"], ["evaluate", "--help", "all"], ["plan", "--he
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The source of the classes is written in a way that cannot be read, as a later release may be."""
-    caches = declared.of_transformers, declared.of_infcl, declared.training_options
+    caches = declared.of_transformers, declared.training_options
     monkeypatch.setattr(declared, "fields_read", mock.Mock(side_effect=NotImplementedError))
     for cache in caches:
         cache.cache_clear()
@@ -978,7 +981,8 @@ def test_what_cannot_be_read_from_the_source_is_imported(unread):
         for options in (declared.training_options(), InfCLTrainingArguments)
     )
     assert of_read == of_real
-    assert declared.of_infcl() & declared.of_transformers() >= {"logging_nan_inf_filter", "remove_unused_columns"}
+    ours = {one.name for part in declared.OURS for one in fields(part)}
+    assert ours & declared.of_transformers() >= {"logging_nan_inf_filter", "remove_unused_columns"}
 
 
 def test_what_is_read_from_the_source_is_what_the_classes_declare():

@@ -12,7 +12,7 @@ from helpers.demo import SCRIPTS, infcl
 from helpers.trainers import arguments, trainer_for
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.options.metric_sums import terms_of, value_of
+from hf_infcl.options.metric_sums import parse_terms, value_of
 from hf_infcl.tools.cli import defaults
 from hf_infcl.tools.cli.commands import train_parser
 
@@ -31,7 +31,7 @@ SUM = "0.5*near_image_retrieval_recall@1 - 2*my-far set_loss"
     ],
 )
 def test_the_terms_of_a_sum(metric, terms):
-    assert terms_of(metric) == terms
+    assert parse_terms(metric) == terms
     measured = {f"eval_{name}": 3.0 + number for number, (_, name) in enumerate(terms)}
     assert value_of(metric, measured) == sum(weight * measured[f"eval_{name}"] for weight, name in terms)
     assert value_of(metric, dict(list(measured.items())[1:])) is None

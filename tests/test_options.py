@@ -1,6 +1,9 @@
 """Options are declared once: what is said of one in its field is what checks, helps, resumes, plans and cards do."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, make_dataclass
+from typing import ClassVar
 
 import pytest
 import transformers
@@ -10,27 +13,47 @@ from transformers import TrainingArguments
 from hf_infcl import InfCLTrainingArguments
 from hf_infcl.checkpoints.run_options import options_of_arguments
 from hf_infcl.options import declared
-from hf_infcl.options.declaring import FROM_1, NUMBER, Facts, facts_of, option
+from hf_infcl.options.declaring import FROM_1, NUMBER, Facts, HelpPlace, command_option, declared_facts, option
 from hf_infcl.options.facts import check_values, facts_by_name, values_of_card
+from hf_infcl.options.model_options import LoraOptions
 from hf_infcl.options.theirs import facts_of_theirs
 from hf_infcl.tools.cli import commands
+from hf_infcl.tools.cli.parser import Parser
+
+OURS = {one.name for part in declared.OURS for one in fields(part)}  # the options that this package declares
 
 
 @dataclass
 class Small:
     """Options as a new capability would declare them."""
 
-    dose: float | None = option(help="How much.", decides=True, card="dose of the teacher")
+    dose: float | None = option(
+        help="How much. A dose of 0 is none.",
+        decides=True,
+        card="dose of the teacher",
+        short_help=HelpPlace("Model"),
+        help_in_command="How much a day. A dose of 0 is none.",
+    )
     layers: int = option(default=2, help="How many.", decides=True, within=FROM_1, plans=True)
     side: str = option(default="both", help="Which.", decides=True, choices=("both", "left"), needs="dose")
     place: str | None = option(help="Where.", decides=False, one_machine=True, choices=lambda: ["cpu"])
 
 
+@dataclass
+class SmallCommand:
+    """Options as a command would declare them."""
+
+    _argument_group_name: ClassVar[str] = "Small"
+
+    spoon: str | None = command_option(help="Its spoon.", short_help=HelpPlace("Model", 5))
+    bowl: str | None = command_option(help="Its bowl.", of_one_set=True)
+
+
 def test_every_option_of_the_package_says_what_it_decides():
     theirs = {one.name for one in fields(TrainingArguments)}
-    ours = [one for one in fields(InfCLTrainingArguments) if one.name not in theirs or one.name in declared.of_infcl()]
+    ours = [one for one in fields(InfCLTrainingArguments) if one.name not in theirs or one.name in OURS]
     assert len(ours) > 40
-    assert [one.name for one in ours if facts_of(one) is None] == []
+    assert [one.name for one in ours if declared_facts(one) is None] == []
 
 
 def test_facts_do_not_disturb_the_parser_of_transformers():
@@ -65,8 +88,45 @@ def test_plans_and_resumes_read_what_is_declared(tmp_path):
     assert facts == declared.facts_of_training()
     assert {name for name, of_one in facts.items() if of_one.plans} >= commands.OF_PLAN
     recorded = options_of_arguments(arguments(tmp_path), "no").keys()
-    of_ours = {name: facts[name] for name in declared.of_infcl() - {"objective", "equal_ids"}}
+    of_ours = {name: facts[name] for name in OURS - {"objective", "equal_ids"}}
     assert {name for name, of_one in of_ours.items() if of_one.decides} == recorded & of_ours.keys()
+
+
+@pytest.fixture
+def parser_of_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parser]:
+    """The parser of a training that has the options of `Small` and `SmallCommand`, too."""
+    monkeypatch.setattr(declared, "OURS", (*declared.OURS, Small))
+    declared.training_options.cache_clear()
+    yield Parser("train", "Trains.", SmallCommand, LoraOptions, shown=None)
+    declared.training_options.cache_clear()
+
+
+def test_the_short_help_lists_an_option_by_its_declaration_alone(parser_of_small):
+    assert "--layers" in (whole := parser_of_small.format_help())
+    assert "A dose of 0 is none." in whole
+    parser_of_small.shorten()
+    short = parser_of_small.format_help()
+    assert re.search(r"--spoon TEXT +Its spoon\.\n", short)
+    assert re.search(r"--dose X +How much a day\.\n", short)
+    assert "--layers" not in short
+    assert "--bowl" not in short
+    headings = "Model:", "--spoon", "--lora_rank", "--teacher", "--cache_features", "--dose", "Batch:"
+    places = [short.index(heading) for heading in headings]
+    assert places == sorted(places), "under its heading, by its number or after all that have one"
+
+
+def test_every_short_help_leaves_out_what_only_says_how_one_set_is_read():
+    parser = Parser("small", "Does little.", SmallCommand, shown=("layers", "dose"))
+    assert "--bowl" in parser.format_help()
+    parser.shorten()
+    short = parser.format_help()
+    assert "--spoon" in short
+    assert "--bowl" not in short
+
+
+def test_a_place_is_under_a_heading_of_the_short_help():
+    with pytest.raises(ValueError, match=r"heading must be one of Data, .*, got 'Modle'"):
+        HelpPlace("Modle")
 
 
 def test_an_option_of_transformers_that_is_not_known_decides():

@@ -21,7 +21,7 @@ from .image_sizes import ImageSizes, check_image_sizes
 from .keeping_options import KeepingOptions
 from .loss_options import LossOptions
 from .metric_sums import greater_is_better
-from .muon_options import check_muon
+from .muon_options import muon_settings
 from .rate_options import RateOptions
 from .selection_options import SelectionOptions, check_selection
 from .teacher_options import TeacherOptions
@@ -30,7 +30,7 @@ from .tower_options import TowerOptions
 SAVE_FORMATS = ("transformers", "open_clip")
 
 
-@dataclass(repr=False)  # TrainingArguments' own hides the token
+@dataclass(repr=False)  # the method of TrainingArguments hides the token
 class InfCLTrainingArguments(
     CourseOptions,
     KeepingOptions,
@@ -59,9 +59,9 @@ class InfCLTrainingArguments(
 
     Attributes:
         asked: ``per_device_train_batch_size``, ``gradient_accumulation_steps``, ``texts_at_once`` and ``retain_graphs``
-            as they were given, or None. The options themselves become what is found.
-        found: those that `hf_infcl.micro_batches` has found for the last training, by their names.
-        largest_micro_batch: of a training of which a step ran out of memory, the most pairs of a micro-batch.
+            as the user passed them, or None. The options themselves change to the values that the search chooses.
+        found: the values that `hf_infcl.micro_batches` chose for the last training, by the names of the options.
+        largest_micro_batch: the most pairs of a micro-batch, once a step has run out of memory.
 
     Raises:
         ValueError: an option has an unknown value, or would make the gradient of a window inexact.
@@ -69,7 +69,7 @@ class InfCLTrainingArguments(
 
     # Without annotations they are no options.
     largest_micro_batch = cast("int | None", None)
-    _global_batch_size = cast("int | None", None)  # as it was given
+    _global_batch_size = cast("int | None", None)  # as the user passed it
 
     def __post_init__(self) -> None:
         micro_batch, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
@@ -121,7 +121,8 @@ class InfCLTrainingArguments(
         if divided:
             check_combinations(self)
         check_support(self)
-        check_muon(self)
+        if self.optimizer is not None:
+            muon_settings(self.optim_args)  # raises for what Muon does not take
         check_selection(self)
         check_image_sizes(self)
         check_batch_schedule(self)
@@ -179,7 +180,7 @@ class InfCLTrainingArguments(
 
     @property
     def texts_together(self) -> int:
-        """``texts_at_once`` as a number, once it is found."""
+        """``texts_at_once`` as a number; 1 while it is still to be chosen."""
         return 1 if self.texts_at_once in (None, "auto") else int(self.texts_at_once)
 
     def image_sizes(self, course: Course | None = None) -> ImageSizes | None:

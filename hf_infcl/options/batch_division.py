@@ -1,4 +1,4 @@
-"""How a global batch of a given size is divided into processes and micro-batches."""
+"""How a global batch is divided among processes and micro-batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
 
     Args:
         args: `InfCLTrainingArguments`, whose processes are set up.
-        size: ``global_batch_size`` as it was given.
-        micro_batch, accumulation: those that are decided already.
+        size: ``global_batch_size`` as the user passed it.
+        micro_batch, accumulation: their values where they are decided already; otherwise None.
 
     Raises:
         ValueError: the global batch cannot be divided so.
@@ -42,7 +42,7 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
         )
     given = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
     least = math.prod([args.world_size, *(n for _, n in given)])
-    words = " × ".join([f"{name}={n}" for name, n in given] + [_of(args.world_size)])
+    words = " × ".join([f"{name}={n}" for name, n in given] + [_processes(args.world_size)])
     if len(given) == 2 and least != size:
         raise ExclusiveOptionsError(
             f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
@@ -88,7 +88,7 @@ def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
 
     Args:
         args: as for `divide_global_batch`.
-        possible: `possible_micro_batches` it.
+        possible: the return value of `possible_micro_batches`.
         most: the pairs that fit.
 
     Raises:
@@ -101,17 +101,18 @@ def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
     if args.global_batch_schedule is not None:
         raise ValueError(
             f"No micro-batch of up to {most} pairs divides all global batches of {args.global_batch_schedule} on "
-            f"{_of(args.world_size)}, but for very small ones. Choose multiples of {step:,} pairs, or give "
+            f"{_processes(args.world_size)}, but for very small ones. Choose multiples of {step:,} pairs, or give "
             "per_device_train_batch_size."
         )
     raise ValueError(
-        f"global_batch_size={size:,} on {_of(args.world_size)} cannot be divided into micro-batches that are nearly as "
-        f"large as fits, which is {most} pairs here: the largest that divides it has {fits[-1] if fits else 'none'}. "
+        f"global_batch_size={size:,} on {_processes(args.world_size)} cannot be divided into micro-batches that are "
+        f"nearly as large as fits, which is {most} pairs here: the largest that divides it has "
+        f"{fits[-1] if fits else 'none'}. "
         f"Choose {_or(_multiples(size, step))}, or give per_device_train_batch_size."
     )
 
 
-def _of(processes: int) -> str:
+def _processes(processes: int) -> str:
     return f"{processes} process{'es' if processes > 1 else ''}"
 
 

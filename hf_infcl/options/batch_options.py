@@ -4,103 +4,93 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .declaring import FROM_1, option
+from .declaring import FROM_1, HelpPlace, option
 
 DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
 
 
 @dataclass
 class BatchOptions:
-    """The global batch of a training, and the memory and time that its windows take.
-
-    The ``help`` of each field describes it.
-    """
+    """The global batch of a training, and the memory and time that its windows take."""
 
     global_batch_size: int | None = option(
-        help=(
-            "Pairs of one optimizer step, on all processes together. This number decides the result. How it is divided "
-            "into micro-batches only takes time and memory: without per_device_train_batch_size that is tried before "
-            "the first step on a GPU, and a later step that runs out of memory is repeated with smaller micro-batches. "
-            "By default the product of per_device_train_batch_size, gradient_accumulation_steps and the processes."
-        ),
+        "Pairs of one optimizer step, on all processes together. This number decides the result. How it is divided "
+        "into micro-batches only takes time and memory: without per_device_train_batch_size that is tried before the "
+        "first step on a GPU, and a later step that runs out of memory is repeated with smaller micro-batches. By "
+        "default the product of per_device_train_batch_size, gradient_accumulation_steps and the processes.",
         decides=False,  # `Run` compares it, whichever options it follows from
+        short_help=HelpPlace("Batch", 10),
         plans=True,
         within=FROM_1,
     )
     per_device_train_batch_size: int = option(
-        help=(
-            "Pairs of a micro-batch, that is of one forward of a process. By default it follows from "
-            "global_batch_size or global_batch_schedule, or is 8."
-        ),
+        "Pairs of a micro-batch, that is of one forward of a process. By default it follows from "
+        "global_batch_size or global_batch_schedule, or is 8.",
         decides=False,
+        short_help=HelpPlace("Batch", 20),
+        help_in_command=(
+            "Pairs of a micro-batch, which decide how much memory a process takes. One forward and backward sees so "
+            "many; the loss sees the pairs of all micro-batches and processes."
+        ),
         plans=True,
         within=FROM_1,
     )
     gradient_accumulation_steps: int = option(
-        help=(
-            "Micro-batches of a step on each process, which share one contrastive loss. By default it follows from "
-            "global_batch_size, or is 1."
-        ),
+        "Micro-batches of a step on each process, which share one contrastive loss. By default it follows from "
+        "global_batch_size, or is 1.",
         decides=False,
+        short_help=HelpPlace("Batch", 30),
+        help_in_command=(
+            "Micro-batches of ONE contrastive batch on each process. The loss compares all their pairs with each "
+            "other, as if they had been one batch; it is not the mean of their own losses."
+        ),
         plans=True,
         within=FROM_1,
     )
     global_batch_schedule: list[str] | None = option(
-        help=(
-            "A batch that grows, such as '256:0.25 512:0.25 1024'. These are the pairs of a global batch with "
-            "their shares of the samples; the last one gets the rest. They replace gradient_accumulation_steps; "
-            "micro-batches are found, or keep per_device_train_batch_size, or are all pairs of a process where these "
-            "are fewer. "
-            "Warm-up and decay run over samples, and learning_rate_batch_size applies to each batch."
-        ),
+        "A batch that grows, such as '256:0.25 512:0.25 1024'. These are the pairs of a global batch with "
+        "their shares of the samples; the last one gets the rest. They replace gradient_accumulation_steps; "
+        "micro-batches are found, or keep per_device_train_batch_size, or are all pairs of a process where these "
+        "are fewer. "
+        "Warm-up and decay run over samples, and learning_rate_batch_size applies to each batch.",
         decides=True,
         plans=True,
         card="growth of the global batch, each size with its share of the samples",
     )
     retain_graphs: str | None = option(
-        help=(
-            "Number of micro-batches of a step whose autograd graph is kept, which saves their second forward. "
-            "Each takes the activation memory of a micro-batch. The gradient stays the same, and 0 means 1, which is "
-            "needed in any case. By default ('auto') as many as fit on a GPU, which is tried before the first step, or "
-            "measured in the second if graphs vary in size or the model is compiled. Sharded models keep 1 by default."
-        ),
+        "Number of micro-batches of a step whose autograd graph is kept, which saves their second forward. "
+        "Each takes the activation memory of a micro-batch. The gradient stays the same, and 0 means 1, which is "
+        "needed in any case. By default ('auto') as many as fit on a GPU, which is tried before the first step, or "
+        "measured in the second if graphs vary in size or the model is compiled. Sharded models keep 1 by default.",
         decides=False,
         one_machine=True,
         plans=True,
     )
     texts_at_once: str | None = option(
-        help=(
-            "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default "
-            "('auto') as many as fit on a GPU, at most 4, which is tried before the first step; 1 of a sharded model."
-        ),
+        "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default "
+        "('auto') as many as fit on a GPU, at most 4, which is tried before the first step; 1 of a sharded model.",
         decides=False,
         plans=True,
     )
     offload_inputs: bool = option(
+        "Keep the inputs of a step in pinned host memory and copy them to the GPU one micro-batch ahead. GPU memory "
+        "then grows with gradient_accumulation_steps only by the embeddings.",
         default=False,
-        help=(
-            "Keep the inputs of a step in pinned host memory and copy them to the GPU one micro-batch ahead. "
-            "GPU memory then grows with gradient_accumulation_steps only by the embeddings."
-        ),
         decides=False,
         one_machine=True,
         plans=True,
     )
     bf16_activations: bool = option(
+        "With bf16: keep all activations in bf16, where autocast keeps those of norms and residual sums in fp32. "
+        "Forwards read all weights but the temperature rounded to bf16. The weights themselves stay fp32, like "
+        "their gradients, what the optimizer keeps and all that is saved; evaluations use autocast.",
         default=False,
-        help=(
-            "With bf16: keep all activations in bf16, where autocast keeps those of norms and residual sums in fp32. "
-            "Forwards read all weights but the temperature rounded to bf16. The weights themselves stay fp32, like "
-            "their gradients, what the optimizer keeps and all that is saved; evaluations use autocast."
-        ),
         decides=True,
         plans=True,
     )
     gradient_noise_steps: int | None = option(
-        help=(
-            "Log gradient_noise_scale from one of so many steps. These are the pairs of a global batch beyond "
-            "which more of them add little to its direction (arXiv 1812.06162). Such a step needs two micro-batches."
-        ),
+        "Log gradient_noise_scale from one of so many steps. These are the pairs of a global batch beyond which more "
+        "of them add little to its direction (arXiv 1812.06162). Such a step needs two micro-batches.",
         decides=False,
         within=FROM_1,
     )

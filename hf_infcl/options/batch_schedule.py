@@ -10,7 +10,7 @@ from typing import Any
 
 from .combinations import SCHEDULES_BY_METRIC
 from .declaring import ExclusiveOptionsError
-from .stages import same_words, stages_of
+from .stages import read_stages, same_words
 
 
 class Course:
@@ -97,11 +97,11 @@ class BatchSchedule:
             ValueError: the words are no such schedule, or a batch is not larger than the one before.
         """
         of = "global batches with their shares of the samples", "batches of at least one pair"
-        return cls(*stages_of("global_batch_schedule", words, *of, "256:0.25 512:0.25 1024"))
+        return cls(*read_stages("global_batch_schedule", words, *of, "256:0.25 512:0.25 1024"))
 
     @classmethod
     def of_arguments(cls, args: Any) -> BatchSchedule:
-        """That of ``global_batch_schedule``; without it, one stage."""
+        """The schedule of ``global_batch_schedule``; without this option, a single stage."""
         words = args.global_batch_schedule
         return cls((args.global_batch_size,), ()) if words is None else cls.of(words)
 

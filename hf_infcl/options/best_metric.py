@@ -8,7 +8,7 @@ from typing import Any
 from ..data import ZeroShotDataset
 from ..evaluation.metrics import metrics_of_kind
 from .combinations import SCHEDULES_BY_METRIC
-from .metric_sums import terms_of
+from .metric_sums import parse_terms
 
 
 def use_of_metric(options: Any) -> str | None:
@@ -40,7 +40,7 @@ def check_metric_of_training(options: Any, evaluated: Any) -> None:
         check_metric(str(options.metric_for_best_model), metrics_of(evaluated), use)
 
 
-def metrics_of(dataset: Any) -> list[str]:
+def metrics_of(dataset: object) -> list[str]:
     """The names of the metrics of a set, without the prefix ``eval_``; for a dictionary of sets with their names."""
     if isinstance(dataset, Mapping):
         return [f"{name}_{metric}" for name, one in dataset.items() for metric in metrics_of(one)]
@@ -53,11 +53,11 @@ def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
     """Raises a ValueError if the metric ``wanted``, or a term of it, is none of those that are measured.
 
     Args:
-        wanted: a metric with or without ``eval_``, or a sum of them, see `terms_of`.
+        wanted: a metric with or without ``eval_``, or a sum of them, see `parse_terms`.
         names: the metrics, without ``eval_``.
         use: the option for which the metric is looked up.
     """
-    for _, name in terms_of(wanted):
+    for _, name in parse_terms(wanted):
         if name not in names:
             raise ValueError(
                 f"{use} looks up metric_for_best_model, which must be one of {', '.join(names)}, got {name!r}."

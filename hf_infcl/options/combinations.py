@@ -43,11 +43,8 @@ def check_combinations(args: Any) -> None:
             "num_train_epochs or max_steps must be more than 0, otherwise nothing is trained, got "
             f"{args.num_train_epochs} and {args.max_steps}."
         )
-    for strategy, steps in (
-        ("save_strategy", "save_steps"),
-        ("eval_strategy", "eval_steps"),
-        ("logging_strategy", "logging_steps"),
-    ):
+    for kind in ("save", "eval", "logging"):
+        strategy, steps = f"{kind}_strategy", f"{kind}_steps"
         interval = getattr(args, steps)
         if getattr(args, strategy) == "steps" and interval is not None and not interval > 0:
             raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")

@@ -5,94 +5,74 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import FROM_0, FROM_1, Range, option
+from .declaring import FROM_0, FROM_1, HelpPlace, Range, option
 
 
 @dataclass
 class CourseOptions:
-    """The course of a training: resumes, errors, its end, and what it saves.
-
-    The ``help`` of each field describes it.
-    """
+    """The course of a training: resumes, errors, its end, and what it saves."""
 
     save_formats: list[str] = option(
+        "Formats of the saved models: transformers, or transformers and open_clip. OpenCLIP's files are then beside "
+        "those of transformers, in checkpoints too.",
         default=["transformers"],
-        help=(
-            "Formats of the saved models: transformers, or transformers and open_clip. OpenCLIP's files are "
-            "then beside those of transformers, in checkpoints too."
-        ),
         decides=False,
+        short_help=HelpPlace("Logging and saving", 60),
     )
     resume_with_changes: bool = option(
+        "Allow resuming with another global batch, objective, model or training set, or with other options "
+        "of the optimizer, the schedule (also its length) or the data. The log names the changes, which the loaded "
+        "optimizer and schedule then use; the class of the optimizer cannot change. What is left of "
+        "num_train_epochs is trained, counted in pairs, or of max_steps; if nothing is left, that is an error.",
         default=False,
-        help=(
-            "Allow resuming with another global batch, objective, model or training set, or with other options "
-            "of the optimizer, the schedule (also its length) or the data. The log names the changes, which the loaded "
-            "optimizer and schedule then use; the class of the optimizer cannot change. What is left of "
-            "num_train_epochs is trained, counted in pairs, or of max_steps; if nothing is left, that is an error."
-        ),
         decides=False,
     )
     skip_nonfinite: int = option(
+        "Skip up to this many steps in a row if their embeddings, loss or gradient are not finite. One more ends the "
+        "training.",
         default=0,
-        help=(
-            "Skip up to this many steps in a row if their embeddings, loss or gradient are not finite. One "
-            "more ends the training."
-        ),
         decides=False,
         within=FROM_0,
     )
     divergence_factor: float | None = option(
-        help=(
-            "The loss has exploded if it exceeds this factor, for example 3, times the mean of the previous "
-            "20 steps. By default the loss is not checked."
-        ),
+        "The loss has exploded if it exceeds this factor, for example 3, times the mean of the previous 20 steps. By "
+        "default the loss is not checked.",
         decides=False,
         within=Range(Real, "a number of more than 1", lambda value: value > 1),
     )
     on_divergence: str = option(
+        "What to do when the loss has exploded: 'stop' with an error, or 'roll_back' to the last checkpoint and "
+        "continue with the next data. If it explodes again before the next checkpoint, the training ends.",
         default="stop",
-        help=(
-            "What to do when the loss has exploded: 'stop' with an error, or 'roll_back' to the last "
-            "checkpoint and continue with the next data. If it explodes again before the next checkpoint, the training "
-            "ends."
-        ),
         decides=False,
         choices=("stop", "roll_back"),
     )
     resume_from_checkpoint: str | None = option(
-        help=(
-            "The folder of a checkpoint; 'true' for the newest complete one in output_dir; 'auto' for the "
-            "same, or a new start if there is none; 'last-checkpoint' for one pushed with --hub_strategy checkpoint."
-        ),
+        "The folder of a checkpoint; 'true' for the newest complete one in output_dir; 'auto' for the same, or a new "
+        "start if there is none; 'last-checkpoint' for one pushed with --hub_strategy checkpoint.",
         decides=False,
+        short_help=HelpPlace("Logging and saving", 80),
         one_machine=True,
     )
     metric_for_best_model: str | None = option(
-        help=(
-            "Metric that chooses the best checkpoint, ends the training (early_stopping_patience) or lowers "
-            "the learning rate, for example pairs_loss. It may be a weighted sum, with spaces around its signs and a "
-            "minus before losses: '0.5*pairs_image_retrieval_recall@1 - guard1_old_loss'."
-        ),
+        "Metric that chooses the best checkpoint, ends the training (early_stopping_patience) or lowers the learning "
+        "rate, for example pairs_loss. It may be a weighted sum, with spaces around its signs and a minus before "
+        "losses: '0.5*pairs_image_retrieval_recall@1 - guard1_old_loss'.",
         decides=False,
+        short_help=HelpPlace("Evaluation", 100),
     )
     early_stopping_patience: int | None = option(
-        help=(
-            "End the training when metric_for_best_model has not improved in this many evaluations in a row. "
-            "By default, the training runs to its end."
-        ),
+        "End the training when metric_for_best_model has not improved in this many evaluations in a row. By default, "
+        "the training runs to its end.",
         decides=False,
+        short_help=HelpPlace("Length", 30),
         within=FROM_1,
     )
     # A loss that is not finite stops the training, so the log must show it unfiltered.
     logging_nan_inf_filter: bool = option(
-        default=False,
-        help="Log the average of earlier losses instead of one that is not finite.",
-        decides=False,
+        "Log the average of earlier losses instead of one that is not finite.", default=False, decides=False
     )
     # The collator needs the raw columns of images and captions.
     remove_unused_columns: bool = option(
-        default=False,
-        help="Drop columns that neither the model's forward nor the loss uses.",
-        decides=True,
+        "Drop columns that neither the model's forward nor the loss uses.", default=False, decides=True
     )

@@ -45,12 +45,6 @@ def of_transformers() -> frozenset[str]:
 
 
 @cache
-def of_infcl() -> frozenset[str]:
-    """The names of the options of InfCLTrainingArguments, which are new or have another default or meaning."""
-    return frozenset(_ours())
-
-
-@cache
 def training_options() -> type:
     """A dataclass with the fields of InfCLTrainingArguments, and without its methods.
 
@@ -67,7 +61,7 @@ def facts_of_training() -> dict[str, Facts]:
 
 
 def _ours() -> dict[str, tuple[Any, Any]]:
-    """(type, field) of the fields of `OURS`, by their names."""
+    """(type, field) of the fields of `OURS`, by their names: options that are new, or differ in default or meaning."""
     kinds = {name: kind for part in OURS for name, kind in typing.get_type_hints(part).items()}
     return {one.name: (kinds[one.name], copy(one)) for part in OURS for one in fields(part)}
 
@@ -118,6 +112,8 @@ class _Reader:
 
     def value(self, node: ast.expr) -> Any:
         """The value of an expression.
+
+        It is evaluated node by node rather than by `eval`, so that a help never runs other code of the module.
 
         Raises:
             NotImplementedError: no declaration of a field has had an expression of this kind so far.

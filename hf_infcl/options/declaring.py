@@ -6,20 +6,33 @@ Nothing here imports torch, so that the help and mistakes on the command line ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-_FACTS = "facts"  # the key of an option's `Facts` in the metadata of its field
+# The keys of an option's `Facts` and of its `Listing` in the metadata of its field.
+_FACTS, _LISTING = "facts", "listing"
+
+# The headings of the short help of a training, in their order.
+HEADINGS = (
+    "Data",
+    "Model",
+    "Batch",
+    "Length",
+    "Rates",
+    "Precision and speed",
+    "Evaluation",
+    "Logging and saving",
+)
 
 
 class ExclusiveOptionsError(ValueError):
     """An option contradicts another one, or has no effect because of it.
 
     Attributes:
-        options: their names. If some are set by a file and others on the command line, the first one of the file gives
-            way.
+        options: their names. If a file sets some of them and the command line the rest, the first one that the file
+            sets gives way.
     """
 
     def __init__(self, message: str, *options: str) -> None:
@@ -35,7 +48,7 @@ class Range:
     words: str
     holds: Callable[[Any], bool]
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         """Raises a ValueError if the value of an option is no such number."""
         if not (isinstance(value, self.kind) and self.holds(value)):
             raise ValueError(f"{name} must be {self.words}, got {value!r}.")
@@ -73,37 +86,113 @@ class Facts:
     card: str = ""
 
 
+@dataclass(frozen=True)
+class HelpPlace:
+    """Where the short help of a training lists an option.
+
+    Attributes:
+        heading: one of `HEADINGS`.
+        number: its place under the heading, in rising order; by default after all that have a number.
+    """
+
+    heading: str
+    number: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.heading not in HEADINGS:
+            raise ValueError(f"heading must be one of {', '.join(HEADINGS)}, got {self.heading!r}.")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """How the help of a command lists an option.
+
+    Attributes:
+        help_in_command: what a command says of it in place of its help; empty if that serves there, too.
+        short_help: its place in the short help of a training, which lists it only if it has one.
+        of_one_set: whether it only says how one data set is read. The name of the set has room for that (see
+            `hf_infcl.options.sets`), so no short help lists the option.
+    """
+
+    help_in_command: str = ""
+    short_help: HelpPlace | None = None
+    of_one_set: bool = False
+
+
 class _Metadata(dict[str, Any]):
-    """The metadata of a field, which HfArgumentParser copies into the arguments of argparse: without the facts."""
+    """The metadata of a field, which HfArgumentParser copies into the arguments of argparse: only these items.
 
-    def __init__(self, facts: Facts, help: str) -> None:
-        super().__init__(help=help)
-        self._facts = facts
+    argparse refuses keywords that it does not know. The facts and the listing are therefore no items: a copy by `dict`
+    does not have them, whereas ``field.metadata[key]`` reaches `__missing__` here.
+    """
 
-    def __missing__(self, key: str) -> Facts:
-        if key != _FACTS:
-            raise KeyError(key)
-        return self._facts
+    def __init__(self, hidden: Mapping[str, object], **items: Any) -> None:
+        super().__init__(items)
+        self._hidden = hidden
+
+    def __missing__(self, key: str) -> Any:
+        return self._hidden[key]
 
 
-def option(default: Any = None, *, help: str, decides: bool, **facts: Any) -> Any:
-    """The field of an option in a dataclass.
+def option(
+    help: str,
+    default: object = None,
+    *,
+    decides: bool,
+    short_help: HelpPlace | None = None,
+    help_in_command: str = "",
+    **facts: Any,
+) -> Any:
+    """The field of an option of the training in a dataclass.
 
     Args:
-        default: its default; a list is copied for each instance.
         help: what it does, of which the short help shows the first sentence.
+        default: its default; a list is copied for each instance.
         decides, facts: see `Facts`.
+        short_help, help_in_command: see `Listing`.
     """
-    metadata = _Metadata(Facts(decides, **facts), help)
+    listing = Listing(help_in_command, short_help)
+    return _field(default, _Metadata({_FACTS: Facts(decides, **facts), _LISTING: listing}, help=help))
+
+
+def command_option(
+    help: str,
+    default: object = None,
+    *,
+    aliases: Sequence[str] = (),
+    short_help: HelpPlace | None = None,
+    of_one_set: bool = False,
+) -> Any:
+    """The field of an option that commands have beside those of the training.
+
+    Args:
+        help: as for `option`.
+        default: its default; a list is copied for each instance, and with MISSING of `dataclasses` it is required.
+        aliases: further names of it, with their dashes.
+        short_help, of_one_set: see `Listing`.
+    """
+    hidden = {_LISTING: Listing(short_help=short_help, of_one_set=of_one_set)}
+    return _field(default, _Metadata(hidden, help=help, aliases=list(aliases)))
+
+
+def _field(default: object, metadata: _Metadata) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def facts_of(declared: Field[Any]) -> Facts | None:
+def declared_facts(declared: Field[object]) -> Facts | None:
     """The facts of a field; None if it is not declared by `option`."""
+    return _hidden(declared, _FACTS)
+
+
+def declared_listing(declared: Field[object]) -> Listing | None:
+    """The listing of a field; None if it is declared by neither `option` nor `command_option`."""
+    return _hidden(declared, _LISTING)
+
+
+def _hidden(declared: Field[object], key: str) -> Any:
     try:
-        found: Facts = declared.metadata[_FACTS]
+        return declared.metadata[key]
     except KeyError:
         return None
-    return found

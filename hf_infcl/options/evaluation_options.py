@@ -2,66 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from .declaring import HelpPlace, command_option
 
 
 @dataclass
 class EvaluationOptions:
     _argument_group_name: ClassVar[str] = "Evaluation"
 
-    eval_dataset: str | None = field(
-        default=None, metadata={"help": "Image-text pairs to measure the loss and retrieval on: a Hub id or a folder."}
+    eval_dataset: str | None = command_option(
+        "Image-text pairs to measure the loss and retrieval on: a Hub id or a folder.",
+        short_help=HelpPlace("Evaluation", 10),
     )
-    eval_split: str | None = field(
-        default=None,
-        metadata={"help": "Split of --eval_dataset. By default test, or else validation, or else its only split."},
+    eval_split: str | None = command_option(
+        "Split of --eval_dataset. By default test, or else validation, or else its only split.", of_one_set=True
     )
-    eval_image_column: str | None = field(
-        default=None, metadata={"help": "Column of images in --eval_dataset, if it differs from --image_column."}
+    eval_image_column: str | None = command_option(
+        "Column of images in --eval_dataset, if it differs from --image_column.", of_one_set=True
     )
-    eval_caption_column: str | None = field(
-        default=None, metadata={"help": "Column of captions in --eval_dataset, if it differs from --caption_column."}
+    eval_caption_column: str | None = command_option(
+        "Column of captions in --eval_dataset, if it differs from --caption_column.", of_one_set=True
     )
-    zero_shot_dataset: str | None = field(
-        default=None, metadata={"help": "Labelled images to measure zero-shot classification on: a Hub id or a folder."}
+    zero_shot_dataset: str | None = command_option(
+        "Labelled images to measure zero-shot classification on: a Hub id or a folder.",
+        short_help=HelpPlace("Evaluation", 20),
     )
-    zero_shot_split: str | None = field(
-        default=None, metadata={"help": "Split of --zero_shot_dataset. By default as for --eval_split."}
+    zero_shot_split: str | None = command_option(
+        "Split of --zero_shot_dataset. By default as for --eval_split.", of_one_set=True
     )
-    zero_shot_image_column: str | None = field(
-        default=None, metadata={"help": "Column of images in --zero_shot_dataset, if it differs from --image_column."}
+    zero_shot_image_column: str | None = command_option(
+        "Column of images in --zero_shot_dataset, if it differs from --image_column.", of_one_set=True
     )
-    eval_pictures: int = field(
+    eval_pictures: int = command_option(
+        "Images of --eval_dataset to draw with the captions that they find. Each evaluation draws them into "
+        "pictures.png in --output_dir, which is pushed with the model.",
         default=0,
-        metadata={
-            "help": "Images of --eval_dataset to draw with the captions that they find. Each evaluation draws them "
-            "into pictures.png in --output_dir, which is pushed with the model."
-        },
+        short_help=HelpPlace("Evaluation", 90),
     )
-    eval_benchmark: list[str] | None = field(
-        default=None,
-        metadata={
-            "aliases": ["--benchmark"],
-            "help": "Named benchmarks to measure, such as imagenet1k flickr30k vtab+. They are read from the Hub "
-            "(clip-benchmark/wds_imagenet1k) or --benchmark_folder, and their own files name classes and prompts.",
-        },
+    eval_benchmark: list[str] | None = command_option(
+        "Named benchmarks to measure, such as imagenet1k flickr30k vtab+. They are read from the Hub "
+        "(clip-benchmark/wds_imagenet1k) or --benchmark_folder, and their own files name classes and prompts.",
+        aliases=["--benchmark"],
+        short_help=HelpPlace("Evaluation", 50),
     )
-    benchmark_folder: str | None = field(
-        default=None,
-        metadata={"help": "Folder with local copies of the benchmarks. Each is in a folder such as wds_imagenet1k."},
+    benchmark_folder: str | None = command_option(
+        "Folder with local copies of the benchmarks. Each is in a folder such as wds_imagenet1k."
     )
-    label_column: str = field(default="label", metadata={"help": "Column of class numbers in --zero_shot_dataset."})
-    class_names: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Names of the classes, by number, or a file with one in each line. Names of folders are matched by "
-            "name. By default those stored in the dataset, which for a folder of folders are the names of these."
-        },
+    label_column: str = command_option(
+        "Column of class numbers in --zero_shot_dataset.", default="label", of_one_set=True
     )
-    templates: list[str] = field(
-        default_factory=lambda: ["a photo of a {}."],
-        metadata={"help": "Prompts with {} for the class, or a file of them; 'a photo of a {}.' by default."},
+    class_names: list[str] | None = command_option(
+        "Names of the classes, by number, or a file with one in each line. Names of folders are matched by name. By "
+        "default those stored in the dataset, which for a folder of folders are the names of these.",
+        short_help=HelpPlace("Evaluation", 30),
+    )
+    templates: list[str] = command_option(
+        "Prompts with {} for the class, or a file of them; 'a photo of a {}.' by default.",
+        default=["a photo of a {}."],
+        short_help=HelpPlace("Evaluation", 40),
     )
 
     def __post_init__(self) -> None:
@@ -76,34 +76,28 @@ class EvaluationOptions:
 class GuardOptions:
     _argument_group_name: ClassVar[str] = "What the model should keep"
 
-    guard_dataset: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Pairs or classes on which the model should not get worse, Hub ids or folders. Images without "
-            "captions are classified with --templates. A training measures them before and after."
-        },
+    guard_dataset: list[str] | None = command_option(
+        "Pairs or classes on which the model should not get worse, Hub ids or folders. Images without captions are "
+        "classified with --templates. A training measures them before and after.",
+        short_help=HelpPlace("Evaluation", 60),
     )
-    guard_benchmark: list[str] | None = field(
-        default=None,
-        metadata={"help": "Named benchmarks, as for --eval_benchmark, on which the model should not get worse."},
+    guard_benchmark: list[str] | None = command_option(
+        "Named benchmarks, as for --eval_benchmark, on which the model should not get worse."
     )
-    guard_split: str | None = field(
-        default=None, metadata={"help": "The split of each --guard_dataset. By default as for --eval_split."}
+    guard_split: str | None = command_option(
+        "The split of each --guard_dataset. By default as for --eval_split.", of_one_set=True
     )
-    guard_image_column: str | None = field(
-        default=None, metadata={"help": "Column of images in each --guard_dataset, if it differs from --image_column."}
+    guard_image_column: str | None = command_option(
+        "Column of images in each --guard_dataset, if it differs from --image_column.", of_one_set=True
     )
-    guard_caption_column: str | None = field(
-        default=None,
-        metadata={"help": "Column of captions in each --guard_dataset, if it differs from --caption_column."},
+    guard_caption_column: str | None = command_option(
+        "Column of captions in each --guard_dataset, if it differs from --caption_column.", of_one_set=True
     )
-    guard_tolerance: float = field(
+    guard_tolerance: float = command_option(
+        "What each guard may lose in an average that is chosen, as a fraction. 0.01 is one point of "
+        "recall@1 (the mean of both directions) or of top-1 accuracy. One half of the rows of each guard chooses, "
+        "the other half reports what was kept.",
         default=0.01,
-        metadata={
-            "help": "What each guard may lose in an average that is chosen, as a fraction. 0.01 is one point of "
-            "recall@1 (the mean of both directions) or of top-1 accuracy. One half of the rows of each guard chooses, "
-            "the other half reports what was kept."
-        },
     )
 
 
@@ -111,21 +105,17 @@ class GuardOptions:
 class StartOptions(GuardOptions):
     _argument_group_name: ClassVar[str] = "What the model should keep"
 
-    average_with_start: str | None = field(
-        default=None,
-        metadata={
-            "help": "Save the average of the weights before and after: 0.5 is halfway, or 'auto'. This "
-            "measures 0, 0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which "
-            "every --guard_dataset stays within --guard_tolerance; of gains within the interval of the greatest, "
-            "that with the lowest loss. The weights of the end stay in the last checkpoint."
-        },
+    average_with_start: str | None = command_option(
+        "Save the average of the weights before and after: 0.5 is halfway, or 'auto'. This "
+        "measures 0, 0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which "
+        "every --guard_dataset stays within --guard_tolerance; of gains within the interval of the greatest, "
+        "that with the lowest loss. The weights of the end stay in the last checkpoint.",
+        short_help=HelpPlace("Logging and saving", 70),
     )
-    average_path: Literal["line", "depth"] = field(
+    average_path: Literal["line", "depth"] = command_option(
+        "With --average_with_start, as --path of `infcl average`. 'line' scales every change alike (WiSE-FT); 'depth' "
+        "scales those of early layers more (LiNeS).",
         default="line",
-        metadata={
-            "help": "With --average_with_start, as --path of `infcl average`. 'line' scales every change alike "
-            "(WiSE-FT); 'depth' scales those of early layers more (LiNeS)."
-        },
     )
 
 
@@ -133,17 +123,12 @@ class StartOptions(GuardOptions):
 class AverageOptions:
     _argument_group_name: ClassVar[str] = "Average"
 
-    alpha: str = field(
+    alpha: str = command_option(
+        "How far to go from START (0) to END (1), or 'auto'. This measures 0, 0.1 ... 1 and takes the "
+        "greatest gain on --eval_dataset and --zero_shot_dataset at which every --guard_dataset stays within "
+        "--guard_tolerance; of gains within the interval of the greatest, that with the lowest loss.",
         default="0.5",
-        metadata={
-            "help": "How far to go from START (0) to END (1), or 'auto'. This measures 0, 0.1 ... 1 and takes the "
-            "greatest gain on --eval_dataset and --zero_shot_dataset at which every --guard_dataset stays within "
-            "--guard_tolerance; of gains within the interval of the greatest, that with the lowest loss."
-        },
     )
-    path: Literal["line", "depth"] = field(
-        default="line",
-        metadata={
-            "help": "'line' scales every change alike (WiSE-FT); 'depth' scales those of early layers more (LiNeS)."
-        },
+    path: Literal["line", "depth"] = command_option(
+        "'line' scales every change alike (WiSE-FT); 'depth' scales those of early layers more (LiNeS).", default="line"
     )

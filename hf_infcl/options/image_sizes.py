@@ -8,7 +8,7 @@ from typing import Any
 
 from .batch_schedule import Course
 from .declaring import ExclusiveOptionsError
-from .stages import same_words, stages_of
+from .stages import read_stages, same_words
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ImageSizes:
             ValueError: the words are no such schedule.
         """
         of = "sizes with their shares of the samples", "sizes of at least one pixel"
-        sizes, ends = stages_of("image_size_schedule", words, *of, "112:0.5 160:0.4 224")
+        sizes, ends = read_stages("image_size_schedule", words, *of, "112:0.5 160:0.4 224")
         return cls(sizes, ends, () if course is None else tuple(map(course.first_step, ends)))
 
     @property
@@ -46,11 +46,11 @@ class ImageSizes:
         return self.sizes[-1]
 
     def at(self, step: int) -> int:
-        """The size of a step, which begins after this many others."""
+        """The size of the images in a step, by the number of steps before it."""
         return self.sizes[sum(step >= first for first in self.first_steps)]
 
     def smaller_at(self, step: int) -> int | None:
-        """The same, but None for the full size, whose images are those of a training without a schedule."""
+        """The size of a step, or None for the full size, at which images are used as the loader returns them."""
         size = self.at(step)
         return None if size == self.full else size
 

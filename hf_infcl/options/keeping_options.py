@@ -5,57 +5,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import FINITE, Range, option
+from .declaring import FINITE, HelpPlace, Range, option
 
 
 @dataclass
 class KeepingOptions:
-    """What keeps a model near the one that it was before.
-
-    The ``help`` of each field describes it.
-    """
+    """What keeps a model near the one that it was before."""
 
     keep_features: float | None = option(
-        help=(
-            "Weight β of the squared distance between the normalised embeddings of each pair and those of the "
-            "model before the training. Its mean over the batch, summed over both towers, is minimised with the loss. "
-            "A frozen copy of the model runs once per step."
-        ),
+        "Weight β of the squared distance between the normalised embeddings of each pair and those of the "
+        "model before the training. Its mean over the batch, summed over both towers, is minimised with the loss. "
+        "A frozen copy of the model runs once per step.",
         decides=True,
         plans=True,
         within=FINITE,
         card="weight of the distance from the embeddings of the start",
     )
     keep_weights: float | None = option(
-        help=(
-            "Strength λ of a pull to the weights before the training, in place of weight decay. Each step "
-            "subtracts learning rate × λ × (weight − start) from the weights that would decay. Adapters decay to zero."
-        ),
+        "Strength λ of a pull to the weights before the training, in place of weight decay. Each step subtracts "
+        "learning rate × λ × (weight − start) from the weights that would decay. Adapters decay to zero.",
         decides=True,
         plans=True,
         within=FINITE,
         card="pull to the weights of the start",
     )
     cache_features: str | None = option(
-        help=(
-            "Folder for what is computed once for all epochs, from images that are not augmented. That is the outputs "
-            "of the frozen image tower (freeze=image), read instead of the images, and the embeddings of the start "
-            "(keep_features). Many runs can share the folder."
-        ),
+        "Folder for what is computed once for all epochs, from images that are not augmented. That is the outputs of "
+        "the frozen image tower (freeze=image), read instead of the images, and the embeddings of the start "
+        "(keep_features). Many runs can share the folder.",
         decides=False,
+        short_help=HelpPlace("Model", 90),
         one_machine=True,
     )
     replay_share: float | None = option(
-        help=("With old pairs to replay: their share of every global batch, rounded to whole pairs. Defaults to 0.5."),
+        "With old pairs to replay: their share of every global batch, rounded to whole pairs. Defaults to 0.5.",
         decides=True,
+        short_help=HelpPlace("Data", 130),
         plans=True,
         within=Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     )
     replay_as: str | None = option(
-        help=(
-            "With old pairs to replay: 'negatives', the default, if old and new pairs are each other's "
-            "negatives; 'own' if both are contrasted among themselves, in two losses weighted by their pairs."
-        ),
+        "With old pairs to replay: 'negatives', the default, if old and new pairs are each other's "
+        "negatives; 'own' if both are contrasted among themselves, in two losses weighted by their pairs.",
         decides=True,
         choices=("negatives", "own"),
     )

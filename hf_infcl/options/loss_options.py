@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import Range, option
+from .declaring import HelpPlace, Range, option
 
 EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
 
@@ -32,46 +32,38 @@ def backends() -> Collection[str]:
 
 @dataclass
 class LossOptions:
-    """The loss of a training, and how it is computed.
-
-    The ``help`` of each field describes it.
-    """
+    """The loss of a training, and how it is computed."""
 
     objective: str | None = option(
-        help=(
-            "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a "
-            "logit_bias. Defaults to the one that the model was designed for."
-        ),
+        "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a logit_bias. "
+        "Defaults to the one that the model was designed for.",
         decides=True,
+        short_help=HelpPlace("Model", 40),
         choices=objectives,
     )
     strategy: str = option(
+        "How the processes share the batch: ring, disco, local or gather.",
         default="ring",
-        help="How the processes share the batch: ring, disco, local or gather.",
         decides=False,
         choices=strategies,
     )
     backend: str = option(
+        "Which kernels compute the loss: auto, triton or torch.",
         default="auto",
-        help="Which kernels compute the loss: auto, triton or torch.",
         decides=False,
         one_machine=True,
         choices=backends,
     )
     equal_ids: str | None = option(
-        help=(
-            "The role of pairs with equal pair ids: 'exclude' (neither positives nor negatives of each other) "
-            "or 'positive'. Defaults to 'positive' with several captions per image, which require it, else to "
-            "'exclude'. It also applies to the evaluation loss."
-        ),
+        "The role of pairs with equal pair ids: 'exclude' (neither positives nor negatives of each other) or "
+        "'positive'. Defaults to 'positive' with several captions per image, which require it, else to 'exclude'. It "
+        "also applies to the evaluation loss.",
         decides=True,
         choices=EQUAL_IDS,
     )
     max_logit_scale: float | None = option(
-        help=(
-            "Upper limit of logit_scale, the multiplier of the cosines, after each step. Defaults to 100 with "
-            "softmax, as in CLIP, and to none with sigmoid. The lower limit is then 1."
-        ),
+        "Upper limit of logit_scale, the multiplier of the cosines, after each step. Defaults to 100 with softmax, as "
+        "in CLIP, and to none with sigmoid. The lower limit is then 1.",
         decides=True,
         within=Range(
             Real,

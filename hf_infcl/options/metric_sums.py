@@ -11,7 +11,7 @@ _SIGN = re.compile(r"\s+([+-])\s+")  # only with spaces, because names of sets m
 _WEIGHT = re.compile(r"(-?)(?:(\d+(?:\.\d*)?|\.\d+)\*)?(.+)")
 
 
-def terms_of(metric: str) -> list[tuple[float, str]]:
+def parse_terms(metric: str) -> list[tuple[float, str]]:
     """The weights and the metrics, without ``eval_``, of a sum such as ``"0.5*pairs_acc - guard1_old_loss"``.
 
     A metric alone is a sum of one term.
@@ -29,18 +29,18 @@ def terms_of(metric: str) -> list[tuple[float, str]]:
 
 
 def is_sum(metric: str | None) -> bool:
-    """Whether a metric has to be computed from others."""
-    return metric is not None and [weight for weight, _ in terms_of(metric)] != [1.0]
+    """Whether a metric is a weighted sum, which no evaluation measures itself."""
+    return metric is not None and [weight for weight, _ in parse_terms(metric)] != [1.0]
 
 
 def value_of(metric: str, metrics: Mapping[str, float]) -> float | None:
     """The value of a metric or a sum of them; None if one of its terms was not measured.
 
     Args:
-        metric: as in `terms_of`.
+        metric: as in `parse_terms`.
         metrics: the measured ones by their names with ``eval_``.
     """
-    terms = terms_of(metric)
+    terms = parse_terms(metric)
     if any(f"eval_{name}" not in metrics for _, name in terms):
         return None
     return sum(weight * metrics[f"eval_{name}"] for weight, name in terms)
@@ -67,7 +67,7 @@ def greater_is_better(metric: str) -> bool | None:
     if not is_sum(metric):
         measured = metric_named(metric)
         return None if measured is None else measured.greater_is_better
-    for weight, name in terms_of(metric):
+    for weight, name in parse_terms(metric):
         measured = metric_named(name)
         if measured is not None and (weight > 0) != measured.greater_is_better:
             better, sign = ("greater", "plus") if measured.greater_is_better else ("smaller", "minus")

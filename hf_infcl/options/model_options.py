@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import ClassVar
+
+from .declaring import HelpPlace, command_option
 
 
 @dataclass
 class ModelOptions:
     _argument_group_name: ClassVar[str] = "Model"
 
-    model: str = field(
-        metadata={
-            "help": "The model: a Hub id, a folder or a .pt, of transformers or of OpenCLIP. "
-            "Adapters come with their model, and a training continues them. Required."
-        }
+    model: str = command_option(
+        "The model: a Hub id, a folder or a .pt, of transformers or of OpenCLIP. "
+        "Adapters come with their model, and a training continues them. Required.",
+        default=MISSING,
+        short_help=HelpPlace("Model", 10),
     )
-    open_clip_model: str | None = field(
-        default=None,
-        metadata={"help": "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or its config as JSON."},
+    open_clip_model: str | None = command_option(
+        "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or its config as JSON.",
+        short_help=HelpPlace("Model", 20),
     )
-    tokenizer: str | None = field(
-        default=None,
-        metadata={
-            "help": "Another tokenizer than the model's own: a Hub id or a folder. It is saved with the model. A .pt "
-            "has none, and gets CLIP's from the Hub without this option."
-        },
+    tokenizer: str | None = command_option(
+        "Another tokenizer than the model's own: a Hub id or a folder. It is saved with the model. A .pt "
+        "has none, and gets CLIP's from the Hub without this option.",
+        short_help=HelpPlace("Model", 30),
     )
 
 
 @dataclass
 class TrainedModelOptions(ModelOptions):
-    new_weights: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Names of weights or modules that may be new. If the checkpoint lacks others, or these in any "
-            "other command, it is refused. New ones, such as visual_projection, are drawn from --seed."
-        },
+    new_weights: list[str] | None = command_option(
+        "Names of weights or modules that may be new. If the checkpoint lacks others, or these in any other command, "
+        "it is refused. New ones, such as visual_projection, are drawn from --seed."
     )
 
 
@@ -44,21 +41,16 @@ class TrainedModelOptions(ModelOptions):
 class LoraOptions:
     _argument_group_name: ClassVar[str] = "LoRA adapters (package peft)"
 
-    lora_rank: int | None = field(
-        default=None,
-        metadata={"help": "Train adapters of this rank instead of the weights; their alpha is twice the rank."},
+    lora_rank: int | None = command_option(
+        "Train adapters of this rank instead of the weights; their alpha is twice the rank.",
+        short_help=HelpPlace("Model", 60),
     )
-    lora_targets: list[str] = field(
-        default_factory=lambda: ["all-linear"],
-        metadata={"help": "Names of the layers that get adapters, such as q_proj v_proj."},
+    lora_targets: list[str] = command_option(
+        "Names of the layers that get adapters, such as q_proj v_proj.", default=["all-linear"]
     )
-    lora_logit_scale: bool = field(
-        default=False,
-        metadata={"help": "Train logit_scale and logit_bias beside new adapters. They are then in the adapter's file."},
+    lora_logit_scale: bool = command_option(
+        "Train logit_scale and logit_bias beside new adapters. They are then in the adapter's file.", default=False
     )
-    lora_merge: bool = field(
-        default=False,
-        metadata={
-            "help": "At the end, merge the adapters into the weights. The whole model is saved and pushed instead."
-        },
+    lora_merge: bool = command_option(
+        "At the end, merge the adapters into the weights. The whole model is saved and pushed instead.", default=False
     )

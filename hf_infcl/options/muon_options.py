@@ -7,12 +7,6 @@ from typing import Any
 OPTIM_ARGS = {"momentum": float, "ns_steps": int}
 
 
-def check_muon(args: Any) -> None:
-    """Raises a ValueError if ``optim_args`` of a training with ``optimizer="muon"`` are not Muon's."""
-    if args.optimizer is not None:
-        muon_settings(args.optim_args)
-
-
 def muon_settings(text: str | None) -> dict[str, Any]:
     """Muon's settings in ``optim_args``, "name=value,name=value".
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import FINITE, SHARE, Range, option
+from .declaring import FINITE, SHARE, HelpPlace, Range, option
 
 # Those that an optimizer from elsewhere does not know.
 RATES = (
@@ -19,101 +19,81 @@ RATES = (
 
 @dataclass
 class RateOptions:
-    """Learning rates, the optimizer and averages of the weights.
-
-    The ``help`` of each field describes it.
-    """
+    """Learning rates, the optimizer and averages of the weights."""
 
     logit_scale_learning_rate: float | None = option(
-        help="Learning rate of logit_scale and logit_bias, on the same schedule. Defaults to learning_rate.",
+        "Learning rate of logit_scale and logit_bias, on the same schedule. Defaults to learning_rate.",
         decides=True,
         within=FINITE,
     )
     learning_rate_batch_size: int | None = option(
-        help=(
-            "Global batch size for which learning_rate was chosen. The training uses learning_rate × global "
-            "batch size / this number (the linear rule, arXiv 1706.02677)."
-        ),
+        "Global batch size for which learning_rate was chosen. The training uses learning_rate × global batch size / "
+        "this number (the linear rule, arXiv 1706.02677).",
         decides=True,
         within=Range(Real, "a number of pairs of at least 1", lambda value: value >= 1),
     )
     image_learning_rate: float | None = option(
-        help=(
-            "Learning rate of the image tower and its projection, on the same schedule and scaled with the "
-            "batch like learning_rate, which is the default. The rate of Muon's matrices changes in proportion."
-        ),
+        "Learning rate of the image tower and its projection, on the same schedule and scaled with the batch like "
+        "learning_rate, which is the default. The rate of Muon's matrices changes in proportion.",
         decides=True,
         within=FINITE,
         card="learning rate of the image tower",
     )
     text_learning_rate: float | None = option(
-        help="The same for the text tower and its projection.",
+        "The same for the text tower and its projection.",
         decides=True,
         within=FINITE,
         card="learning rate of the text tower",
     )
     layer_decay: float | None = option(
-        help=(
-            "Factor of the learning rate from each layer of a tower to the one below it, for example 0.75. "
-            "Heads, projections and logit_scale train at the full rate, the last of L layers at this factor, and the "
-            "embeddings at its power L + 1."
-        ),
+        "Factor of the learning rate from each layer of a tower to the one below it, for example 0.75. Heads, "
+        "projections and logit_scale train at the full rate, the last of L layers at this factor, and the embeddings "
+        "at its power L + 1.",
         decides=True,
         within=Range(Real, "a number of more than 0 and at most 1", lambda value: 0 < value <= 1),
         card="factor of the learning rate per layer",
     )
     no_decay_parameters: list[str] | None = option(
-        help=(
-            "Regular expressions, found in the names of parameters without weight decay, for example "
-            "vision_model for a pretrained tower. Vectors and scalars never decay."
-        ),
+        "Regular expressions, found in the names of parameters without weight decay, for example vision_model for a "
+        "pretrained tower. Vectors and scalars never decay.",
         decides=True,
         card="no weight decay of",
     )
     optimizer: str | None = option(
-        help=(
-            "'muon': Muon (arXiv 2502.16982) for the matrices of layers, and AdamW for the rest. Projections are "
-            "such matrices, too; the rest has the AdamW of optim. For training from random weights. By default optim "
-            "updates all parameters."
-        ),
+        "'muon': Muon (arXiv 2502.16982) for the matrices of layers, and AdamW for the rest. Projections are such "
+        "matrices, too; the rest has the AdamW of optim. For training from random weights. By default optim updates "
+        "all parameters.",
         decides=True,
+        short_help=HelpPlace("Rates", 50),
         plans=True,
         choices=("muon",),
     )
     muon_learning_rate: float | None = option(
-        help=(
-            "Learning rate of Muon's matrices, on the same schedule and scaled with the batch like "
-            "learning_rate. Defaults to four times learning_rate."
-        ),
+        "Learning rate of Muon's matrices, on the same schedule and scaled with the batch like "
+        "learning_rate. Defaults to four times learning_rate.",
         decides=True,
         within=FINITE,
     )
     muon_parameters: list[str] | None = option(
-        help="With optimizer=muon: regular expressions, found in the names of further parameters for Muon.",
-        decides=True,
+        "With optimizer=muon: regular expressions, found in the names of further parameters for Muon.", decides=True
     )
     adamw_parameters: list[str] | None = option(
-        help="With optimizer=muon: regular expressions, found in the names of parameters to leave to AdamW.",
-        decides=True,
+        "With optimizer=muon: regular expressions, found in the names of parameters to leave to AdamW.", decides=True
     )
     ema_decay: float | None = option(
-        help=(
-            "Evaluate and save a moving average of the weights with this decay, such as 0.999. It takes the "
-            "place of the last weights. The decay is smaller in the first steps, min(decay, (1 + n) / (10 + n)). The "
-            "average takes the memory of the weights beside Adam's moments, in whose file checkpoints keep the last "
-            "weights, so that a resumed training continues to the bit. Running statistics of batch norms stay the "
-            "last."
-        ),
+        "Evaluate and save a moving average of the weights with this decay, such as 0.999. It takes the place of the "
+        "last weights. The decay is smaller in the first steps, min(decay, (1 + n) / (10 + n)). The average takes the "
+        "memory of the weights beside Adam's moments, in whose file checkpoints keep the last weights, so that a "
+        "resumed training continues to the bit. Running statistics of batch norms stay the last.",
         decides=True,
+        short_help=HelpPlace("Rates", 60),
         plans=True,
         within=SHARE,
         card="saved weights: exponential moving average of those that were trained, decay {}",
     )
     ema_device: str | None = option(
-        help=(
-            "Where the average of ema_decay is kept: 'cpu' for host memory, which takes two copies of the "
-            "weights per step, to the same bits. Defaults to the memory of the weights."
-        ),
+        "Where the average of ema_decay is kept: 'cpu' for host memory, which takes two copies of the weights per "
+        "step, to the same bits. Defaults to the memory of the weights.",
         decides=False,
         plans=True,
         needs="ema_decay",

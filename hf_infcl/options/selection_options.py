@@ -5,26 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .declaring import ExclusiveOptionsError, option
+from .declaring import ExclusiveOptionsError, HelpPlace, option
 
 NOISY = "noisy"
 
 
 @dataclass
 class SelectionOptions:
-    """Which pairs of a window are trained.
-
-    The ``help`` of each field describes it.
-    """
+    """Which pairs of a window are trained."""
 
     leave_out: str | None = option(
-        help=(
-            "Leave out wrong pairs: 'noisy', or a share. These are pairs that do not seem to belong "
-            "together; they are neither positives nor negatives. 'noisy' leaves out none while too few pairs look "
-            "wrong; epochs of a shuffled table pass over what it leaves out. Both begin when the pairs have been seen "
-            "three times, so they need several epochs."
-        ),
+        "Leave out wrong pairs: 'noisy', or a share. These are pairs that do not seem to belong "
+        "together; they are neither positives nor negatives. 'noisy' leaves out none while too few pairs look "
+        "wrong; epochs of a shuffled table pass over what it leaves out. Both begin when the pairs have been seen "
+        "three times, so they need several epochs.",
         decides=True,
+        short_help=HelpPlace("Data", 110),
     )
 
 

@@ -1,4 +1,4 @@
-"""The names of data sets, which may carry facts of their own: ``my/tables?split=validation&caption_column=title``."""
+"""The names of data sets, which may say how the set is read: ``my/tables?split=validation&caption_column=title``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SetName(str):
     """The name of a set without its facts: a Hub id, a folder or shards.
 
     Attributes:
-        facts: what the set says of itself; ``split`` and the others, by the names of `FACTS_OF_SETS`.
+        facts: what the name says about the set, such as its ``split``, by the keys of `FACTS_OF_SETS`.
     """
 
     facts: Mapping[str, Any]
@@ -73,7 +73,7 @@ def _parted(value: str, known: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     return path, facts
 
 
-def _read(place: str, name: str, value: Any) -> Any:
+def _read(place: str, name: str, value: object) -> Any:
     """The value of a fact, which is text in any file or command."""
     if name in ("class_names", "templates"):
         value = value if isinstance(value, list) else [value]
@@ -103,6 +103,6 @@ def read_sets(namespace: argparse.Namespace) -> None:
             setattr(namespace, option, read if isinstance(value, list) else read[0])
 
 
-def facts_of(source: str, **others: Any) -> dict[str, Any]:
-    """The facts of a set, and those of the options for the others that it does not state itself."""
+def facts_of(source: str, **others: object) -> dict[str, Any]:
+    """The facts that the name of a set states; where it states none, those that the options give."""
     return others | dict(getattr(source, "facts", {}))

@@ -7,33 +7,33 @@ import re
 from collections.abc import Sequence
 
 
-def words_of(value: Sequence[str]) -> list[str]:
+def split_words(value: Sequence[str]) -> list[str]:
     """The words of the option, one for each stage, of a value that may hold several in one."""
     return " ".join([value] if isinstance(value, str) else map(str, value)).split()
 
 
 def same_words(value: Sequence[str]) -> list[str]:
     """The words in which all values of the same stages are equal, for comparisons with another run."""
-    parts = (word.partition(":") for word in words_of(value))
+    parts = (word.partition(":") for word in split_words(value))
     return [f"{int(number)}:{float(share)}" if share else str(int(number)) for number, _, share in parts]
 
 
-def stages_of(
+def read_stages(
     name: str, words: Sequence[str], of: str, least: str, example: str
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The numbers of the stages, and for each stage but the last the share of the training after which it ends.
 
     Args:
-        name: of the option.
+        name: the name of the option.
         words: its value; the last stage gets the rest, and has no share.
-        of: what is divided, for messages.
-        least: the same, with its smallest value.
-        example: of a right value.
+        of: what the words list, for messages.
+        least: the smallest numbers that are allowed, for messages.
+        example: a valid value, for messages.
 
     Raises:
         ValueError: the words are no such stages, or a number is not larger than the one before.
     """
-    words = words_of(words)
+    words = split_words(words)
     *earlier, last = [re.fullmatch(r"(\d+)(?::(0?\.\d+))?", word) for word in words] or [None]
     shares = [float(found[2] or 0) if found else 0.0 for found in earlier]
     if not earlier or last is None or last[2] or not all(shares) or sum(shares) >= 1:

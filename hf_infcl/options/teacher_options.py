@@ -5,81 +5,67 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import FINITE, FROM_1, Range, option
+from .declaring import FINITE, FROM_1, HelpPlace, Range, option
 
 
 @dataclass
 class TeacherOptions:
-    """Teachers, and embeddings that can be cut.
-
-    The ``help`` of each field describes it.
-    """
+    """Teachers, and embeddings that can be cut."""
 
     teacher: list[str] | None = option(
-        help=(
-            "Models whose embeddings the student learns, too: Hub ids or folders. Also those of OpenCLIP. Each is "
-            "frozen, has its own processor, tokenizer and image size, and runs once per step."
-        ),
+        "Models whose embeddings the student learns, too: Hub ids or folders. Also those of OpenCLIP. Each is frozen, "
+        "has its own processor, tokenizer and image size, and runs once per step.",
         decides=True,
+        short_help=HelpPlace("Model", 80),
         plans=True,
     )
     teacher_embeddings: list[str] | None = option(
-        help=(
-            "Folders with embeddings of teachers, of `infcl embed --dataset`. They are read beside the pairs, for "
-            "the images as they are or for as many augmented views, and cost a training nothing but the reading."
-        ),
+        "Folders with embeddings of teachers, of `infcl embed --dataset`. They are read beside the pairs, for the "
+        "images as they are or for as many augmented views, and cost a training nothing but the reading.",
         decides=False,
         one_machine=True,
         plans=True,
     )
     teacher_weight: float = option(
+        "Weight β of the squared distance between the normalised embeddings of each pair and those of the teacher. "
+        "Its mean over the batch, summed over both towers, is minimised with the loss; with several teachers, the "
+        "mean of their distances.",
         default=1.0,
-        help=(
-            "Weight β of the squared distance between the normalised embeddings of each pair and those of the teacher. "
-            "Its mean over the batch, summed over both towers, is minimised with the loss; with several teachers, the "
-            "mean of their distances."
-        ),
         decides=True,
         within=FINITE,
     )
     teacher_side: str = option(
+        "Which embeddings the teachers teach: both, image or text.",
         default="both",
-        help="Which embeddings the teachers teach: both, image or text.",
         decides=True,
         plans=True,
         choices=("both", "image", "text"),
     )
     teacher_missing: str = option(
+        "What to do with pairs without a stored embedding: 'refuse' to train, or leave them to the 'contrastive' "
+        "loss. They are counted before the first step.",
         default="refuse",
-        help=(
-            "What to do with pairs without a stored embedding: 'refuse' to train, or leave them to the 'contrastive' "
-            "loss. They are counted before the first step."
-        ),
         decides=True,
         choices=("refuse", "contrastive"),
         needs="teacher_embeddings",
     )
     contrastive_weight: float = option(
+        "Weight of the contrastive loss beside the teachers. With 0 they alone teach, also images and texts that do "
+        "not belong together.",
         default=1.0,
-        help=(
-            "Weight of the contrastive loss beside the teachers. With 0 they alone teach, also images and texts that "
-            "do not belong together."
-        ),
         decides=True,
         within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
         card="weight of the contrastive loss",
     )
     matryoshka_dims: list[int] | None = option(
-        help=(
-            "Dimensions at which the embeddings may be cut, for example 32 64 128. The loss is the mean of those of "
-            "the first so many dimensions, normalised, and of all (Matryoshka, arXiv 2205.13147)."
-        ),
+        "Dimensions at which the embeddings may be cut, for example 32 64 128. The loss is the mean of those of the "
+        "first so many dimensions, normalised, and of all (Matryoshka, arXiv 2205.13147).",
         decides=True,
         plans=True,
         card="dimensions at which the embeddings may be cut",
     )
     dims: int | None = option(
-        help="Dimensions of the embeddings that evaluations use: the first so many, normalised. Defaults to all.",
+        "Dimensions of the embeddings that evaluations use: the first so many, normalised. Defaults to all.",
         decides=False,
         within=FROM_1,
         card="dimensions of the embeddings in evaluations",

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import FROM_0, FROM_1, SHARE, Range, option
+from .declaring import FROM_0, FROM_1, SHARE, HelpPlace, Range, option
 
 
 def towers() -> Collection[str]:
@@ -17,63 +17,52 @@ def towers() -> Collection[str]:
 
 @dataclass
 class TowerOptions:
-    """What of the towers trains, and what they see of images and captions.
-
-    The ``help`` of each field describes it.
-    """
+    """What of the towers trains, and what they see of images and captions."""
 
     freeze: str | None = option(
-        help=(
-            "Tower to freeze, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per "
-            "step, in evaluation mode."
-        ),
+        "Tower to freeze, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per step, in "
+        "evaluation mode.",
         decides=True,
+        short_help=HelpPlace("Model", 50),
         plans=True,
         choices=towers,
     )
     freeze_layers: int | None = option(
-        help=(
-            "Number of layers to freeze at the beginning of each tower, with the embeddings before them; 0 for "
-            "these alone. They keep no graph, and frozen layers run in evaluation mode."
-        ),
+        "Number of layers to freeze at the beginning of each tower, with the embeddings before them; 0 for these "
+        "alone. They keep no graph, and frozen layers run in evaluation mode.",
         decides=True,
         plans=True,
         within=FROM_0,
         card="frozen layers of each tower, with the embeddings",
     )
     image_size: int | None = option(
-        help=(
-            "Height and width of the images in pixels, for example 336. The position embeddings of the model "
-            "are interpolated to this size, which is saved with the model and its processor. Defaults to the size of "
-            "the model."
-        ),
+        "Height and width of the images in pixels, for example 336. The position embeddings of the model are "
+        "interpolated to this size, which is saved with the model and its processor. Defaults to the size of the "
+        "model.",
         decides=True,
+        short_help=HelpPlace("Model", 70),
         plans=True,
         within=FROM_1,
         card="height and width that images were resized to, for which positions were interpolated",
     )
     image_size_schedule: list[str] | None = option(
-        help=(
-            "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the samples, "
-            "then the size of the model, which gets the rest and is that of evaluations (CLIPA, arXiv 2305.07017). "
-            "Positions are interpolated in each forward, so what is saved is always of the full size."
-        ),
+        "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the samples, then the "
+        "size of the model, which gets the rest and is that of evaluations (CLIPA, arXiv 2305.07017). Positions are "
+        "interpolated in each forward, so what is saved is always of the full size.",
         decides=True,
         plans=True,
         card="sizes of the images, each with its share of the samples",
     )
     patch_dropout: float | None = option(
-        help=(
-            "Share of the patches of each image that is left out at random, for example 0.5 (FLIP, arXiv "
-            "2212.00794). Evaluations see all patches."
-        ),
+        "Share of the patches of each image that is left out at random, for example 0.5 (FLIP, arXiv 2212.00794). "
+        "Evaluations see all patches.",
         decides=True,
         plans=True,
         within=SHARE,
         card="share of the patches of an image that training left out",
     )
     full_tokens_last: float | None = option(
-        help="With patch_dropout: share of the samples, at the end, that see all patches.",
+        "With patch_dropout: share of the samples, at the end, that see all patches.",
         decides=True,
         needs="patch_dropout",
         plans=True,
@@ -81,11 +70,9 @@ class TowerOptions:
         card="share of the samples with all patches, at the end",
     )
     max_text_tokens: int | None = option(
-        help=(
-            "Cut training captions to this many tokens, special ones included. Evaluations read all. More "
-            "tokens than the tokenizer's limit, up to the positions of the model, raise that limit, which is saved, "
-            "and evaluations read as many."
-        ),
+        "Cut training captions to this many tokens, special ones included. Evaluations read all. More tokens than the "
+        "tokenizer's limit, up to the positions of the model, raise that limit, which is saved, and evaluations read "
+        "as many.",
         decides=True,
         plans=True,
         within=FROM_1,

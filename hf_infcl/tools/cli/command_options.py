@@ -2,132 +2,109 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import ClassVar
+
+from ...options.declaring import HelpPlace, command_option
 
 
 @dataclass
 class DataOptions:
     _argument_group_name: ClassVar[str] = "Training data"
 
-    dataset: list[str] = field(
-        metadata={
-            "help": "Image-text pairs to train on: a Hub id or a folder. Required. With --streaming also shards, such "
-            "as 'shards/{00000..00127}.tar', and more than one dataset."
-        }
+    dataset: list[str] = command_option(
+        "Image-text pairs to train on: a Hub id or a folder. Required. With --streaming also shards, such as "
+        "'shards/{00000..00127}.tar', and more than one dataset.",
+        default=MISSING,
+        short_help=HelpPlace("Data", 10),
     )
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Configuration of the training data, if it has several."}
+    dataset_name: str | None = command_option("Configuration of the training data, if it has several.", of_one_set=True)
+    split: str = command_option("Split of the training data.", default="train", of_one_set=True)
+    on_bad_sample: str = command_option(
+        "For a broken image or an empty caption: 'raise' or 'skip'.", default="raise", short_help=HelpPlace("Data", 100)
     )
-    split: str = field(default="train", metadata={"help": "Split of the training data."})
-    on_bad_sample: str = field(
-        default="raise", metadata={"help": "For a broken image or an empty caption: 'raise' or 'skip'."}
-    )
-    augmentation: str = field(
+    augmentation: str = command_option(
+        "Random changes of the images: 'none', 'crop' or 'flip_crop'. 'crop' takes 0.9 to 1 of the image, as CLIP is "
+        "trained from scratch; 'flip_crop' also flips half of the images left to right.",
         default="none",
-        metadata={
-            "help": "Random changes of the images: 'none', 'crop' or 'flip_crop'. 'crop' takes 0.9 to 1 of the image, "
-            "as CLIP is trained from scratch; 'flip_crop' also flips half of the images left to right."
-        },
+        short_help=HelpPlace("Data", 90),
     )
-    min_side: int | None = field(
-        default=None,
-        metadata={
-            "help": "Decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This "
-            "is faster and changes the pixels slightly. By default, images are decoded at full size."
-        },
+    min_side: int | None = command_option(
+        "Decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This is faster "
+        "and changes the pixels slightly. By default, images are decoded at full size."
     )
-    text_dropout: float = field(
+    text_dropout: float = command_option(
+        "Probability with which each word of a training caption is left out, drawn anew in each epoch; one "
+        "word stays. Evaluations see whole captions.",
         default=0.0,
-        metadata={
-            "help": "Probability with which each word of a training caption is left out, drawn anew in each epoch; one "
-            "word stays. Evaluations see whole captions."
-        },
     )
-    streaming: bool = field(
+    streaming: bool = command_option(
+        "Read tar or parquet shards during the training, as a stream of unknown length.",
         default=False,
-        metadata={"help": "Read tar or parquet shards during the training, as a stream of unknown length."},
+        short_help=HelpPlace("Data", 20),
     )
-    dataset_weights: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "With --streaming: the proportions in which the samples of several datasets are mixed. By default, "
-            "they are read as one set."
-        },
+    dataset_weights: list[float] | None = command_option(
+        "With --streaming: the proportions in which the samples of several datasets are mixed. By default, they are "
+        "read as one set.",
+        of_one_set=True,
     )
-    samples_per_epoch: int | None = field(
-        default=None,
-        metadata={"help": "With --streaming: the number of pairs per epoch. Without it, pass --max_steps."},
+    samples_per_epoch: int | None = command_option(
+        "With --streaming: the number of pairs per epoch. Without it, pass --max_steps.",
+        short_help=HelpPlace("Data", 30),
     )
-    caption_templates: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Captions from the names of classes, such as 'a photo of a {c}', or a file of them. For images in "
-            "a folder for each class: an epoch draws one of the captions of its class for each image, and images of "
-            "one class are not each other's negatives."
-        },
+    caption_templates: list[str] | None = command_option(
+        "Captions from the names of classes, such as 'a photo of a {c}', or a file of them. For images in "
+        "a folder for each class: an epoch draws one of the captions of its class for each image, and images of "
+        "one class are not each other's negatives.",
+        short_help=HelpPlace("Data", 70),
     )
-    captions_per_image: int = field(
+    captions_per_image: int = command_option(
+        "Captions drawn per epoch from an image's list. All of them are its positives.",
         default=1,
-        metadata={"help": "Captions drawn per epoch from an image's list. All of them are its positives."},
+        short_help=HelpPlace("Data", 80),
     )
-    negative_caption_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column of captions that are wrong for the image, strings or lists. Each epoch draws one, which is "
-            "a negative of all images."
-        },
+    negative_caption_column: str | None = command_option(
+        "Column of captions that are wrong for the image, strings or lists. Each epoch draws one, which is a negative "
+        "of all images."
     )
-    shuffle_buffer: int = field(
-        default=2048,
-        metadata={"help": "With --streaming: the number of samples among which each lane (see --lanes) is shuffled."},
+    shuffle_buffer: int = command_option(
+        "With --streaming: the number of samples among which each lane (see --lanes) is shuffled.", default=2048
     )
-    lanes: int | None = field(
-        default=None,
-        metadata={
-            "help": "With --streaming: the number of lanes that the shards are dealt to, each read alone. A "
-            "run can resume with other numbers of processes and workers (--dataloader_num_workers) if their product "
-            "divides it. Defaults to that product at the start."
-        },
+    lanes: int | None = command_option(
+        "With --streaming: the number of lanes that the shards are dealt to, each read alone. A run can resume with "
+        "other numbers of processes and workers (--dataloader_num_workers) if their product divides it. Defaults to "
+        "that product at the start."
     )
-    replay_dataset: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Old pairs that the model should not forget. Every global batch gets --replay_share of "
-            "them. Hub ids or folders, or with --replay_streaming shards; several are read as one set. Options of the "
-            "training data, such as --augmentation, apply to them as well."
-        },
+    replay_dataset: list[str] | None = command_option(
+        "Old pairs that the model should not forget. Every global batch gets --replay_share of them. Hub ids or "
+        "folders, or with --replay_streaming shards; several are read as one set. Options of the training data, such "
+        "as --augmentation, apply to them as well.",
+        short_help=HelpPlace("Data", 120),
     )
-    replay_streaming: bool = field(
-        default=False, metadata={"help": "Read every --replay_dataset as a stream of shards, like --streaming."}
+    replay_streaming: bool = command_option(
+        "Read every --replay_dataset as a stream of shards, like --streaming.", default=False, of_one_set=True
     )
-    replay_split: str = field(default="train", metadata={"help": "Split of each --replay_dataset."})
-    replay_image_column: str | None = field(
-        default=None, metadata={"help": "Column of images in each --replay_dataset, if it differs from --image_column."}
+    replay_split: str = command_option("Split of each --replay_dataset.", default="train", of_one_set=True)
+    replay_image_column: str | None = command_option(
+        "Column of images in each --replay_dataset, if it differs from --image_column.", of_one_set=True
     )
-    replay_caption_column: str | None = field(
-        default=None,
-        metadata={"help": "Column of captions in each --replay_dataset, if it differs from --caption_column."},
+    replay_caption_column: str | None = command_option(
+        "Column of captions in each --replay_dataset, if it differs from --caption_column.", of_one_set=True
     )
-    exclude: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Train without the wrong pairs of a ledger. Give the file that `infcl score` has written and the "
-            "least probability of what is left out, such as _ledger.parquet:0.9. Of several ledgers, each is of the "
-            "set that those before it leave. Of a stream, only what is left out takes memory: 8 bytes for each pair."
-        },
+    exclude: list[str] | None = command_option(
+        "Train without the wrong pairs of a ledger. Give the file that `infcl score` has written and the least "
+        "probability of what is left out, such as _ledger.parquet:0.9. Of several ledgers, each is of the set that "
+        "those before it leave. Of a stream, only what is left out takes memory: 8 bytes for each pair."
     )
-    check_samples: int | None = field(
-        default=None,
-        metadata={
-            "help": "Pairs to read before the training, to tell what is wrong with them; 0 for none. "
-            "Defaults to 256, and to 10,000 of each set in `infcl check`."
-        },
+    check_samples: int | None = command_option(
+        "Pairs to read before the training, to tell what is wrong with them; 0 for none. Defaults to 256, and to "
+        "10,000 of each set in `infcl check`."
     )
-    overwrite_output_dir: bool = field(
+    overwrite_output_dir: bool = command_option(
+        "Delete the checkpoints and results of an earlier run first.",
         default=False,
-        metadata={"help": "Delete the checkpoints and results of an earlier run first."},
+        short_help=HelpPlace("Logging and saving", 20),
     )
 
     def __post_init__(self) -> None:
@@ -139,26 +116,21 @@ class DataOptions:
 class ColumnOptions:
     _argument_group_name: ClassVar[str] = "Columns of the training data, and of other datasets that have them"
 
-    image_column: str = field(
+    image_column: str = command_option(
+        "Column of images, paths or encoded images. A table without this column is read by the only one of images or "
+        "of a usual name, such as filepath.",
         default="image",
-        metadata={
-            "help": "Column of images, paths or encoded images. A table without this column is read by the only one "
-            "of images or of a usual name, such as filepath."
-        },
+        short_help=HelpPlace("Data", 40),
     )
-    caption_column: str = field(
+    caption_column: str = command_option(
+        "Column of captions: a string or a list of them. A table without this column is read by the only one of a "
+        "usual name, such as text.",
         default="caption",
-        metadata={
-            "help": "Column of captions: a string or a list of them. A table without this column is read by the only "
-            "one of a usual name, such as text."
-        },
+        short_help=HelpPlace("Data", 50),
     )
-    pair_id_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Rows with equal values in this column are never each other's negatives. It may be the column of "
-            "captions."
-        },
+    pair_id_column: str | None = command_option(
+        "Rows with equal values in this column are never each other's negatives. It may be the column of captions.",
+        short_help=HelpPlace("Data", 60),
     )
 
     @property
@@ -170,36 +142,24 @@ class ColumnOptions:
 class CheckOptions:
     _argument_group_name: ClassVar[str] = "Check"
 
-    all: bool = field(default=False, metadata={"help": "Read all pairs instead of --check_samples."})
-    ledger: Path | None = field(
-        default=None, metadata={"help": "Also tell what a ledger of the training set (`infcl score`) says."}
-    )
+    all: bool = command_option("Read all pairs instead of --check_samples.", default=False)
+    ledger: Path | None = command_option("Also tell what a ledger of the training set (`infcl score`) says.")
 
 
 @dataclass
 class PlanOptions:
     _argument_group_name: ClassVar[str] = "Plan"
 
-    global_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Pairs of one optimizer step. By default the product of --gpus, --per_device_train_batch_size and "
-            "--gradient_accumulation_steps."
-        },
+    global_batch: int | None = command_option(
+        "Pairs of one optimizer step. By default the product of --gpus, --per_device_train_batch_size and "
+        "--gradient_accumulation_steps."
     )
-    gpus: int = field(default=1, metadata={"help": "The number of GPUs."})
-    gpu: str = field(
+    gpus: int = command_option("The number of GPUs.", default=1)
+    gpu: str = command_option(
+        "The GPU whose measured rates predict the time: h100 or h200. For another GPU, also give its --gpu_memory.",
         default="h100",
-        metadata={
-            "help": "The GPU whose measured rates predict the time: h100 or h200. For another GPU, also give its "
-            "--gpu_memory."
-        },
     )
-    gpu_memory: float | None = field(
-        default=None, metadata={"help": "Memory of one GPU in GiB. Defaults to that of --gpu."}
-    )
-    dataset_size: int | None = field(
-        default=None, metadata={"help": "Pairs of the training set, for the time of an epoch."}
-    )
-    epochs: float = field(default=1.0, metadata={"help": "Epochs of the training."})
-    measure: bool = field(default=False, metadata={"help": "Also time two micro-batches on this machine's GPU."})
+    gpu_memory: float | None = command_option("Memory of one GPU in GiB. Defaults to that of --gpu.")
+    dataset_size: int | None = command_option("Pairs of the training set, for the time of an epoch.")
+    epochs: float = command_option("Epochs of the training.", default=1.0)
+    measure: bool = command_option("Also time two micro-batches on this machine's GPU.", default=False)

@@ -8,7 +8,6 @@ from pathlib import Path
 from ...options.declared import facts_of_training, of_transformers
 from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
 from ...options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
-from ...options.short_help import FIRST
 from ..embedding.options import EmbedOptions
 from ..scoring.options import ScoreOptions
 from .command_options import CheckOptions, ColumnOptions, DataOptions, PlanOptions
@@ -54,7 +53,7 @@ def train_parser() -> Parser:
         "train",
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
         *(TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
-        shown=FIRST,
+        shown=None,
         recipes=True,
     )
 

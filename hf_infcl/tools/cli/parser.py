@@ -23,9 +23,10 @@ from transformers.hf_argparser import string_to_bool
 
 from ...options.batch_options import DIVISION
 from ...options.declared import of_transformers, training_options
+from ...options.declaring import HEADINGS
+from ...options.facts import listings_by_name
 from ...options.files import options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
-from ...options.short_help import HELP, OF_ONE_SET
 from .messages import is_missing_package, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
@@ -102,7 +103,7 @@ class Parser(HfArgumentParser):
         description: the first line of the help.
         *options: dataclasses; the options of the training follow them.
         shown: the options of the training that ``--help`` lists beside those of the dataclasses; ``--help all`` lists
-            every one. A mapping of titles to names lists these alone, in their order.
+            every one. None lists those that have a place in the short help of a training, and no others.
         optional: required options of the dataclasses that this command can do without.
         accepts: those of the dataclasses of which ``--help`` also lists only the options that are shown.
         places: what each word means that stands before the options, by its name; one in brackets may be left out.
@@ -114,7 +115,7 @@ class Parser(HfArgumentParser):
         command: str,
         description: str,
         *options: Any,
-        shown: Collection[str] | Mapping[str, Collection[str]],
+        shown: Collection[str] | None,
         optional: Collection[str] = (),
         accepts: Collection[Any] = (),
         places: Mapping[str, str] | None = None,
@@ -122,6 +123,7 @@ class Parser(HfArgumentParser):
     ) -> None:
         places = places or {}
         self._declared: tuple[Any, ...] = (*options, training_options())
+        self._listings = {name: one for kind in self._declared for name, one in listings_by_name(kind).items()}
         super().__init__(
             self._declared,
             prog=f"infcl {command}",
@@ -164,7 +166,8 @@ class Parser(HfArgumentParser):
         """Adds an option of the training. These have no group of their own, so they go into one of two."""
         ours, theirs = self._of_training
         name = _name(names[0])
-        settings |= {"help": HELP[name]} if name in HELP else {}
+        if name in self._listings:
+            settings["help"] = self._listings[name].help_in_command or settings["help"]
         if settings.get("action") == "store_false":  # --no_NAME, which is --NAME false
             settings["help"] = argparse.SUPPRESS
         if settings.get("type") is string_to_bool and "nargs" not in settings:
@@ -175,12 +178,18 @@ class Parser(HfArgumentParser):
     def shorten(self) -> None:
         """Makes the help list the options that are shown, each with the first sentence of its description."""
         known = {action.dest: action for action in reversed(self._actions)}
-        hidden = {f.name for declared in self._accepts for f in fields(declared)} - set(self._shown) | OF_ONE_SET
-        if isinstance(self._shown, Mapping):
+        if self._shown is None:
+            places = {name: one.short_help for name, one in self._listings.items() if one.short_help and name in known}
             del self._action_groups[2:]  # the first two are those of the help and of --recipe
-            for title, names in self._shown.items():
-                self.add_argument_group(title)._group_actions += [known[name] for name in names if name in known]
-            hidden = self._kinds.keys() - {name for names in self._shown.values() for name in names}
+            for heading in HEADINGS:
+                names = [name for name, place in places.items() if place.heading == heading]
+                names.sort(key=lambda name: places[name].number)
+                self.add_argument_group(heading)._group_actions += [known[name] for name in names]
+            hidden = self._listings.keys() - places.keys()
+        else:
+            accepted = {f.name for declared in self._accepts for f in fields(declared)}
+            of_one_set = {name for name, one in self._listings.items() if one.of_one_set}
+            hidden = (accepted - set(self._shown)) | of_one_set
         for action in self._actions:
             if action.dest in hidden:
                 action.help = argparse.SUPPRESS

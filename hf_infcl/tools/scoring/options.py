@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from ...options.declaring import command_option
+
 
 @dataclass
 class ScoreOptions:
     _argument_group_name: ClassVar[str] = "Scores"
 
-    split: str = field(default="train", metadata={"help": "Split of the data."})
+    split: str = command_option("Split of the data.", default="train", of_one_set=True)
     streaming: bool = field(
         default=False,
         metadata={
