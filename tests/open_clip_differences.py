@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import open_clip_package
-from helpers.open_clip_models import DIFFERENCES, processor_of
+from helpers.open_clip_models import DIFFERENCES, load_processor
 from tqdm import tqdm
 
 from hf_infcl.conversion import comparison, folders, from_open_clip, to_open_clip, towers
@@ -61,7 +61,7 @@ def rows_of(open_clip: Any, name: str, config: dict[str, Any]) -> list[dict[str,
     fields = {key: value for key, value in config["model_cfg"].items() if key != "custom_text"}
     custom = config["model_cfg"].get("custom_text")
     size = transformers_config(config).vision_config.image_size
-    processor = processor_of("SigLIP" if "SigLIP" in name else "CLIP")
+    processor = load_processor("SigLIP" if "SigLIP" in name else "CLIP")
     processor.image_processor = image_processor({"resize_mode": "squash" if "SigLIP" in name else "shortest"}, size)
     for seed in range(SEEDS):
         theirs = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**fields)

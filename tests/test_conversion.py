@@ -20,7 +20,7 @@ from helpers.open_clip_models import (
     folder_of,
     inputs,
     know_the_small_tower,
-    processor_of,
+    load_processor,
     recorded,
     tensors,
 )
@@ -68,7 +68,7 @@ def test_embeddings_scale_and_bias_are_those_of_open_clip(case):
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_every_bit_is_kept(case):
     model, _ = from_open_clip(tensors(case), config(case))
-    back, back_config = to_open_clip(model, processor_of(case))
+    back, back_config = to_open_clip(model, load_processor(case))
     given = {name.removeprefix("text.") if case == "custom text" else name: t for name, t in tensors(case).items()}
     if case not in COMPLETED:
         assert {name: t.shape for name, t in back.items()} == {name: t.shape for name, t in given.items()}
@@ -156,7 +156,7 @@ def test_a_tokenizer_of_another_model_is_refused(change, words):
 
 def test_a_longer_tokenizer_is_refused_on_the_way_out():
     model, _ = from_open_clip(tensors("CLIP"), CLIP)
-    longer = processor_of("CLIP")
+    longer = load_processor("CLIP")
     longer.tokenizer.add_tokens(["word"])
     longer.tokenizer.eos_token = "word"
     with pytest.raises(ValueError, match="29 tokens and the text tower 28"):
@@ -188,7 +188,7 @@ def test_texts_are_cut_at_the_tokenizer_s_limit_in_both_libraries_unless_another
         )
     )
     model.save_pretrained(tmp_path / "ours")
-    processor = processor_of("CLIP")  # its tokenizer states 8
+    processor = load_processor("CLIP")  # its tokenizer states 8
     processor.save_pretrained(tmp_path / "ours")
     words = "b c d e f g h i j k l m n"
     for tokens, length in ((None, 8), (12, 12), (9, 9)):
@@ -236,14 +236,14 @@ def test_towers_that_open_clip_cannot_build_are_refused():
     model, _ = from_open_clip(tensors("CLIP"), CLIP)
     model.config.text_config.hidden_act = "quick_gelu"
     with pytest.raises(ValueError, match="quick_gelu and gelu"):
-        to_open_clip(model, processor_of("CLIP"))
+        to_open_clip(model, load_processor("CLIP"))
     model, _ = from_open_clip(tensors("SigLIP"), config("SigLIP"))
     model.config.vision_config.hidden_act = "gelu_pytorch_tanh"
     with pytest.raises(ValueError, match="has gelu_pytorch_tanh, and timm's vit_small_patch8_siglip_16 gelu"):
-        to_open_clip(model, processor_of("SigLIP"))
+        to_open_clip(model, load_processor("SigLIP"))
     model.config.vision_config.num_attention_heads = 4
     with pytest.raises(ValueError, match="num_attention_heads 4"):
-        to_open_clip(model, processor_of("SigLIP"))
+        to_open_clip(model, load_processor("SigLIP"))
 
 
 def same_weights(a, b) -> bool:

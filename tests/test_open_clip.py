@@ -15,7 +15,7 @@ import torch
 import transformers
 from helpers import open_clip_models, open_clip_package, texts
 from helpers.demo import infcl
-from helpers.open_clip_models import CASES, DIFFERENCES, LARGEST, config, folder_of, of_package, processor_of, tensors
+from helpers.open_clip_models import CASES, DIFFERENCES, LARGEST, config, folder_of, load_processor, of_package, tensors
 from helpers.processes import Ranks
 from PIL import Image
 
@@ -53,7 +53,7 @@ def compare_embeddings(open_clip: Any) -> None:
             assert shapes == open_clip_models.recorded()[case]["shapes"]
             for found in (
                 comparison.differences(model, given, config(case)),
-                comparison.differences(model, *to_open_clip(model, processor_of(case))),
+                comparison.differences(model, *to_open_clip(model, load_processor(case))),
             ):
                 assert found.cosine > 1 - 1e-6, case
                 assert found.largest < LARGEST, case

@@ -26,7 +26,7 @@ from hf_infcl.training import progress, resuming
 from hf_infcl.training.ending import saved_early
 from hf_infcl.training.evaluating import Evaluator
 from hf_infcl.training.loop_events import replaced
-from hf_infcl.training.progress import Progress, keep_seconds, seconds_of
+from hf_infcl.training.progress import Progress, keep_seconds, trained_seconds
 from hf_infcl.training.resuming import Resumption
 from hf_infcl.windows.setup import Setup
 
@@ -178,7 +178,7 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     history = [{"loss": 1.0, "train_seconds": 3.0}, {"loss": 1.0, "train_seconds": 5.0}, {"eval_loss": 1.0}]
     state = TrainerState(log_history=history)
-    part = Progress(10, lambda step: 1000 + 8 * (step - 10), seconds_of(state))
+    part = Progress(10, lambda step: 1000 + 8 * (step - 10), trained_seconds(state))
     assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 1000, "train_seconds": 5.0}
     now[0] += 4
     logs = part.logs(12, torch.device("cpu"))
@@ -186,4 +186,4 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     assert (part.steps(12), part.samples(12)) == (2, 1016)
     now[0] += 1
     keep_seconds(state, part)
-    assert seconds_of(state) == 10.0, "a checkpoint knows the time since the last log as well"
+    assert trained_seconds(state) == 10.0, "a checkpoint knows the time since the last log as well"

@@ -22,7 +22,7 @@ def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCL
                 *("average_path", "average_with_start"),
             )
         return None
-    alpha = alpha_of("average_with_start", keep.average_with_start, keep, evaluation)
+    alpha = read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy == "no" or (strategy == "best" and not args.load_best_model_at_end):
         raise ExclusiveOptionsError(
@@ -33,7 +33,7 @@ def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCL
     return alpha
 
 
-def alpha_of(option: str, value: str, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
+def read_alpha(option: str, value: str, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
     """The α that an option names, or None for the one to be chosen.
 
     Args:

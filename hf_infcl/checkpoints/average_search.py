@@ -1,4 +1,4 @@
-"""Measures the averages between two ends, half of each guard at a time, and tells what was found."""
+"""Measures the averages between two ends, half of each guard at a time, and prints them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Averaged:
     Attributes:
         alpha: from 0, the start, to 1, the end.
         path: one of `PATHS`.
-        tolerance: what a guard may lose for an average to be chosen, as a fraction; None if alpha was given.
+        tolerance: what a guard may lose for an average to be chosen, as a fraction; None if alpha was set.
         measured: the averages that were measured, by their α; empty if there was nothing to measure them on.
         batch_norms: the number of batch norms whose running statistics were averaged like the weights.
     """
@@ -49,7 +49,7 @@ def find_average(
     tolerance: float,
     batch_norms: int = 0,
 ) -> Averaged:
-    """Measures averages, and gives the model the weights of the given or else of the chosen one.
+    """Measures averages, and gives the model the weights at ``alpha``, or else at the α that it chooses.
 
     Args:
         move: gives the model the weights at an α.
@@ -69,7 +69,7 @@ def find_average(
     return Averaged(best, path, tolerance if alpha is None else None, measured, batch_norms)
 
 
-def with_halves(validation: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+def with_halves(validation: Mapping[str, object], rest: Mapping[str, object]) -> dict[str, Any]:
     """Both halves of each guard, by names that end with `VALIDATION` and `REST`."""
     parts = ((VALIDATION, validation), (REST, rest))
     return {f"{name}_{part}": half for part, sets in parts for name, half in sets.items()}

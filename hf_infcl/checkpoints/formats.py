@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
+from transformers import ProcessorMixin
 
 from ..conversion import open_clip_config, save_open_clip
 from ..encoders.adapters import has_adapters
@@ -14,7 +14,7 @@ from ..encoders.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
 
 
-def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, processor: Any) -> None:
+def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, processor: ProcessorMixin | None) -> None:
     """Refuses formats in which the model could not be saved later.
 
     Args:
@@ -44,7 +44,7 @@ def save_other_formats(
     folder: str | Path,
     encoder: DualEncoder,
     args: InfCLTrainingArguments,
-    processor: Any,
+    processor: ProcessorMixin | None,
     state_dict: Mapping[str, Tensor] | None,
     repository: str | None,
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
@@ -50,7 +51,7 @@ def save_weights(
         args: the arguments of the training.
         output_dir: the folder; None for that of ``args``.
         state_dict: the weights; None for those of the model.
-        save: Trainer's own method.
+        save: the method of Trainer.
         processor: the processor that it saves as well, or None.
         repository: the repository of the Hub that the model is pushed to, or None.
         collator: the data collator of the training.
@@ -96,7 +97,7 @@ def save_checkpoint(
     checkpoints: Checkpoints,
     output_dir: str,
     record: RunRecord,
-    states: Mapping[str, Any],
+    states: Mapping[str, object],
     state: Any,
     args: InfCLTrainingArguments,
     save: Callable[[], None],
@@ -114,7 +115,7 @@ def save_checkpoint(
         states: of the extensions of the step, equal on all processes.
         state: Trainer's, which names the best checkpoint.
         args: the arguments of the training.
-        save: Trainer's own method.
+        save: the method of Trainer.
         push: pushes a complete checkpoint.
         uploading: returns the checkpoints that are being pushed, which stay until they have arrived.
     """
@@ -154,7 +155,7 @@ def load_states(load: Callable[[dict[str, Any]], None], checkpoint: str | None) 
 
 
 @contextmanager
-def best_checkpoint_kept(state: Any, args: InfCLTrainingArguments, checkpoint: Checkpoint) -> Iterator[None]:
+def best_checkpoint_kept(state: TrainerState, args: InfCLTrainingArguments, checkpoint: Checkpoint) -> Iterator[None]:
     """A context in which Trainer writes a checkpoint without looking for the best one; then its folder is noted.
 
     Trainer would wait for the other processes, and look for the best checkpoint in the partial folder.
@@ -177,7 +178,7 @@ def best_checkpoint_kept(state: Any, args: InfCLTrainingArguments, checkpoint: C
             state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
 
 
-def saves_shards(accelerator: Any) -> bool:
+def saves_shards(accelerator: Accelerator) -> bool:
     """Whether FSDP2 writes checkpoints in shards, without weights that ``from_pretrained`` could load."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin is not None and "SHARDED" in str(plugin.state_dict_type)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -35,7 +38,7 @@ def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named.items() if p.requires_grad and id(p) not in saved}
 
 
-def add_beside_adapters(folder: str | Path, model: Any, state_dict: Mapping[str, Tensor]) -> None:
+def add_beside_adapters(folder: str | Path, model: PeftModel, state_dict: Mapping[str, Tensor]) -> None:
     """Adds the values of `beside_adapters` to the files of all adapters that ``save_pretrained`` has written.
 
     Args:

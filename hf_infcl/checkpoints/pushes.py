@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, ModelCard, snapshot_download
 from huggingface_hub.errors import HFValidationError
+from transformers import ProcessorMixin
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
@@ -111,7 +112,7 @@ class Pushes:
                 push = partial(self._push_folder, repository, folder, summary, place=place)
                 self._checkpoints[place] = folder, self._start(step, repository, push, stays=folder)
 
-    def _snapshot(self, checkpoint: Path, processor: Any) -> Path:
+    def _snapshot(self, checkpoint: Path, processor: ProcessorMixin | None) -> Path:
         """Copies the model of a checkpoint into ``output_dir``, and what is pushed of ``output_dir`` into a folder."""
         output_dir = Path(str(self._args.output_dir))
         if not self._pushes:  # snapshots here are left from a run that was killed
@@ -189,7 +190,7 @@ class Pushes:
     def _not_on_hub(self) -> dict[str, Path]:
         """The checkpoints whose push has failed or never started, keyed by their folder in the repository."""
 
-        def failed(job: Future[Any] | None) -> bool:
+        def failed(job: Future[None] | None) -> bool:
             return job is None or (job.done() and (job.cancelled() or job.exception() is not None))
 
         return {name: folder for name, (folder, job) in self._checkpoints.items() if failed(job)}
@@ -198,7 +199,7 @@ class Pushes:
         """Waits for the pushes that have been started, and pushes the checkpoints that the Hub lacks.
 
         Args:
-            repository: as above.
+            repository: as for `push_checkpoint`.
         """
         self.finish()
         for name, folder in self._not_on_hub().items():
@@ -249,7 +250,7 @@ def _pushed_files(output_dir: Path) -> Iterator[Path]:
 
 
 def _link_or_copy(unchanging: Path | None, file: Path, target: Path) -> None:
-    """Links a file that never changes, if one of the same content is given and the file system can; else copies."""
+    """Links to a file of the same content that never changes, if there is one and the file system can; else copies."""
     if unchanging is not None:
         with suppress(OSError):
             os.link(unchanging, target)
@@ -257,8 +258,8 @@ def _link_or_copy(unchanging: Path | None, file: Path, target: Path) -> None:
     shutil.copy(file, target)
 
 
-def _report_failure(job: Future[Any], step: int, repository: str) -> None:
-    def report(job: Future[Any]) -> None:
+def _report_failure(job: Future[None], step: int, repository: str) -> None:
+    def report(job: Future[None]) -> None:
         if not job.cancelled() and (error := job.exception()) is not None:
             logger.error(
                 f"A push of step {step} to {repository} has failed: {cause(error)}. It is repeated at the next save."
@@ -290,7 +291,7 @@ def errors_of_repository(args: InfCLTrainingArguments) -> Iterator[None]:
 
 
 def create_branch(args: InfCLTrainingArguments, repository: str | None, token: str | None) -> None:
-    """Creates the branch ``hub_revision`` if it is given, unless it exists; on the main process."""
+    """Creates the branch ``hub_revision`` if this option is set, unless the branch exists; on the main process."""
     branch = args.hub_revision
     if branch is not None and not branch.startswith("refs/") and args.process_index == 0:
         assert repository is not None

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import is_peft_available
 
@@ -47,7 +48,7 @@ def options_of_arguments(args: InfCLTrainingArguments, mixed_precision: str) -> 
     return as_json(options)
 
 
-def options_of_data(parts: Sequence[Any], collator: Any) -> dict[str, Any]:
+def options_of_data(parts: Sequence[Any], collator: object) -> dict[str, Any]:
     """The options of the training set's parts that have a property ``options``, and of the collator, as JSON values."""
     described = [part.options for part in parts if isinstance(getattr(part, "options", None), Mapping)]
     options: dict[str, Any] = {}
@@ -60,7 +61,7 @@ def options_of_data(parts: Sequence[Any], collator: Any) -> dict[str, Any]:
     return as_json(options)
 
 
-def options_of_model(model: Any) -> dict[str, Any]:
+def options_of_model(model: nn.Module) -> dict[str, Any]:
     """The leaves of the config of a model, and of its adapters of peft, as JSON values."""
     config: Any = getattr(model, "config", None)
     options = dict(_leaves("config", config.to_dict())) if hasattr(config, "to_dict") else {}
@@ -74,7 +75,7 @@ def options_of_model(model: Any) -> dict[str, Any]:
     return as_json(options)
 
 
-def _leaves(place: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(place: str, config: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         if isinstance(value, Mapping) and "model_type" in value:  # the config of a tower
             yield from _leaves(f"{place}.{name}", value)
@@ -82,10 +83,10 @@ def _leaves(place: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{place}.{name}", value
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> Any:
     """A value as it is read from a JSON file. Functions and other objects are replaced by their names."""
 
-    def replaced(value: Any) -> Any:
+    def replaced(value: object) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.item()
         if isinstance(value, (set, frozenset)):
@@ -140,7 +141,7 @@ class OptimizerOptions:
             "schedule": as_json(self._schedule),
         }
 
-    def of_other_class(self, before: Mapping[str, Any]) -> Iterator[str]:
+    def of_other_class(self, before: Mapping[str, object]) -> Iterator[str]:
         """Phrases about an optimizer or a schedule that cannot take over the state of another class."""
         for name in ("optimizer", "scheduler"):
             if name in before and before[name] != self.record[name]:
@@ -206,7 +207,7 @@ def restart_rates(schedule: LambdaLR) -> None:
     schedule._last_lr = [group["lr"] for group in groups]
 
 
-def _set_rate(group: dict[str, Any], rate: Any) -> None:
+def _set_rate(group: dict[str, Any], rate: float | torch.Tensor) -> None:
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -107,7 +106,7 @@ class Checkpoints:
         if self._completes:
             rotate(newest.folder.parent, self._limit, [newest.folder, *keep])
 
-    def go_back(self, loads: Sequence[Callable[[str], Any]], reason: str) -> None:
+    def go_back(self, loads: Sequence[Callable[[str], object]], reason: str) -> None:
         """Restores the last checkpoint, written or resumed from, but none twice.
 
         Args:

@@ -14,7 +14,7 @@ from ..options.model_options import LoraOptions, TrainedModelOptions
 
 
 def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLTrainingArguments) -> Loaded:
-    """Loads the model of a training, with new adapters if they are asked for, or with those of its own.
+    """Loads the model of a training with its adapters, or with new ones if they are asked for.
 
     Whatever is new is drawn from ``args.seed``, alike on all processes.
 

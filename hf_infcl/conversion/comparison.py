@@ -1,4 +1,4 @@
-"""Converted models against OpenCLIP's own, on the same inputs."""
+"""Compares converted models with OpenCLIP's, on the same inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Differences(NamedTuple):
 
 @torch.no_grad()
 def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> Differences:
-    """Compares the embeddings of transformers' model and OpenCLIP's own, in fp32 on fixed inputs.
+    """Compares the embeddings of a model in transformers and in OpenCLIP, in fp32 on fixed inputs.
 
     Args:
         model: the model of transformers.
@@ -70,7 +70,7 @@ def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> 
 
 
 def own_model(weights: dict[str, Tensor], config: dict[str, Any]) -> Any:
-    """OpenCLIP's own model in evaluation mode."""
+    """The model that OpenCLIP builds from the config, in evaluation mode."""
     import open_clip
 
     fields = {key: value for key, value in config["model_cfg"].items() if key != "custom_text"}

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from .comparison import ENOUGH, differences
@@ -194,7 +195,7 @@ def _to_open_clip(
 
 def save_open_clip(
     folder: str | Path,
-    model: Any,
+    model: PreTrainedModel,
     processor: Any,
     *,
     repository: str = ".",
@@ -216,7 +217,7 @@ def compare_formats(folder: str | Path) -> str:
     return _compared(model, saved.tensors, saved.config)
 
 
-def _compared(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> str:
+def _compared(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
     try:
         import open_clip  # noqa: F401
     except (ImportError, RuntimeError) as error:  # the second if its torchvision is of another torch

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that captions do not contain
 _SAME = 1e-6  # the largest difference of two embeddings that are equal but for rounding, relative to their entries
 
 
 @torch.no_grad()
-def check_ends(model: Any, tokenizer: Any) -> None:
+def check_ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises a ValueError if two different words have one embedding, alone or behind a token that was added.
 
     A causal tower takes the embedding at a token that its config names. If that is not the one that ends texts, what

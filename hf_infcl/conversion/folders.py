@@ -16,6 +16,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from .explaining import explained
 from .tokenizing import clip_tokenizer
@@ -116,7 +117,9 @@ def _repository(source: str | Path) -> str:
     return str(source).removeprefix(HUB)
 
 
-def write(target: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: Any) -> None:
+def write(
+    target: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Writes a folder that OpenCLIP loads as "local-dir:...", also beside the files of transformers."""
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)

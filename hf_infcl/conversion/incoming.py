@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from .names import clip_rows, siglip_rows, to_transformers
 from .towers import TIMM_TOWERS, activation, norm_eps, refusal, refuse_unknown_fields, square
@@ -154,7 +155,7 @@ def _special_ids(pool: str, text: dict[str, Any]) -> dict[str, int]:
     return {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}  # by which CLIPModel means the largest id
 
 
-def _clip_config(fields: dict[str, Any], image: dict[str, Any], text: dict[str, Any]) -> Any:
+def _clip_config(fields: dict[str, object], image: dict[str, object], text: dict[str, object]) -> Any:
     pool = text.get("pool_type", "argmax")
     if image.get("pool_type", "tok") != "tok":
         raise refusal(f"its image tower pools by {image['pool_type']!r}, not by the class token")
@@ -219,7 +220,7 @@ def _complete_projection(fields: dict[str, Any], weights: dict[str, Tensor]) -> 
     return [f"{what}, which a training will change."]
 
 
-def _filled(model_class: Any, config: Any, tensors: dict[str, Tensor]) -> Any:
+def _filled(model_class: Any, config: PretrainedConfig, tensors: dict[str, Tensor]) -> Any:
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in model_class(config).state_dict().items()}
     wrong = [

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig, ProcessorMixin
 
 from .converting import config_of_open_clip, load_open_clip
 from .explaining import asks_hub_once
 from .folders import is_of_open_clip
-from .pretrained import base_of_adapters, config_of, load_pretrained, processor_of
+from .pretrained import base_of_adapters, load_pretrained, load_pretrained_config, load_processor
 from .tokenizing import check_length
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def load(
     return Loaded(model.float(), processor, told)
 
 
-def _with_tokenizer(processor: Any, tokenizer: str | None, config: Any) -> None:
+def _with_tokenizer(processor: ProcessorMixin, tokenizer: str | None, config: PretrainedConfig) -> None:
     """Gives a processor another tokenizer, if one is named, with the limit of tokens that the old one had."""
     if tokenizer is None:
         return
@@ -85,7 +85,7 @@ def load_readers(
         loaded = load(checkpoint, open_clip_model, tokenizer=tokenizer)
         return loaded.model.config, loaded.processor
     base = base_of_adapters(checkpoint)
-    config, processor = config_of(checkpoint, base), processor_of(checkpoint, base)
+    config, processor = load_pretrained_config(checkpoint, base), load_processor(checkpoint, base)
     _with_tokenizer(processor, tokenizer, config)
     return config, processor
 
@@ -95,7 +95,7 @@ def load_config(checkpoint: str, open_clip_model: str | None = None) -> Pretrain
     """The model's config; takes and raises what `load` does."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
         return config_of_open_clip(checkpoint, open_clip_model=open_clip_model)
-    return config_of(checkpoint, base_of_adapters(checkpoint))
+    return load_pretrained_config(checkpoint, base_of_adapters(checkpoint))
 
 
 def stated_licence(checkpoint: str) -> str | None:

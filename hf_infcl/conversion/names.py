@@ -85,7 +85,7 @@ def _refuse(what: str, names: set[str]) -> None:
 
 
 def scalar(name: str, shape: tuple[int, ...]) -> Row:
-    """A scale or a bias, which is of shape [] in OpenCLIP and of the given one in transformers."""
+    """A scale or a bias, which is of shape [] in OpenCLIP and of ``shape`` in transformers."""
     return Row((name,), (name,), lambda given: [given[0].reshape(shape)], lambda given: [given[0].reshape(())])
 
 

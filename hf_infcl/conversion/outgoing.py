@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig, ProcessorMixin
 
 from .names import clip_rows, siglip_rows
 from .names import to_open_clip as renamed
@@ -15,7 +16,11 @@ from .towers import TIMM_TOWERS, mlp_ratio, refusal, square
 
 
 def to_open_clip(
-    model: Any, processor: Any, *, repository: str = ".", state_dict: Mapping[str, Tensor] | None = None
+    model: Any,
+    processor: ProcessorMixin | None,
+    *,
+    repository: str = ".",
+    state_dict: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A model of transformers as a model of OpenCLIP with equal embeddings, scale and bias.
 
@@ -61,8 +66,8 @@ def open_clip_config(config: Any, processor: Any, *, repository: str = ".") -> d
     return {"model_cfg": fields, "preprocess_cfg": preprocess}
 
 
-def _tower(config: Any) -> dict[str, Any]:
-    """The fields that both of OpenCLIP's own towers have."""
+def _tower(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields that OpenCLIP's image towers and text towers have in common."""
     fields = {"width": config.hidden_size, "layers": config.num_hidden_layers}
     if config.intermediate_size != 4 * config.hidden_size:
         fields["mlp_ratio"] = mlp_ratio(config.intermediate_size, config.hidden_size)
@@ -75,14 +80,14 @@ def _tower(config: Any) -> dict[str, Any]:
     return fields
 
 
-def _text(config: Any) -> dict[str, Any]:
+def _text(config: PretrainedConfig) -> dict[str, Any]:
     return _tower(config) | {
         "vocab_size": config.vocab_size,
         "heads": config.num_attention_heads,
     }
 
 
-def _clip(config: Any) -> dict[str, Any]:
+def _clip(config: PretrainedConfig) -> dict[str, Any]:
     text, image = config.text_config, config.vision_config
     if (text.hidden_act == "quick_gelu") != (image.hidden_act == "quick_gelu"):
         raise refusal(
@@ -105,7 +110,7 @@ def _clip(config: Any) -> dict[str, Any]:
     }
 
 
-def _siglip(config: Any) -> dict[str, Any]:
+def _siglip(config: PretrainedConfig) -> dict[str, Any]:
     text, image = config.text_config, config.vision_config
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "patch_size", "image_size")
     sizes = tuple(getattr(image, name) for name in names)

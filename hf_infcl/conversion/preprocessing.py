@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 from PIL import Image
+from transformers import ProcessorMixin
 
 from .towers import refusal
 
@@ -14,7 +15,7 @@ OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def image_processor(preprocess: dict[str, Any], size: int) -> Any:
+def image_processor(preprocess: dict[str, object], size: int) -> Any:
     """transformers' processor with the resizing, crop, mean and standard deviation of OpenCLIP's evaluation.
 
     Args:
@@ -45,7 +46,7 @@ def _of_channels(values: Any) -> list[float]:
     return list(values) if isinstance(values, (list, tuple)) else [values] * 3
 
 
-def preprocess_config(processor: Any, size: int) -> dict[str, Any]:
+def preprocess_config(processor: ProcessorMixin, size: int) -> dict[str, Any]:
     """`preprocess_cfg` of an OpenCLIP config, from an image processor of transformers.
 
     Args:

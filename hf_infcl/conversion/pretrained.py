@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_config_file
 
 from .explaining import explained
@@ -44,23 +44,24 @@ def load_pretrained(
         seed: from which they are drawn.
 
     Raises:
-        ValueError: they cannot be loaded; weights are missing, or have other shapes; ``new_weights`` names others.
+        ValueError: they cannot be loaded; weights are missing, or have other shapes; ``new_weights`` names weights that
+            are not missing.
     """
     base = base_of_adapters(checkpoint)
     model = _complete(base or checkpoint, dtype, new_weights, seed, adapters=checkpoint if base else None)
     if base is not None:
         model = with_trained_adapter(model, checkpoint)
         model = model.merge_and_unload() if merges else model
-    return model.eval(), processor_of(checkpoint, base)
+    return model.eval(), load_processor(checkpoint, base)
 
 
-def config_of(checkpoint: str, base: str | None) -> PretrainedConfig:
+def load_pretrained_config(checkpoint: str, base: str | None) -> PretrainedConfig:
     """The config of a model of transformers, or of the model ``base`` under adapters; raises as `load_pretrained`."""
     with explained(base or checkpoint, needed=CONFIG_NAME):
         return AutoConfig.from_pretrained(base or checkpoint)
 
 
-def processor_of(checkpoint: str, base: str | None) -> Any:
+def load_processor(checkpoint: str, base: str | None) -> Any:
     """The processor of a model of transformers; with adapters theirs or, if they have none, that of their model."""
     if base is not None and not any(_has_file(checkpoint, name) for name in _OF_PROCESSORS):
         checkpoint = base
@@ -94,7 +95,7 @@ def base_of_adapters(checkpoint: str) -> str | None:
     return base
 
 
-def with_trained_adapter(base: Any, adapter: str) -> Any:
+def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
     """The model with a trained adapter of peft, in which everything trains that the adapter's file holds.
 
     That is the adapter, and what was trained beside it, such as ``logit_scale``.
@@ -149,7 +150,7 @@ def _complete(
     return model
 
 
-def _lacking(model: Any, report: Mapping[str, Any]) -> dict[str, str]:
+def _lacking(model: nn.Module, report: Mapping[str, Any]) -> dict[str, str]:
     """What the checkpoint lacks, by name: "", or in which shape it has it instead.
 
     Whole numbers, such as position_ids, are no weights: the model computes them.
@@ -161,7 +162,7 @@ def _lacking(model: Any, report: Mapping[str, Any]) -> dict[str, str]:
     return lacking
 
 
-def _check_complete(checkpoint: str, model: Any, lacking: Mapping[str, str], report: Mapping[str, Any]) -> None:
+def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str], report: Mapping[str, Any]) -> None:
     """Raises a ValueError if the checkpoint lacks weights."""
     if not lacking:
         return
@@ -191,7 +192,7 @@ def _check_asked(checkpoint: str, asked: Sequence[str], new: Collection[str]) ->
             )
 
 
-def _fill(model: Any, names: Collection[str], seed: int) -> None:
+def _fill(model: nn.Module, names: Collection[str], seed: int) -> None:
     """Gives the tensors of these names the values that they have in a model created from the config."""
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)

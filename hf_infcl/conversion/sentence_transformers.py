@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import ProcessorMixin
+
 MODULES, CONFIG, MODULE_CONFIG = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 SENTENCE_FILES = (MODULES, CONFIG, MODULE_CONFIG)
 
@@ -14,7 +16,7 @@ SENTENCE_FILES = (MODULES, CONFIG, MODULE_CONFIG)
 def write_sentence_files(
     folder: str | Path,
     model_type: str,
-    processor: Any,
+    processor: ProcessorMixin,
     *,
     max_length: int,
     padding: str,

@@ -8,9 +8,10 @@ from typing import Any
 
 import transformers
 from tokenizers import Regex, normalizers
+from transformers import PreTrainedTokenizerBase
 
 OPENAI = "openai/clip-vit-base-patch32"
-# CLIP's own tokenizer is recognised by this.
+# The tokenizer of OpenAI's CLIP maps this text to these ids.
 PROBE, PROBE_IDS = "A photo of a cat", [49406, 320, 1125, 539, 320, 2368, 49407]
 UNREPAIRED = (
     "Captions are read as they are, while OpenCLIP first repairs broken encodings and unescapes HTML: "
@@ -19,7 +20,7 @@ UNREPAIRED = (
 SPARE = 128  # tables of tokens are padded to multiples of up to this
 
 
-def is_of_clip(tokenizer: Any) -> bool:
+def is_of_clip(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether it is the tokenizer of OpenAI's CLIP, which OpenCLIP has built in."""
     return tokenizer(PROBE)["input_ids"] == PROBE_IDS
 
@@ -99,7 +100,7 @@ def check_length(tokenizer: Any, rows: int, *, exact: bool) -> None:
         )
 
 
-def _cleaning_first(tokenizer: Any, clean: str) -> Any:
+def _cleaning_first(tokenizer: PreTrainedTokenizerBase, clean: str) -> Any:
     """A tokenizer that cleans texts as OpenCLIP does before it, except for ftfy and HTML entities."""
     punctuation = "".join(f"\\{character}" for character in string.punctuation)
     steps: dict[str, list[Any]] = {
@@ -121,11 +122,11 @@ def _cleaning_first(tokenizer: Any, clean: str) -> Any:
     backend = tokenizer.backend_tokenizer
     before = [*steps[clean], normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     backend.normalizer = normalizers.Sequence([*before, *([backend.normalizer] if backend.normalizer else [])])
-    # Tokenizers of a model's own class restore its normalizer when they are loaded.
+    # The classes of single models, such as CLIPTokenizer, would put back their normalizer when they are loaded.
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
 
 
-def cleaning(tokenizer: Any) -> str:
+def cleaning(tokenizer: PreTrainedTokenizerBase) -> str:
     """OpenCLIP's name of the cleaning that a tokenizer of transformers does itself; "" for none."""
     if not tokenizer.is_fast:
         return "canonicalize" if type(tokenizer).__name__ == "SiglipTokenizer" else ""

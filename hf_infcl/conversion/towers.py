@@ -45,7 +45,7 @@ def refuse_unknown_fields(tower: str, fields: dict[str, Any]) -> None:
 
 
 def activation(quick_gelu: bool, fields: dict[str, Any]) -> str:
-    """The activation of a tower of OpenCLIP's own, by transformers' name."""
+    """The activation of a tower that is not timm's, by transformers' name."""
     options = fields.get("act_kwargs") or {}
     if quick_gelu and options:
         raise refusal("it has quick_gelu and act_kwargs, with which OpenCLIP does not load it either")
@@ -57,7 +57,7 @@ def activation(quick_gelu: bool, fields: dict[str, Any]) -> str:
 
 
 def norm_eps(fields: dict[str, Any]) -> float:
-    """The epsilon of the layer norms of a tower of OpenCLIP's own."""
+    """The epsilon of the layer norms of a tower that is not timm's."""
     options = dict(fields.get("norm_kwargs") or {})
     eps = options.pop("eps", 1e-5)
     if options:
@@ -109,7 +109,7 @@ _IMAGES = {
     ("so400m", 16): (256, 384, 512),
     ("giantopt", 16): (256, 384),
 }
-# Those with GELU's tanh approximation; the others have the exact GELU.
+# Towers with the tanh approximation of GELU; the rest have the exact GELU.
 _TANH = re.compile("vit_(giantopt_.*|so400m_patch16_.*|base_patch32_siglip_256|large_patch16_siglip_512)")
 
 

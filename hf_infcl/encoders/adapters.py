@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
 
 from .dual_encoder import DualEncoder
 from .image_size import resize_images
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 LORA = ".lora_"  # in the names of LoRA's factors, whose start is zero: they change nothing
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 
 
 def with_adapters(
-    model: Any, rank: int, targets: list[str], image_size: int | None = None, *, seed: int, merged: bool = False
+    model: nn.Module, rank: int, targets: list[str], image_size: int | None = None, *, seed: int, merged: bool = False
 ) -> Any:
     """Adds LoRA adapters (arXiv 2106.09685). Nothing else trains: logit_scale and logit_bias keep their values.
 
@@ -47,7 +51,7 @@ def with_adapters(
         return peft.get_peft_model(model, config)
 
 
-def merge_adapters(folder: Path, start: Any, image_size: int | None = None) -> None:
+def merge_adapters(folder: Path, start: PreTrainedModel, image_size: int | None = None) -> None:
     """Replaces the adapter in the folder, which was trained from the model start, by the whole model."""
     import peft
 
@@ -81,7 +85,7 @@ def layers_of_adapters(model: Any) -> tuple[list[str], float | None]:
     return sorted([targets] if isinstance(targets, str) else targets or []), getattr(config, "lora_alpha", None)
 
 
-def adapter_state(model: Any) -> dict[str, Tensor]:
+def adapter_state(model: PeftModel) -> dict[str, Tensor]:
     """The tensors of a model's adapter, as peft saves them."""
     import peft
 
@@ -89,7 +93,7 @@ def adapter_state(model: Any) -> dict[str, Tensor]:
     return state
 
 
-def fingerprint_of(model: nn.Module) -> str:
+def weight_fingerprint(model: nn.Module) -> str:
     """A hash of the weights, without LoRA's factors: 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from ..refusals import check_tokens
 from .depth import Place, depths, frozen_begin
 from .in_bf16 import errors_in_bf16, is_in_bf16
 from .pooling import Pooling, SameEmbeddings
@@ -85,7 +86,7 @@ NO_TEXTS = "no_texts"  # in a batch whose texts are encoded with those of anothe
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
-def type_of(model: nn.Module) -> ModelType | None:
+def known_type(model: nn.Module) -> ModelType | None:
     """The type of a dual encoder of transformers or of one's own, or None.
 
     One's own is a module with ``get_image_features`` and ``get_text_features``, a scalar parameter ``logit_scale`` and,
@@ -106,9 +107,8 @@ class DualEncoder:
     """A view of a model as two towers, a logit_scale and possibly a logit_bias.
 
     Args:
-        model: a dual encoder of transformers or one's own (see `type_of`), unwrapped (no DDP around it; PEFT adapters
-            inside are fine).
-
+        model: a dual encoder of transformers or one's own (see `known_type`), without DDP around it; PEFT adapters
+            inside are fine.
         dims: see the attribute.
 
     Raises:
@@ -129,7 +129,7 @@ class DualEncoder:
     takes_any_size = False
 
     def __init__(self, model: nn.Module, dims: int | None = None) -> None:
-        kind = type_of(model)
+        kind = known_type(model)
         if kind is None:
             name = getattr(getattr(model, "config", None), "model_type", None)
             reason = f": {REFUSED[name]}" if name in REFUSED else ""
@@ -170,7 +170,7 @@ class DualEncoder:
         """The config of a tower, or None."""
         return getattr(getattr(self.model, "config", None), part, None)
 
-    def check_images(self, batch: Mapping[str, Any]) -> None:
+    def check_images(self, batch: Mapping[str, Tensor]) -> None:
         """Raises a ValueError if the image tower has no embeddings for the patches of images of this size."""
         config, pixel_values = self._config("vision_config"), batch.get("pixel_values")
         if config is None or config.model_type not in OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
@@ -241,7 +241,10 @@ class DualEncoder:
             setattr(self.base, self.temperature_name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
 
     def embed(
-        self, forward: Callable[..., Any], batch: Mapping[str, Any], frozen_outputs: dict[str, Any] | None = None
+        self,
+        forward: Callable[..., object],
+        batch: Mapping[str, Tensor],
+        frozen_outputs: dict[str, object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """L2-normalised image and text embeddings, [images, D] and [texts, D], through the whole model's forward.
 
@@ -283,7 +286,7 @@ class DualEncoder:
             images, texts = (F.normalize(embeds.float(), dim=-1) for embeds in (images, texts))
         return images, texts[:0] if no_texts else texts
 
-    def image_features(self, batch: Mapping[str, Any]) -> Tensor:
+    def image_features(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does.
 
         The tower has to return it as those of transformers do, because the forward gets it in such an output.
@@ -381,12 +384,12 @@ class DualEncoder:
         for part in self.frozen_parts():
             part.eval()
 
-    def encode_images(self, batch: Mapping[str, Any]) -> Tensor:
+    def encode_images(self, batch: Mapping[str, Tensor]) -> Tensor:
         """L2-normalised image embeddings [images, D], for evaluation; raises as `embed` does."""
         self.check_images(batch)
         return self._normalised(self.model.get_image_features(**_select(batch, IMAGE_INPUTS)))
 
-    def encode_texts(self, batch: Mapping[str, Any], *, checked: bool = False) -> Tensor:
+    def encode_texts(self, batch: Mapping[str, Tensor], *, checked: bool = False) -> Tensor:
         """L2-normalised text embeddings [texts, D], for evaluation.
 
         Raises as `check_tokens` and `check_texts` do, unless the texts were ``checked``.
@@ -407,7 +410,7 @@ class DualEncoder:
         self.model.train(mode)
         return int((found if isinstance(found, Tensor) else part_of(found, "pooler_output")).shape[-1])
 
-    def _normalised(self, features: Any) -> Tensor:
+    def _normalised(self, features: object) -> Tensor:
         whole = features if isinstance(features, Tensor) else part_of(features, "pooler_output")
         return F.normalize(whole[:, : self.dims], dim=-1)
 
@@ -421,29 +424,10 @@ class DualEncoder:
         ]
 
 
-def images_of(batch: Mapping[str, Any]) -> Any:
+def images_of(batch: Mapping[str, Tensor]) -> Any:
     """The images of a batch, one row for each, or what stands for them: cached features. None if it has neither."""
     return batch.get("pixel_values", batch.get(IMAGE_FEATURES))
 
 
-def check_tokens(input_ids: Tensor, vocabulary: int | None) -> None:
-    """Raises a ValueError if a token has no embedding. On a GPU the model would fail without naming it.
-
-    Args:
-        input_ids: tokens of any shape. Those on a GPU are waited for.
-        vocabulary: the number of token embeddings; with None nothing is checked.
-    """
-    if vocabulary is None or input_ids.numel() == 0:
-        return
-    least, largest = (int(token) for token in input_ids.aminmax())
-    if least < 0 or largest >= vocabulary:
-        raise ValueError(
-            f"The tokenizer returns the token {least if least < 0 else largest}, but the model has {vocabulary} token "
-            f"embeddings, from 0 to {vocabulary - 1}. Load processor and model from one checkpoint. If tokens were "
-            "added to the tokenizer, add embeddings to the model before its training: "
-            "model.text_model.resize_token_embeddings(len(processor.tokenizer))."
-        )
-
-
-def _select(batch: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _select(batch: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
     return {name: batch[name] for name in names if name in batch}

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from .dual_encoder import TOWERS, DualEncoder
 from .patch_dropout import WITH_PATCHES
 
 
-def config_for_images(config: Any, size: int | None) -> Any:
+def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
     """The config of a dual encoder for images of another size; the same one with None, or if it has this size.
 
     Raises:
@@ -79,7 +80,7 @@ def _check_multiple(config: Any, size: int, named: str = "image_size={}") -> Non
         )
 
 
-def _check_has_no_positions(encoder: DualEncoder, tower: Any, kind: str | None) -> None:
+def _check_has_no_positions(encoder: DualEncoder, tower: nn.Module, kind: str | None) -> None:
     """Raises a ValueError unless a tower that is not known takes images of any size."""
     if kind is not None and not any("position" in name for name, _ in tower.named_parameters()):
         return
@@ -95,7 +96,7 @@ def _check_has_no_positions(encoder: DualEncoder, tower: Any, kind: str | None) 
     )
 
 
-def _resize_positions(embeddings: Any, config: Any, size: int) -> None:
+def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> None:
     old, new = ((side // config.patch_size) ** 2 for side in (config.image_size, size))
     name = "position_embeddings" if hasattr(embeddings, "position_embeddings") else "position_embedding"
     module = getattr(embeddings, name, None)  # AIMv2's native models compute theirs
@@ -150,7 +151,7 @@ def check_sizes(encoder: DualEncoder, sizes: Sequence[int]) -> None:
     check_sizes_of_config(tower.config, sizes)
 
 
-def check_sizes_of_config(vision_config: Any, sizes: Sequence[int]) -> None:
+def check_sizes_of_config(vision_config: PretrainedConfig, sizes: Sequence[int]) -> None:
     """Raises a ValueError unless all sizes are multiples of the patches, and the last one is that of the config."""
     own = getattr(vision_config, "image_size", None)
     if own not in (None, sizes[-1]):

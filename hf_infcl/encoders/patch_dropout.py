@@ -58,7 +58,7 @@ class PatchDropout:
         """Restores the tower."""
         self._hook.remove()
 
-    def _drop(self, module: nn.Module, inputs: Any, tokens: Tensor) -> Tensor | None:
+    def _drop(self, module: nn.Module, inputs: object, tokens: Tensor) -> Tensor | None:
         # The mode of the tower counts: frozen embeddings are in evaluation mode even below layers that train.
         if self.share == 0 or not self._tower.training:
             return None

@@ -48,7 +48,7 @@ class Pooling:
 
     @classmethod
     def of_config(cls, config: Any, stated: int | None = None) -> Pooling | None:
-        """That of a text tower's config; None for towers that read all tokens, or are not known.
+        """The pooling that a text tower's config implies; None for towers that read all tokens, or are not known.
 
         Args:
             config: of the text tower.
@@ -66,7 +66,7 @@ class Pooling:
 
     @classmethod
     def of_tower(cls, tower: nn.Module | None) -> Pooling | None:
-        """That of a text tower, or of the one within a tower of one's own."""
+        """The pooling of a text tower, or of the tower of transformers inside a custom one."""
         for module in () if tower is None else tower.modules():
             found = cls.of_config(getattr(module, "config", None), getattr(module, "eos_token_id", None))
             if found is not None:

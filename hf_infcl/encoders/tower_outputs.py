@@ -20,12 +20,12 @@ def return_dict_for(module: nn.Module) -> dict[str, bool]:
     return {"return_dict": True} if takes else {}
 
 
-def part_of(output: Any, name: str) -> Any:
+def part_of(output: object, name: str) -> Any:
     """A part of a module's output, which may be a dict; None if it is not there."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def pooled(output: Any, module: nn.Module, what: str, *, of_transformers: bool = False) -> Tensor:
+def pooled(output: object, module: nn.Module, what: str, *, of_transformers: bool = False) -> Tensor:
     """One vector for each input, [n, H]: the output of a tower, or its ``pooler_output``.
 
     Args:
@@ -49,7 +49,7 @@ def pooled(output: Any, module: nn.Module, what: str, *, of_transformers: bool =
     return features
 
 
-def embeds_of(output: Any, model: nn.Module) -> tuple[Tensor, Tensor]:
+def embeds_of(output: object, model: nn.Module) -> tuple[Tensor, Tensor]:
     """``image_embeds`` and ``text_embeds`` of a model's output.
 
     Raises:
@@ -64,18 +64,18 @@ def embeds_of(output: Any, model: nn.Module) -> tuple[Tensor, Tensor]:
     return images, texts
 
 
-def _described(output: Any) -> str:
+def _described(output: object) -> str:
     if isinstance(output, Tensor):
         return f"a tensor of shape {list(output.shape)}"
     return f"a {type(output).__name__}{f' with {list(output)}' if isinstance(output, Mapping) else ''}"
 
 
 @contextlib.contextmanager
-def remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator[None]:
+def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Iterator[None]:
     """Within the context the tower stores its output in ``outputs``, or returns the stored one without computing."""
     forward = tower.forward
 
-    def first(*args: Any, **kwargs: Any) -> Any:
+    def first(*args: object, **kwargs: object) -> Any:
         full = forward(*args, **kwargs)
         if part_of(full, "last_hidden_state") is None:  # of one's own
             outputs[name] = full
@@ -85,7 +85,7 @@ def remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator
         outputs[name] = BaseModelOutputWithPooling(first_position, part_of(full, "pooler_output"))
         return full
 
-    with _forward_of(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
+    with _other_forward(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
         yield
 
 
@@ -111,7 +111,7 @@ class PlaceholderText:
         """Whether the output is there, in the tower's dtype and on its device."""
         return self._kind == self._kind_of_tower()
 
-    def learn(self, model: nn.Module, forward: Callable[[], Any]) -> None:
+    def learn(self, model: nn.Module, forward: Callable[[], object]) -> None:
         """Keeps the output, unless it is not finite.
 
         Args:
@@ -132,10 +132,10 @@ class PlaceholderText:
     def instead_of_tower(self) -> Iterator[None]:
         """Within the context the tower returns the output, and computes nothing."""
         # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
-        with _forward_of(self._tower, self._forward), _evaluation_mode(self._projection):
+        with _other_forward(self._tower, self._forward), _evaluation_mode(self._projection):
             yield
 
-    def _again(self, *args: Any, **kwargs: Any) -> Any:
+    def _again(self, *args: object, **kwargs: object) -> Any:
         of_transformers = type(self._output) is dict and "last_hidden_state" in self._output
         return BaseModelOutputWithPooling(**self._output) if of_transformers else self._output
 
@@ -144,7 +144,7 @@ class PlaceholderText:
         return parameter.dtype, parameter.device
 
 
-def _tensors(output: Any) -> Iterable[Tensor]:
+def _tensors(output: object) -> Iterable[Tensor]:
     values = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else []
     return [value for value in values if isinstance(value, Tensor)]
 
@@ -163,7 +163,7 @@ def _evaluation_mode(module: nn.Module | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _other_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Within the context the module has another forward."""
     own, overridden = module.forward, "forward" in vars(module)
     module.forward = forward

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..data.keyed import KeyedItem
-from ..encoders.dual_encoder import IMAGE_FEATURES, check_tokens, images_of
+from ..encoders.dual_encoder import IMAGE_FEATURES, images_of
 from ..evaluation.captions import group_by_image
+from ..refusals import check_tokens
 
 
 def check_window(window: Sequence[Any], equal_ids: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ..data import ImageTextDataset, ImageTextStream
 from ..data.wrapped import parts_of
 from ..windows.setup import Setup
-from ..windows.teachers import StoredTeacher, words_of
+from ..windows.teachers import StoredTeacher, teacher_words
 from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences, folders_of
 from .teacher_inputs import StoredInputs
 
@@ -55,7 +55,7 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
         own = [one.number for one in sets if one.lacking(stored, kinds) is not None]
         inputs = StoredInputs(stored, own, sides, partial=partial, number=number)
         fingerprint = {name: stored.record[name] for name in ("fingerprint", "weights")}
-        words = f"{words_of(stored.record['model'], stored.record.get('licence'))}, whose embeddings were stored"
+        words = f"{teacher_words(stored.record['model'], stored.record.get('licence'))}, whose embeddings were stored"
         teachers.append(StoredTeacher(inputs, stored.width, fingerprint, words, number=number, sides=sides))
     return teachers, partial
 

@@ -13,7 +13,7 @@ from ..data import ContrastiveCollator
 from ..encoders.dual_encoder import TEXT_INPUTS
 from ..windows.extensions import of_kind
 from ..windows.setup import Setup
-from ..windows.teachers import prefix_of
+from ..windows.teachers import teacher_prefix
 from ..windows.terms import Inputs, TeacherDistance
 from .stored_embeddings import StoredEmbeddings, of_caption
 
@@ -59,7 +59,7 @@ class ModelInputs:
         self, collator: ContrastiveCollator | None, *, images: bool = False, texts: bool = False, number: int
     ) -> None:
         self._collator, self._images, self._texts = collator, images, texts
-        self._prefix = prefix_of(number)
+        self._prefix = teacher_prefix(number)
 
     def __call__(self, items: Sequence[Any], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         found: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class StoredInputs:
         self, embeddings: StoredEmbeddings, sets: Collection[int], sides: Sequence[str], *, partial: bool, number: int
     ) -> None:
         self._embeddings, self._sets, self._sides = embeddings, sets, sides
-        self._partial, self._prefix = partial, prefix_of(number)
+        self._partial, self._prefix = partial, teacher_prefix(number)
 
     def __call__(self, items: Sequence[Any], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         has_set = np.array([item["place"][0] in self._sets for item in items])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..processes.collectives import Arriving, Processes
+from ..refusals import refuse_second_derivative
 from . import cuda_graphs, one_positive, several_positives
 from .batch import Batch, RowCounts, Wanted
 from .inputs import Inputs
@@ -21,6 +22,11 @@ from .strategies import Strategy, select_strategy
 # loss than the GPU needs to run them. Launching took 2.3 to 3.7 ms, and losses of this size take 4 ms on one H100. With
 # several processes the host also launches the collectives, and losses of this size take 8 ms.
 RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 320e9, 560e9
+
+_NO_SECOND_DERIVATIVE = (
+    "contrastive_loss has no second derivative, so its backward cannot run with create_graph=True. For a gradient "
+    "penalty or a Hessian use hf_infcl.reference.contrastive_loss, which stores all logits."
+)
 
 
 def contrastive_loss(
@@ -204,7 +210,7 @@ class _Loss(torch.autograd.Function):
         if torch.compiler.is_compiling():
             grad = torch.ops.hf_infcl.once(grad, *ctx.saved_tensors[4:])
         else:
-            _refuse_graph()
+            refuse_second_derivative(_NO_SECOND_DERIVATIVE)
         *want_products, want_scale, want_bias = ctx.needs_input_grad[:5]
         product_factor, grad_scale, grad_bias = (ctx.processes.sum(grad) * factors).unbind()
         return (
@@ -218,17 +224,9 @@ class _Loss(torch.autograd.Function):
         )
 
 
-def _refuse_graph() -> None:
-    if torch.is_grad_enabled():  # autograd makes a graph of the backward, in which the saved gradients are constants
-        raise RuntimeError(
-            "contrastive_loss has no second derivative, so its backward cannot run with create_graph=True. For a "
-            "gradient penalty or a Hessian use hf_infcl.reference.contrastive_loss, which stores all logits."
-        )
-
-
 def _once(grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """A copy of ``grad``. As it takes the features, torch sees that a compiled backward would have a derivative."""
-    _refuse_graph()
+    refuse_second_derivative(_NO_SECOND_DERIVATIVE)
     return grad.clone()
 
 

@@ -158,7 +158,7 @@ class _Capture:
         self._open = capture
         self.graphs.append(graph)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         capture, self._open = self._open, None
         if capture is None:  # the capture could not begin
             return

@@ -154,7 +154,7 @@ class Inputs:
         """Whether `check` reads the scalars. Reading those of a GPU would wait for its queued kernels."""
         return self.image_embeds.device.type == "cpu"
 
-    def _unfit_scalar(self, name: str, value: Any) -> str:
+    def _unfit_scalar(self, name: str, value: object) -> str:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 return f"{name} must have one element, got shape {list(value.shape)}."
@@ -162,7 +162,7 @@ class Inputs:
                 return ""
         return _not_finite(name, value)
 
-    def _unfit_ids(self, name: str, ids: Any, rows: Tensor) -> str:
+    def _unfit_ids(self, name: str, ids: object, rows: Tensor) -> str:
         if ids is None:
             return ""
         if not isinstance(ids, Tensor):
@@ -205,11 +205,11 @@ class Inputs:
         )
 
 
-def _unknown_option(name: str, value: Any, known: Collection[str]) -> str:
+def _unknown_option(name: str, value: object, known: Collection[str]) -> str:
     return "" if value in known else f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}."
 
 
-def _not_embeddings(name: str, value: Any) -> str:
+def _not_embeddings(name: str, value: object) -> str:
     if isinstance(value, Tensor):
         return ""
     return (

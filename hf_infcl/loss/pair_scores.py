@@ -82,7 +82,7 @@ def _side(own: Tensor, image: Tensor, processes: Processes) -> _Side:
 
 
 def _standardised(cosines: Tensor, rows: Tensor, others: _Side, without: Tensor) -> Tensor:
-    """Cosines, less the mean, in standard deviations of those with all others but the excluded ones."""
+    """Each cosine less the mean, in standard deviations of the cosines with all rows but the excluded ones."""
     squares = torch.linalg.vecdot(rows @ others.moments, rows)
     count, total, of_squares = without.unbind(1)
     number = (others.number - count).clamp(min=1)

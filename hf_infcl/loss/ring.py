@@ -104,7 +104,7 @@ class RingReduction:
         self._sent, self._arriving = total, free
 
     def result(self) -> Tensor:
-        """The combination that has arrived. After the loop it is the complete one for this process's own block."""
+        """The combination that has arrived. After the loop it is the complete one for the block of this process."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
@@ -35,19 +36,19 @@ def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
 def find_micro_batches(
     setup: Setup,
     record: RunRecord | None,
-    batches_of: Callable[[], Iterable[Any]],
-    prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
+    batches_of: Callable[[], Iterable[Mapping[str, Tensor]]],
+    prepare_inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]],
 ) -> int:
     """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs`` of the arguments; collective.
 
-    Where a run resumes on the machines that it was on, they are those of the checkpoint. Otherwise those that were not
-    given are tried, if the memory of the device is known and the model is not sharded. The micro-batch of a stream,
-    which its order depends on, stays that of the checkpoint.
+    Where a run resumes on the same machines, they are those of the checkpoint. Otherwise, values that the user has not
+    set are found by trying, if the memory of the device is known and the model is not sharded. The micro-batch of a
+    stream, which its order depends on, stays that of the checkpoint.
 
     Args:
         setup: of the training.
-        record: that of the checkpoint that it resumes from, if any.
-        batches_of: returns those of a training loader, which may be looked into.
+        record: the record of the checkpoint that the training resumes from, if any.
+        batches_of: returns an iterable of the batches of a training loader, of which one is read.
         prepare_inputs: moves a batch to the device.
 
     Returns:
@@ -58,7 +59,7 @@ def find_micro_batches(
             micro-batch is given.
     """
     args = setup.args
-    # What an earlier training of the same arguments has found is found anew; what was changed since then stays.
+    # Values that an earlier training of these arguments chose are chosen again; values that were set since then stay.
     texts, graphs = (
         (asked or "auto") if getattr(args, name) == args.found.get(name) else getattr(args, name)
         for name, asked in zip(_FOUND[2:4], args.asked[2:], strict=True)
@@ -123,7 +124,7 @@ def find_micro_batches(
         _divide(args, trial.micro_batch)
     count = -(-own // trial.micro_batch)
     if texts == "auto":
-        # With gradient_noise_steps all micro-batches have their own.
+        # With gradient_noise_steps each micro-batch keeps its texts, because micro-batches are compared.
         most = count - processes.grouped if padded and args.gradient_noise_steps is None else 1
         trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, agree))
         args.texts_at_once = str(trial.texts)
@@ -160,7 +161,7 @@ def _decide_untried(args: InfCLTrainingArguments) -> None:
         args.retain_graphs = "1"
 
 
-def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Any]]) -> Any:
+def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Any:
     """A batch of the training; None if there is none.
 
     A worker loads it where the training has workers: a generator of the dataset's own then stays where it was.

@@ -15,8 +15,8 @@ from ..windows.terms import OF_TEACHERS
 _OF_TEXTS = (*TEXT_INPUTS, "start_texts", "texts", "known_texts")
 
 
-def split_batches(batches: Sequence[Any], largest: int | None) -> list[Any]:
-    """The batches of a window in their order, each split equally into parts of at most ``largest`` images, if given.
+def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) -> list[Any]:
+    """The batches of a window in their order, split equally into parts of at most ``largest`` images; None splits none.
 
     Images keep their order. The captions of an image stay with it, and negative captions are shared equally.
     """
@@ -30,24 +30,24 @@ def split_batches(batches: Sequence[Any], largest: int | None) -> list[Any]:
     return parts
 
 
-def _split(batch: Mapping[str, Any], images: Sequence[Tensor]) -> list[dict[str, Any]]:
+def _split(batch: Mapping[str, Tensor], images: Sequence[Tensor]) -> list[dict[str, Any]]:
     negatives = _negatives(batch).tensor_split(len(images))
-    return [rows_of(batch, own, texts) for own, texts in zip(images, negatives, strict=True)]
+    return [take_rows(batch, own, texts) for own, texts in zip(images, negatives, strict=True)]
 
 
-def repeated(batch: Mapping[str, Any], images: int) -> dict[str, Any]:
+def repeated(batch: Mapping[str, Tensor], images: int) -> dict[str, Any]:
     """A batch of so many images, which are those of another one in turn."""
     of_batch, negatives = len(images_of(batch)), _negatives(batch)
-    return rows_of(batch, torch.arange(images) % of_batch, negatives.repeat(-(-images // of_batch)))
+    return take_rows(batch, torch.arange(images) % of_batch, negatives.repeat(-(-images // of_batch)))
 
 
-def _negatives(batch: Mapping[str, Any]) -> Tensor:
+def _negatives(batch: Mapping[str, Tensor]) -> Tensor:
     """The places of the texts that belong to no image, [negatives] int64."""
     belongs = batch.get("caption_image")
     return torch.empty(0, dtype=torch.int64) if belongs is None else (belongs.cpu() < 0).nonzero().flatten()
 
 
-def rows_of(batch: Mapping[str, Any], images: Tensor, negatives: Tensor) -> dict[str, Any]:
+def take_rows(batch: Mapping[str, Tensor], images: Tensor, negatives: Tensor) -> dict[str, Any]:
     """The batch of some images of another one, with their texts.
 
     Args:

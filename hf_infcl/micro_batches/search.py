@@ -1,4 +1,4 @@
-"""Which division of a global batch fits into memory and is fast, found by trying."""
+"""Tries which division of a global batch fits into memory and is fast."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_micro_batch(attempt: Attempt, trial: Trial, possible: Sequence[int], ow
         attempt: tries a window on this process.
         trial: with the texts and the graphs that are decided already, or 1 of them.
         possible: the pairs of the micro-batches, in rising order.
-        own: the pairs of a window.
+        own: the pairs of a window on this process.
         agree: collective.
     """
     candidates = [n for n in possible if n <= ENOUGH or n == own <= SINGLE]

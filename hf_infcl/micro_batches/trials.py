@@ -39,7 +39,7 @@ def memory_is_known(device: torch.device) -> bool:
 
 
 class Trials:
-    """Tries windows on this process alone, whatever the others do.
+    """Tries windows on this process alone, whatever the other processes do.
 
     Args:
         setup: of the training.
@@ -129,7 +129,7 @@ class Trials:
         free, _ = torch.cuda.mem_get_info(device)
         return max(1, peak - before - len(reserved)), free + torch.cuda.memory_reserved(device) - peak
 
-    def _reserve(self, trial: Trial, batch: Mapping[str, Any], count: int) -> int:
+    def _reserve(self, trial: Trial, batch: Mapping[str, Tensor], count: int) -> int:
         """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
         args, model = self._setup.args, self._setup.encoder.model
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -161,7 +161,7 @@ def _with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[s
     return found
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -172,7 +172,7 @@ def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     scaler, accelerator.scaler = accelerator.scaler, None
 
     @functools.wraps(forward)
-    def in_precision(*inputs: Any, **named: Any) -> Any:
+    def in_precision(*inputs: object, **named: object) -> Any:
         with accelerator.autocast():
             return convert_outputs_to_fp32(forward)(*inputs, **named)
 

@@ -13,10 +13,16 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ..refusals import refuse_second_derivative
 from .random_state import seeded
 
 Features = tuple[Tensor, ...]
 MicroBatchT = TypeVar("MicroBatchT")
+
+_NO_SECOND_DERIVATIVE = (
+    "The gradient of a window of micro-batches cannot be differentiated again, so its backward cannot run with "
+    "create_graph=True. Compute the loss of one large batch for a second derivative."
+)
 
 
 class CachedWindow(Generic[MicroBatchT]):
@@ -200,7 +206,7 @@ class CachedWindow(Generic[MicroBatchT]):
         if not products:
             return None
         surrogate = torch.stack(products).sum()
-        surrogate.register_hook(_refuse_graph)
+        surrogate.register_hook(lambda gradient: refuse_second_derivative(_NO_SECOND_DERIVATIVE))
         return surrogate
 
     def _forward(self, index: int) -> Features:
@@ -217,12 +223,3 @@ def _torch_state(device: torch.device | None) -> list[Tensor]:
     """The states of the generators of torch's CPU and of the device."""
     of_device = [torch.cuda.get_rng_state(device)] if device is not None and device.type == "cuda" else []
     return [torch.get_rng_state(), *of_device]
-
-
-def _refuse_graph(gradient: Tensor) -> None:
-    """Raises if autograd makes a graph of the backward, in which the gradients of the features would be constants."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "The gradient of a window of micro-batches cannot be differentiated again, so its backward cannot run with "
-            "create_graph=True. Compute the loss of one large batch for a second derivative."
-        )

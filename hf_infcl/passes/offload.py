@@ -43,7 +43,7 @@ class Fetcher:
         finally:
             self._wait()  # the memory of a batch that nobody takes is used again, too
 
-    def send(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def send(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Begins to copy a batch to the device."""
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         # From the current stream. Memory of the other one could not be used again before the device has got there.

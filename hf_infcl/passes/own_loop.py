@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from .grad_cache import CachedWindow, Features
-from .wrappers import is_compiled, without_compiler, wrapper_of
+from ..refusals import check_tokens
+from .grad_cache import CachedWindow, Features, MicroBatchT
+from .wrappers import is_compiled, make_wrapper, without_compiler
 
 # What data collators give for the loss. Models of transformers ignore inputs that they do not know.
 _OF_LOSS = ("pair_ids", "caption_image", "labels")
@@ -19,13 +20,13 @@ _OF_LOSS = ("pair_ids", "caption_image", "labels")
 
 def cached_backward(
     model: nn.Module,
-    micro_batches: Sequence[Any],
-    encode: Callable[[Any], Features],
+    micro_batches: Sequence[MicroBatchT],
+    encode: Callable[[MicroBatchT], Features],
     loss: Callable[..., Tensor],
     parameters: Sequence[Tensor] = (),
     *,
     retain_graphs: int = 1,
-    backward: Callable[[Tensor], Any] = Tensor.backward,
+    backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> Tensor:
     """Adds the gradient of one loss over a window of micro-batches to the parameters' ``grad``.
 
@@ -79,7 +80,7 @@ def cached_backward(
             "all micro-batches of a window share one loss. Create the Accelerator without gradient_accumulation_steps."
         )
 
-    def checked_encode(batch: Any) -> Features:
+    def checked_encode(batch: MicroBatchT) -> Features:
         features = encode(batch)
         _check_of_loss(batch, features)
         return features
@@ -97,7 +98,7 @@ def cached_backward(
         return value
 
     count = len(micro_batches)
-    wrapper = wrapper_of(model)
+    wrapper = make_wrapper(model)
     window = CachedWindow(
         checked_encode,
         micro_batches,
@@ -140,26 +141,16 @@ def _check_of_loss(batch: Any, features: Features) -> None:
         )
 
 
-def _check_tokens(model: nn.Module, micro_batches: Sequence[Any]) -> None:
-    """Raises a ValueError if a token has no embedding; on a GPU the model would fail without naming it.
-
-    Models of transformers tell the number of their token embeddings. Others are not checked.
-    """
+def _check_tokens(model: nn.Module, micro_batches: Sequence[object]) -> None:
+    """Checks all tokens at once; only the configs of transformers' models state the number of token embeddings."""
     module = without_compiler(model)
     module = module.module if isinstance(module, DistributedDataParallel) else module
     vocabulary = getattr(getattr(getattr(module, "config", None), "text_config", None), "vocab_size", None)
     tokens = [
         batch["input_ids"].flatten() for batch in micro_batches if isinstance(batch, Mapping) and "input_ids" in batch
     ]
-    if vocabulary is None or not tokens:
-        return
-    least, largest = torch.stack(torch.cat(tokens).aminmax()).tolist()  # waits for a GPU once
-    if least < 0 or largest >= vocabulary:
-        raise ValueError(
-            f"A micro-batch has the token {least if least < 0 else largest}, but the model has {vocabulary} token "
-            f"embeddings, from 0 to {vocabulary - 1}. Load tokenizer and model from one checkpoint, or add embeddings: "
-            "model.text_model.resize_token_embeddings(len(tokenizer))."
-        )
+    if vocabulary is not None and tokens:
+        check_tokens(torch.cat(tokens), vocabulary, "A micro-batch has")
 
 
 def _leaves(value: Tensor) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 
-def without_compiler(model: Any) -> Any:
+def without_compiler(model: nn.Module) -> Any:
     """The module from which `torch.compile` created ``model``, or ``model`` itself."""
     return getattr(model, "_orig_mod", model)
 
@@ -28,7 +28,7 @@ class Wrapper:
         model: the model as the training loop calls it.
 
     Attributes:
-        model: the same, without `torch.compile` around it.
+        model: the argument, without `torch.compile` around it.
         synchronises: whether the last backward of a window exchanges gradients.
         backward_options: keyword arguments for `Accelerator.backward`.
     """
@@ -131,7 +131,7 @@ class DeepSpeed(Wrapper):
             safe_set_full_fp32_param(parameter, copy)
 
 
-def wrapper_of(model: nn.Module) -> Wrapper:
+def make_wrapper(model: nn.Module) -> Wrapper:
     """The `Wrapper` for ``model`` as the training loop calls it."""
     module = without_compiler(model)
     if isinstance(module, FSDPModule):

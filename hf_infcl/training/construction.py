@@ -35,20 +35,22 @@ def checked_arguments(model: nn.Module | None, args: Any, data_collator: Any, ot
         model: the model; None if ``model_init`` creates it.
         args: the arguments.
         data_collator: the data collator, or None.
-        others: the other arguments of Trainer's constructor, and ``replay_dataset``.
+        others: the remaining arguments of Trainer's constructor, and ``replay_dataset``.
 
     Returns:
-        The other arguments of Trainer's constructor, with the collator's processor, so that it is saved beside the
+        The remaining arguments of Trainer's constructor, with the collator's processor, so that it is saved beside the
         model, and with new and old pairs as one training set.
 
     Raises:
         ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
-            launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is given; a dataset of
+            launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is passed; a dataset of
             images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
             several captions per image; the batches of ``global_batch_schedule`` do not fit the data or the processes;
             ``output_dir`` is not writable.
     """
-    others = _with_replay(args, _with_processor(data_collator, others))
+    if others.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
+        others = {**others, "processing_class": data_collator.processor}  # so that it is saved beside the model
+    others = _with_replay(args, others)
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
     _check_processes(args)
@@ -86,7 +88,7 @@ def _check_processes(args: InfCLTrainingArguments) -> None:
         )
 
 
-def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mapping[str, Any]) -> None:
+def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mapping[str, object]) -> None:
     pairs, evaluated = others.get("train_dataset"), others.get("eval_dataset")
     sets = list(evaluated.values()) if isinstance(evaluated, Mapping) else [evaluated]
     unprepared = (ImageTextDataset, ImageTextStream, ZeroShotDataset)
@@ -144,7 +146,7 @@ def make_setup(
 def make_collator(
     model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments
 ) -> Any:
-    """The given data collator, or one over the processor; else the default. It and the processor get the sizes."""
+    """The collator that was passed, or one over the processor, or the default; sets its sizes and the processor's."""
     found, image_size = default if given is None else given, args.image_size
     if given is None and processor is not None:
         found = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
@@ -154,14 +156,7 @@ def make_collator(
     return found
 
 
-def _with_processor(data_collator: Any, others: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of Trainer's constructor with the collator's processor, so that it is saved beside the model."""
-    if others.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
-        return {**others, "processing_class": data_collator.processor}
-    return others
-
-
-def _with_replay(args: Any, others: dict[str, Any]) -> dict[str, Any]:
+def _with_replay(args: InfCLTrainingArguments, others: dict[str, Any]) -> dict[str, Any]:
     """The arguments of Trainer's constructor with new and old pairs as one training set.
 
     Raises:

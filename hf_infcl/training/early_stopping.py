@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..options.metric_sums import key_of, value_of
 
@@ -22,15 +22,19 @@ class EarlyStopping(EarlyStoppingCallback):
         self._measured: dict[str, float] = {}
         self._first_step = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self.early_stopping_patience_counter = _count(state)
         self._first_step = state.global_step
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, *_: object, **kwargs: object) -> None:
         self._first_step = -1  # a resumed training may repeat the evaluation of its first step
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: object
+    ) -> None:
         if state.global_step == self._first_step:
             return
         self._measured |= metrics
@@ -47,13 +51,13 @@ def _count(state: Any) -> int:
     return count
 
 
-def why_complete(state: Any, max_steps: int, patience: int | None) -> str:
+def why_complete(state: TrainerState, max_steps: int, patience: int | None) -> str:
     """Why a resumed training has no step left; empty if it has one.
 
     Args:
-        state: Trainer's.
-        max_steps: of the training.
-        patience: its ``early_stopping_patience``.
+        state: the state of Trainer.
+        max_steps: the steps of the whole training.
+        patience: ``early_stopping_patience``.
     """
     if state.global_step >= max_steps:
         return f"the run has {max_steps} steps"

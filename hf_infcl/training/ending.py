@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from transformers import TrainerState
 
@@ -12,7 +11,7 @@ from ..processes.preemption import Preempted, end_early
 
 
 def saved_early(
-    number: int, state: TrainerState, checkpoints: Checkpoints, *, trained: bool, saves: Iterable[Callable[[], Any]]
+    number: int, state: TrainerState, checkpoints: Checkpoints, *, trained: bool, saves: Iterable[Callable[[], object]]
 ) -> Preempted:
     """The end of a training by a signal, for which it saves a checkpoint; collective.
 

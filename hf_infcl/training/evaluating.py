@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..checkpoints.average_choice import score_if_measured
 from ..data import ContrastiveCollator, ZeroShotDataset
 from ..data.wrapped import parts_of
-from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, check_tokens
+from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
     Found,
@@ -50,6 +50,7 @@ from ..loss import local_contrastive_loss
 from ..passes.random_state import random_state_kept
 from ..processes.batches import AnnouncingDataLoader, gather_rows
 from ..processes.collectives import Processes
+from ..refusals import check_tokens
 from ..windows.setup import Setup
 from .loop_events import replaced
 
@@ -95,7 +96,7 @@ class Evaluator:
             number of its images and the resampled values of its score; later it compares with them.
 
     Attributes:
-        found: what was found on the set that `run` has evaluated.
+        found: ranks or scores of the set that `run` has evaluated last.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Evaluator:
         self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
         self.found: Found | None = None
 
-    def embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    def embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
         """The predictions and labels of this process's rows, which are image-text pairs or labelled images.
 
         Rows that accelerate repeated are left out.
@@ -137,7 +138,7 @@ class Evaluator:
         with failures_announced_unless_sharded(self._accelerator):
             return self._embed(inputs)
 
-    def _embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    def _embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
         batch = self._prepare_inputs(inputs)
         classified = "labels" in batch
         if "pixel_values" not in batch or not (classified or "input_ids" in batch):
@@ -192,7 +193,7 @@ class Evaluator:
             return class_scores(images, classifier)
         return torch.stack([part.to(images) for part in class_places(images, classifier, labels)], dim=1)
 
-    def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: Any, prefix: str) -> EvalLoopOutput:
+    def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
         """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
 
         For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
@@ -212,7 +213,7 @@ class Evaluator:
             self._notices.look(f"evaluation set of {prefix}_*", parts_of(dataloader.dataset), self._collator)
         check_same_size(dataloader.dataset, prefix)
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
-        batches = dataloader
+        batches: Any = dataloader
         if not isinstance(dataloader, DataLoaderDispatcher):
             batches = AnnouncingDataLoader(dataloader, self._take_apart)
         keeps_texts = _texts_kept(dataloader)
@@ -246,7 +247,7 @@ class Evaluator:
             return nullcontext()
         return replaced(self._accelerator, pad_across_processes=lambda tensor, **_: tensor)
 
-    def metrics(self, dataset: Any, output: EvalLoopOutput) -> dict[str, float]:
+    def metrics(self, dataset: object, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
         if of_choices := [part for part in parts_of(dataset) if getattr(part, "kind", "") == "choices"]:
             embeddings: Any = output.predictions
@@ -340,7 +341,7 @@ class Evaluator:
             )
         return {"loss": loss.item(), **measured(ranks), **every}
 
-    def _on_device(self, array: Any) -> Tensor:
+    def _on_device(self, array: object) -> Tensor:
         return torch.as_tensor(array, device=self._args.device)
 
 
@@ -352,7 +353,7 @@ def _texts_kept(dataloader: Any) -> AbstractContextManager[None]:
     return replaced(loader, collate_fn=WithTextsOnHost(loader.collate_fn))
 
 
-def check_same_size(dataset: Any, prefix: str) -> None:
+def check_same_size(dataset: object, prefix: str) -> None:
     """Raises a ValueError on every process if an evaluation set has another length on one of them; collective."""
     if not has_length(dataset):
         return

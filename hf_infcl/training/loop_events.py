@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.optim import Optimizer
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
@@ -27,6 +28,8 @@ DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop"
 class LoopEvents(TrainerCallback):
     """Calls the parts of a training at points of Trainer's loop.
 
+    Trainer passes arguments, state and control by position, and everything else by name.
+
     Args:
         callbacks: those of the trainer. While it trains, a `CompleteWindows` is the last of them.
         begin_training: called at the begin of a training; returns its parts.
@@ -39,32 +42,36 @@ class LoopEvents(TrainerCallback):
         self._progress: Progress | None = None  # of a training, not before or after it
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self, args: Any, *_: object, model: Any = None, optimizer: Optimizer | None = None, **kwargs: object
     ) -> None:
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
         self._callbacks.append(CompleteWindows())  # after the user's callbacks
         average_weights(optimizer, args, model)
         self._step, self._data, self._progress = self._begin_training()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: object, state: TrainerState, *_: object, optimizer: Optimizer | None = None, **kwargs: object
+    ) -> None:
         switch_weights(optimizer, "eval")
         self._data.close()
         self._count_seconds(state)
         self._progress = None
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: object, state: TrainerState, *_: object, optimizer: Optimizer | None = None, **kwargs: object
+    ) -> None:
         self._step.before_optimizer_step(optimizer, state.global_step)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_optimizer_step(self, *_: object, optimizer: Optimizer | None = None, **kwargs: object) -> None:
         self._step.after_optimizer_step(optimizer)
         update_average(optimizer)  # of the clamped logit_scale
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         self._data.end_window()
         state.epoch = self._data.epochs(state.global_step, state.epoch)
         self._count_seconds(state)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         self._count_seconds(state)  # a checkpoint may follow
 
     def _count_seconds(self, state: TrainerState) -> None:
@@ -109,19 +116,19 @@ class CompleteWindows(TrainerCallback):
         self._training_stop |= control.should_training_stop
         control.should_epoch_stop = control.should_training_stop = False
 
-    def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
         self._postpone(control)
 
-    def on_substep_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_substep_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
         self._postpone(control)
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         control.should_epoch_stop |= self._epoch_stop
         control.should_training_stop |= self._training_stop
         self._epoch_stop = self._training_stop = False
         control.should_log |= is_logged(args, state, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         control.should_log |= is_logged(args, state, control)
 
 
@@ -147,7 +154,7 @@ class Decisions:
     package decide alike on all processes; among them nothing is exchanged.
 
     Args:
-        callbacks: those of this process, which learns here of those of the others; collective.
+        callbacks: the callbacks of this process. The constructor compares them with the other processes; collective.
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
@@ -165,7 +172,7 @@ class Decisions:
 
 
 @contextmanager
-def replaced(trainer: Any, **values: Any) -> Iterator[None]:
+def replaced(trainer: Any, **values: object) -> Iterator[None]:
     """The context in which Trainer's methods find these values in attributes of a trainer."""
     before = {name: getattr(trainer, name) for name in values}
     for name, value in values.items():

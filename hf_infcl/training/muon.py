@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
 from ..optimizers import MuonAdamW, parameter_groups
+from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import NO_DEEPSPEED
 from ..options.muon_options import muon_settings
 from ..processes.collectives import Processes
@@ -35,7 +35,9 @@ def check_wrapper_of_muon(accelerator: Accelerator) -> None:
             )
 
 
-def create_muon(model: nn.Module, args: Any, decaying: Collection[str], accelerator: Accelerator) -> MuonAdamW:
+def create_muon(
+    model: nn.Module, args: InfCLTrainingArguments, decaying: Collection[str], accelerator: Accelerator
+) -> MuonAdamW:
     """The optimizer of ``optimizer="muon"``, with rates that are not yet scaled with the batch.
 
     Args:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ..checkpoints.pushes import cause
@@ -55,14 +56,14 @@ class Optimization:
         create: Callable[[], torch.optim.Optimizer],
         *,
         decaying: Callable[[nn.Module], list[str]],
-        settings_for: Callable[[InfCLTrainingArguments], Any] | None,
+        settings_for: Callable[[InfCLTrainingArguments], object] | None,
     ) -> torch.optim.Optimizer:
-        """The given optimizer, or Trainer's or Muon with the rates of the options of this package.
+        """The optimizer that was passed, or Trainer's or Muon with the learning rates that the options set.
 
         Args:
-            setup: of the training.
+            setup: the setup of the training.
             given: the optimizer that was passed or created before, if any.
-            create: Trainer's own method.
+            create: the method of Trainer.
             decaying: returns the names of the parameters that decay.
             settings_for: as for `check_optimizer_options`; None if the class of the optimizer was passed.
 
@@ -92,15 +93,15 @@ class Optimization:
         return optimizer
 
     def scheduler(
-        self, optimizer: Any, given: LRScheduler | None, create: Callable[[], LRScheduler], course: Course
+        self, optimizer: Optimizer | None, given: LRScheduler | None, create: Callable[[], LRScheduler], course: Course
     ) -> LRScheduler:
-        """The given schedule of the learning rate, or Trainer's; notes its options and those of the optimizer.
+        """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
 
         Args:
             optimizer: the optimizer.
             given: the schedule that was passed or created before, if any.
-            create: Trainer's own method.
-            course: of the training.
+            create: the method of Trainer.
+            course: the course of the training.
 
         Raises:
             ValueError: the schedule does not take its options.
@@ -149,22 +150,22 @@ def _check_beside(given: torch.optim.Optimizer | None, beside: Sequence[nn.Param
     known = [] if given is None else [id(p) for group in given.param_groups for p in group["params"]]
     if given is not None and not {id(p) for p in beside} <= set(known):
         raise ValueError(
-            "An optimizer was passed, but terms of the loss have parameters of their own, such as the linear map to a "
-            "teacher of another width, which it does not update. Let the trainer create the optimizer."
+            "An optimizer was passed, but terms of the loss have parameters besides the model's, such as the linear "
+            "map to a teacher of another width, which it does not update. Let the trainer create the optimizer."
         )
 
 
 def check_optimizer_options(
-    args: InfCLTrainingArguments, optimizer_for: Callable[[InfCLTrainingArguments], Any]
+    args: InfCLTrainingArguments, optimizer_for: Callable[[InfCLTrainingArguments], object]
 ) -> None:
     """Refuses options that the optimizer does not accept; transformers ignores them silently.
 
-    These are names in ``args.optim_args``, and Adam's options with values of their own. An optimizer accepts an option
-    if its settings change with the value of that option, or an error occurs. Optimizers for ``optim_target_modules``
-    are not checked, because their settings hold parameters of the model.
+    These are names in ``args.optim_args``, and Adam's options that differ from their defaults. An optimizer accepts an
+    option if its settings change with the value of that option, or an error occurs. Optimizers for
+    ``optim_target_modules`` are not checked, because their settings hold parameters of the model.
 
     Args:
-        optimizer_for: returns the class and the settings of the optimizer for given arguments.
+        optimizer_for: returns the class and the settings of the optimizer for some arguments.
 
     Raises:
         ValueError: there are such options; the message lists them.
@@ -172,7 +173,7 @@ def check_optimizer_options(
     if args.optim_target_modules is not None:
         return
 
-    def settings(**changes: Any) -> Any:
+    def settings(**changes: object) -> Any:
         others = copy.copy(args)
         vars(others).update(changes)
         return optimizer_for(others)
@@ -201,7 +202,7 @@ def check_optimizer_options(
         )
 
 
-def switch_weights(optimizer: Any, mode: Literal["train", "eval"]) -> None:
+def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) -> None:
     """Puts the weights to train, or those to evaluate and save, into the model.
 
     Schedule-free optimizers and those with a `MovingAverage` have both.
@@ -210,7 +211,7 @@ def switch_weights(optimizer: Any, mode: Literal["train", "eval"]) -> None:
         switch()
 
 
-def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: nn.Module) -> None:
+def average_weights(optimizer: Optimizer | None, args: InfCLTrainingArguments, model: nn.Module) -> None:
     """Gives an optimizer the moving average of ``ema_decay``, unless it has one; see `MovingAverage`.
 
     Args:
@@ -224,7 +225,9 @@ def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: nn.Modu
         _new_average(optimizer, args.ema_decay, model, in_host=args.ema_device == "cpu")
 
 
-def _new_average(optimizer: Any, decay: float, model: nn.Module, *, in_host: bool = False) -> MovingAverage:
+def _new_average(
+    optimizer: Optimizer | None, decay: float, model: nn.Module, *, in_host: bool = False
+) -> MovingAverage:
     of_zero = getattr(optimizer, "optimizer", None)
     copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
     return MovingAverage(unwrapped(optimizer), decay, lambda: reshard(model), copy_to_model, in_host=in_host)
@@ -232,7 +235,7 @@ def _new_average(optimizer: Any, decay: float, model: nn.Module, *, in_host: boo
 
 @contextmanager
 def average_loaded(
-    optimizer: Any, args: InfCLTrainingArguments, model: nn.Module, *, was_averaged: bool
+    optimizer: Optimizer | None, args: InfCLTrainingArguments, model: nn.Module, *, was_averaged: bool
 ) -> Iterator[None]:
     """The context in which the state of an optimizer is loaded, whose average `args` may begin or end.
 
@@ -260,10 +263,10 @@ def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> l
     Args:
         model: the model.
         names: of the parameters that Trainer would let decay.
-        exempt: regular expressions, found in the names of further parameters that do not decay.
+        exempt: regular expressions that match parts of the names of further parameters that do not decay.
 
     Raises:
-        ValueError: a pattern is no regular expression, or is found in no name.
+        ValueError: a pattern is no regular expression, or matches no name.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     exempted = matching(trained, "no_decay_parameters", exempt)
@@ -279,10 +282,10 @@ def set_learning_rates(
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
 
     Args:
-        optimizer: new.
+        optimizer: an optimizer before its first step.
         encoder: the model.
         args: the arguments of the training.
-        beside: what trains beside the model, which gets a group of its own.
+        beside: parameters that train beside the model; they form a separate group.
 
     Raises:
         ValueError: the rate should fall with the depth of a tower that has no layers.
@@ -304,14 +307,14 @@ def set_learning_rates(
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
 
 
-def over_samples(schedule: Any, course: Course, *, by_batch: bool) -> None:
+def over_samples(schedule: LRScheduler, course: Course, *, by_batch: bool) -> None:
     """Lets a new schedule of the learning rate run over samples instead of steps; schedules by a metric stay.
 
     Args:
         schedule: of transformers, whose factors are functions of the step.
-        course: of the training.
-        by_batch: whether the rates are those of the last batch, and each batch of a `BatchPlan` has its own in
-            proportion (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
+        course: the course of the training.
+        by_batch: whether the rates are those of the last batch, and the rate of each batch of a `BatchPlan` is
+            in proportion (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
     """
     if not isinstance(schedule, LambdaLR):
         return

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import ProgressCallback, TrainerState
 from transformers.utils.logging import tqdm
 
@@ -21,7 +22,7 @@ class Progress:
     Args:
         step: the number of trained optimizer steps at the start.
         samples: the pairs trained before a step of this training, also in global batches of other sizes.
-        earlier: the seconds of the training before, if it was interrupted; see `seconds_of`.
+        earlier: the seconds of the training before, if it was interrupted; see `trained_seconds`.
     """
 
     def __init__(self, step: int, samples: Callable[[int], int], earlier: float = 0.0) -> None:
@@ -56,7 +57,7 @@ class Progress:
             logs["peak_memory"] = torch.cuda.max_memory_allocated(device)
         return logs
 
-    def operations(self, inputs: dict[str, Any], count: Callable[[dict[str, Any]], int]) -> int:
+    def operations(self, inputs: dict[str, Tensor], count: Callable[[dict[str, Tensor]], int]) -> int:
         """Trainer's ``count`` of the operations of a batch, made once for each shape, since it lists all parameters."""
         shapes = tuple((name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         if shapes not in self._operations:
@@ -64,7 +65,7 @@ class Progress:
         return self._operations[shapes]
 
 
-def seconds_of(state: TrainerState) -> float:
+def trained_seconds(state: TrainerState) -> float:
     """The seconds of a training, which its checkpoints keep; for those of versions that did not, up to the last log."""
     kept: Any = state.stateful_callbacks
     logged = (entry[_SECONDS] for entry in reversed(state.log_history) if _SECONDS in entry)
@@ -89,12 +90,12 @@ class BarOfSamples(ProgressCallback):
         super().__init__()
         self._plan_of = plan
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         self._plan = self._plan_of()
         if state.is_world_process_zero:
             self.training_bar = tqdm(total=self._plan.samples, unit="pairs", unit_scale=True, dynamic_ncols=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         bar: Any = self.training_bar
         if state.is_world_process_zero:
             bar.update(self._plan.samples_before(state.global_step) - bar.n)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
@@ -35,7 +36,7 @@ from .optimization import Optimization, average_loaded
 logger = logging.get_logger(__name__)
 
 
-def run_of(setup: Setup) -> Run:
+def make_run(setup: Setup) -> Run:
     """The properties of a training that a checkpoint must share to be resumed."""
     args, model, data = setup.args, setup.encoder.model, setup.data
     kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
@@ -60,7 +61,7 @@ def run_of(setup: Setup) -> Run:
     )
 
 
-def record_of(
+def make_record(
     setup: Setup,
     data: TrainingData,
     window_step: WindowStep,
@@ -78,7 +79,7 @@ def record_of(
     """
     samples_seen, step = progress
     return RunRecord(
-        run_of(setup),
+        make_run(setup),
         **data.position(),
         **window_step.checks.skipped.record(),
         processes=setup.args.world_size,
@@ -91,7 +92,7 @@ def record_of(
     )
 
 
-def _described(data: Any, args: InfCLTrainingArguments) -> str:
+def _described(data: object, args: InfCLTrainingArguments) -> str:
     """Class, length, captions and order of a training set."""
     if isinstance(data, Replayed):
         new, old = (_described(part, args) for part in data.datasets)
@@ -108,7 +109,7 @@ def _described(data: Any, args: InfCLTrainingArguments) -> str:
 def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str | bool | None) -> None:
     """Raises a ValueError on every process if their models, data or options differ, such as an outdated copy.
 
-    It also does so if some processes resume and others do not. The folder of a checkpoint may have different names on
+    It also does so if only some of the processes resume. The folder of a checkpoint may have different names on
     different machines.
     """
     named = isinstance(resumes, str) and resumes != "auto"
@@ -132,7 +133,7 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
             )
 
 
-def resumption_of(setup: Setup, resumes: str | bool | None, repository: str | None) -> Resumption:
+def make_resumption(setup: Setup, resumes: str | bool | None, repository: str | None) -> Resumption:
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
     Args:
@@ -144,20 +145,13 @@ def resumption_of(setup: Setup, resumes: str | bool | None, repository: str | No
         ValueError: the ranks would train different runs; there is no such checkpoint, it is damaged, or
             `Resumption.check` refuses it.
     """
-    args, run = setup.args, run_of(setup)
+    args, run = setup.args, make_run(setup)
     resumes = checkpoint_of_hub_if_named(resumes, args, repository)
     check_same_on_all_ranks(args, run, resumes)
     checkpoint = choose(str(args.output_dir), resumes, looks=args.should_save)
     resumption = Resumption(checkpoint, allows_changes=args.resume_with_changes)
     resumption.check(run, setup.data, args.world_size)
     return resumption
-
-
-def _position_of(record: RunRecord | None) -> str:
-    """What the record has a position in; empty for rows, whose position is their epoch's."""
-    if record is None or not record.stream:
-        return ""
-    return "new and old pairs" if "parts" in record.stream[0] else "a stream"
 
 
 class Resumption:
@@ -168,10 +162,10 @@ class Resumption:
         allows_changes: whether the run may differ from that of the checkpoint (``resume_with_changes``).
 
     Attributes:
-        checkpoint: the same.
+        checkpoint: the argument.
         record: the record of the checkpoint; None if there is no checkpoint, or another trainer wrote it.
         changes: phrases about what differs from the run of the checkpoint.
-        begin: where the training goes on, as soon as `rest` has found it; None without a record.
+        begin: where the training goes on, as soon as `rest` has computed it; None without a record.
     """
 
     def __init__(self, checkpoint: str | None = None, *, allows_changes: bool = False) -> None:
@@ -193,7 +187,7 @@ class Resumption:
             return [] if record is None else record.stages
         return [*record.stages, Stage(record.step, record.samples_seen, self.changes)]
 
-    def check(self, run: Run, data: Any, world_size: int) -> None:
+    def check(self, run: Run, data: object, world_size: int) -> None:
         """Compares the run of the checkpoint with this one.
 
         Raises:
@@ -202,8 +196,10 @@ class Resumption:
         checkpoint, record = self.checkpoint, self.record
         if checkpoint is None:
             return
-        kind = "new and old pairs" if isinstance(data, Replayed) else "a stream"
-        if isinstance(data, IterableDataset) and is_own(data) and _position_of(record) != kind:
+        position = None if record is None or not record.stream else record.stream[0]  # of rows, it is their epoch's
+        fits = position is not None and ("parts" in position) == isinstance(data, Replayed)
+        if isinstance(data, IterableDataset) and is_own(data) and not fits:
+            kind = "new and old pairs" if isinstance(data, Replayed) else "a stream"
             raise ValueError(
                 f"{checkpoint} holds no position in {kind}, because it was not written by a training on such data. "
                 "Start a new run from its model."
@@ -253,7 +249,7 @@ class Resumption:
 
     @contextmanager
     def optimizer_loaded(
-        self, setup: Setup, optimization: Optimization, optimizer: Any, schedule: Any
+        self, setup: Setup, optimization: Optimization, optimizer: Optimizer | None, schedule: Any
     ) -> Iterator[None]:
         """The context in which the states of optimizer and schedule are loaded; their options stay those of this run.
 
@@ -277,7 +273,7 @@ class Resumption:
                 "optimizer, frozen towers and separate learning rates must be those of the run that wrote it. Restore "
                 "them, or start a new run from its model."
             ) from error
-        if record is not None and (changed or any(True for _ in differences(record.run, run_of(setup)))):
+        if record is not None and (changed or any(True for _ in differences(record.run, make_run(setup)))):
             optimization.options.apply(record.optimizer, optimizer, schedule)
 
     @property
@@ -292,7 +288,7 @@ class Resumption:
         control: TrainerControl,
         decisions: Decisions,
         epoch: int,
-        given: Mapping[str, Any],
+        given: Mapping[str, object],
         *,
         evaluate: Callable[[Any, Any], dict[str, float]],
         determine_best: Callable[[dict[str, float], Any], bool],
@@ -307,8 +303,8 @@ class Resumption:
             args: the arguments of the training.
             decisions: what its callbacks ask for.
             epoch: the one that begins.
-            given: the arguments of Trainer's method for an epoch.
-            evaluate, determine_best: Trainer's own methods.
+            given: the arguments that Trainer passes to its method for an epoch.
+            evaluate, determine_best: the methods of Trainer.
         """
         kept: Any = state.stateful_callbacks
         saved = kept.get("TrainerControl", {}).get("args", {})
@@ -322,11 +318,11 @@ class Resumption:
         ]
         with decisions.shared(control):
             is_best = determine_best(evaluate(given["trial"], given["ignore_keys_for_eval"]), given["trial"])
-        if is_best and args.save_strategy == "best":  # others note it with their next checkpoint
+        if is_best and args.save_strategy == "best":  # with other strategies, the next checkpoint notes it
             state.best_model_checkpoint = self.checkpoint
         return control.should_training_stop
 
-    def plan(self, args: InfCLTrainingArguments, data: Any) -> BatchPlan:
+    def plan(self, args: InfCLTrainingArguments, data: object) -> BatchPlan:
         """The global batches of a training on a dataset, from the checkpoint on."""
         return make_plan(args, data, self.record, changed=self.changed(args))
 
@@ -359,7 +355,7 @@ class Resumption:
             args: the arguments of the training.
             lengths: the steps of the training, those of a pass over the data, and the passes, which are what
                 ``Trainer._init_training_state`` is given first.
-            counted: Trainer's own numbers, for checkpoints without a record.
+            counted: the numbers that Trainer computes, for checkpoints without a record.
 
         Raises:
             ValueError: the run was resumed with changes, and has no step left.

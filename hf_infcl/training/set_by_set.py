@@ -17,7 +17,7 @@ from .trainer import InfCLTrainer
 PROGRESS = "eval_progress.json"
 
 
-def evaluate_sets(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, float]:
+def evaluate_sets(trainer: InfCLTrainer, sets: Mapping[str, object]) -> dict[str, float]:
     """The metrics of ``trainer.evaluate(sets)``; collective.
 
     After each set they are kept in ``eval_progress.json`` of the output folder, until all are measured. A set is taken
@@ -78,7 +78,7 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
     return known
 
 
-def _write(path: Path, known: Mapping[str, Any]) -> None:
+def _write(path: Path, known: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(known), encoding="utf-8")

@@ -21,7 +21,7 @@ from ..windows.teachers import OnlineTeacher
 from ..windows.terms import SIDES, Teacher, TeacherDistance
 
 
-def make_teachers(setup: Setup, given: Any, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
+def make_teachers(setup: Setup, given: object, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
     """The term of the teachers that the arguments name, or that were passed; none without teachers.
 
     Args:
@@ -79,7 +79,7 @@ def make_teachers(setup: Setup, given: Any, *, remakes_model: bool) -> tuple[Tea
     return (term,)
 
 
-def _online(given: Any, setup: Setup, number: int, sides: Sequence[str]) -> OnlineTeacher:
+def _online(given: object, setup: Setup, number: int, sides: Sequence[str]) -> OnlineTeacher:
     module, processor, name = (*given, None, None)[:3] if isinstance(given, tuple) else (given, None, None)
     args, licence = setup.args, None if name is None else stated_licence(name)
     if not isinstance(module, nn.Module):

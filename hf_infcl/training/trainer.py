@@ -42,8 +42,8 @@ from .evaluating import Evaluator
 from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
-from .progress import Progress, seconds_of
-from .resuming import Resumption, record_of, resumption_of
+from .progress import Progress, trained_seconds
+from .resuming import Resumption, make_record, make_resumption
 from .teaching import make_teachers
 
 
@@ -72,8 +72,8 @@ class InfCLTrainer(Trainer):
     Attributes:
         setup, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
         checkpoints, resumption, interruptions: what it wrote, what it came from; signals and lost processes.
-        found: what the last evaluation of each set has found, by the prefix of its metrics, such as ``eval_pairs``.
-        caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
+        found: ranks or scores of the last evaluation of each set, by the prefix of its metrics, such as ``eval_pairs``.
+        caption_notices: notices about the captions of the datasets that were trained on or evaluated.
 
     Raises:
         ValueError: see `checked_arguments`, `prepare_model` and `check_overrides`.
@@ -112,7 +112,7 @@ class InfCLTrainer(Trainer):
     # ---- The life of a training ----
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+        self, resume_from_checkpoint: str | bool | None = None, trial: object = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
         """Trains like Trainer, but resumes only from complete checkpoints (see `hf_infcl.checkpoints.files`).
 
@@ -126,15 +126,15 @@ class InfCLTrainer(Trainer):
             trial, ignore_keys_for_eval: as in Trainer.
 
         Raises:
-            ValueError: in addition to Trainer's reasons, there is no such checkpoint, or `resumption_of` refuses it or
-                the processes; another run is training in ``output_dir``, or it is not writable.
+            ValueError: in addition to Trainer's reasons, there is no such checkpoint, or `make_resumption` refuses it
+                or the processes; another run is training in ``output_dir``, or it is not writable.
             OtherRankFailedError: another process failed. If it has ended or hangs, the message states its last phase.
             Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
         if self.compute_metrics is None and type(self).evaluate is InfCLTrainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
         with files.locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
-            self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
+            self.resumption = make_resumption(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = files.make_checkpoints(self.args, self.accelerator, last=self.resumption.checkpoint)
             with self.interruptions.phases.errors_of_lost():
@@ -161,7 +161,7 @@ class InfCLTrainer(Trainer):
         if own and self.training_data.source.stream is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader()
-        self.progress = Progress(self.state.global_step, course.samples_before, seconds_of(self.state))
+        self.progress = Progress(self.state.global_step, course.samples_before, trained_seconds(self.state))
         hooks: Any = {"prepare_inputs": self._prepare_inputs, "roll_back": self._roll_back}
         hooks |= {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
         self.window_step = WindowStep(self.setup, self.model_wrapped, record, **hooks, course=course)
@@ -172,7 +172,7 @@ class InfCLTrainer(Trainer):
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
         return self.window_step, self.training_data, self.progress
 
-    def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: object) -> None:
         kept = self.state, self.args, self.control, self._decisions
         methods: Any = {"evaluate": self._evaluate, "determine_best": self._determine_best_metric}
         if not self.resumption.ends_with_evaluation(*kept, epoch, kwargs, **methods):
@@ -180,7 +180,7 @@ class InfCLTrainer(Trainer):
             super()._run_epoch(model, epoch, *args, **kwargs)
             self.interruptions.agree()  # a signal may have come in the last step
 
-    def _saved_early(self, number: int, trial: Any) -> Preempted:
+    def _saved_early(self, number: int, trial: object) -> Preempted:
         save = partial(self._save_checkpoint, self.model_wrapped, trial)
         tell = partial(self.callback_handler.on_save, self.args, self.state, self.control)
         return saved_early(number, self.state, self.checkpoints, trained=self.steps_trained > 0, saves=(save, tell))
@@ -219,7 +219,7 @@ class InfCLTrainer(Trainer):
         self._start = prepare_model(model, self.args, self.accelerator)
         return model
 
-    def _hp_search_setup(self, trial: Any) -> None:
+    def _hp_search_setup(self, trial: object) -> None:
         super()._hp_search_setup(trial)
         self.args.check()  # the trial has changed them
 
@@ -227,7 +227,7 @@ class InfCLTrainer(Trainer):
         """Trainer's names without vectors and scalars: as in CLIP, only matrices decay, and never logit_scale."""
         return decaying(model, super().get_decay_parameter_names(model), self.args.no_decay_parameters or ())
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Trainer's optimizer or Muon, with the rates of the options of this package."""
         self.optimizer = self.optimization.optimizer(
             *(self.setup, self.optimizer, partial(super().create_optimizer, *args, **kwargs)),
@@ -273,7 +273,7 @@ class InfCLTrainer(Trainer):
         loaders.add_used_columns(self._signature_columns, self.data_collator)
 
     def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
+        self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: object
     ) -> DataLoader:
         if not isinstance(dataset, IterableDataset):
             of_rows: Any = partial(super()._get_dataloader, loaders.without_epochs(dataset), description, batch_size)
@@ -298,14 +298,14 @@ class InfCLTrainer(Trainer):
         self.training_data.fetch(*asked, equal_ids=self.setup.equal_ids, interruptions=self.interruptions)
         return self.training_data.batches_of_loop(), None
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """Moves a batch to the device and normalises uint8 images there."""
         return loaders.normalised(super()._prepare_inputs(inputs), self.data_collator, self._prepare_input)
 
     # ---- The step ----
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`."""
         if not self.accelerator.sync_gradients:
@@ -316,11 +316,11 @@ class InfCLTrainer(Trainer):
             self._track_num_input_tokens(batch)
         return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.args)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # Among callbacks of others, the exchange has to wait for the reduction of the gradients.
+        # With callbacks from elsewhere, the exchange has to wait for the reduction of the gradients.
         with self.training_data.wait.stopped(), self._decisions.shared(self.control):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -339,7 +339,7 @@ class InfCLTrainer(Trainer):
         return Evaluator(self.setup, self.processing_class, self._prepare_inputs, self.caption_notices, self.state)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: object = None
     ) -> tuple[None, Any, Any]:
         """The embeddings and labels of this process's rows; see `Evaluator.embed`."""
         predictions, labels = (self._evaluating or self._evaluator).embed(inputs)
@@ -348,7 +348,7 @@ class InfCLTrainer(Trainer):
 
     def evaluation_loop(
         self,
-        dataloader: Any,
+        dataloader: DataLoader,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
@@ -372,11 +372,11 @@ class InfCLTrainer(Trainer):
 
     # ---- Checkpoints ----
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
         self.interruptions.phases.enter("saving", self.state.global_step)
         parts = self.training_data, self.window_step, self.optimization
-        record = record_of(self.setup, *parts, self.resumption.stages, (self.samples_seen, self.state.global_step))
+        record = make_record(self.setup, *parts, self.resumption.stages, (self.samples_seen, self.state.global_step))
         files.save_checkpoint(
             *(self.checkpoints, super()._get_output_dir(trial), record, self.window_step.state_dict()),
             *(self.state, self.args),
@@ -385,14 +385,14 @@ class InfCLTrainer(Trainer):
             uploading=self._pushes.uploading,
         )
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         return self.checkpoints.partial_dir or super()._get_output_dir(trial)
 
     def _load_best_model(self) -> None:
         switch_weights(self.optimizer, "eval")  # before the weights change
         super()._load_best_model()
 
-    def _finalize_training(self, trial: Any, samples: int, start_time: float) -> TrainOutput:
+    def _finalize_training(self, trial: object, samples: int, start_time: float) -> TrainOutput:
         return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
 
     def _roll_back(self, reason: str) -> None:

@@ -104,7 +104,7 @@ class StartKept:
     Construct this before the training, with the model as it was loaded.
 
     Args:
-        trainer: of the training.
+        trainer: the trainer, before its training.
         path: one of `average_weights.PATHS`.
 
     Attributes:
@@ -145,7 +145,7 @@ def _on_main_process(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the whole tensors of a model in host memory; empty on other processes; collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: Any = get_model_state_dict(model, options=options)
-    # Those of a model on the CPU are the model's own.
+    # For a model on the CPU, torch returns the parameters themselves, which the training changes in place.
     return {name: tensor.clone() for name, tensor in state.items()} if Processes().rank == 0 else {}
 
 

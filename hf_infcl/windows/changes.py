@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import OtherSizes, resized
 from ..encoders.patch_dropout import PatchDropout
@@ -72,7 +74,7 @@ class ImageSizeOfStep(StepChange):
         if not self._hooks:
             self._hooks = [OtherSizes(encoder) for encoder in self._encoders]
 
-    def inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         assert self.graphs is not None
         return {**inputs, "pixel_values": resized(inputs["pixel_values"], self.graphs)}
 

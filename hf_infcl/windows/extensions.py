@@ -48,7 +48,7 @@ class Extension:
         """What a resumed training goes on from, the same on every process: tensors, numbers and texts; collective."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Goes on from a state that `state_dict` has returned."""
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class LossTerm(Extension):
         """
         return ()
 
-    def reference(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
         """What the features of a micro-batch are compared with, such as a teacher's embeddings, without a graph.
 
         It is called once for each micro-batch, in the first pass.
@@ -109,7 +109,7 @@ class StepChange(Extension):
     graphs: Any = None
     resizes = False
 
-    def inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """The inputs of a micro-batch, on the device, as they are to be encoded."""
         return inputs
 
@@ -160,7 +160,7 @@ Kind = TypeVar("Kind", bound=Extension)
 
 
 def of_kind(extensions: Iterable[Extension], kind: type[Kind]) -> list[Kind]:
-    """Those of the extensions that are of a kind."""
+    """The extensions that are instances of ``kind``."""
     return [extension for extension in extensions if isinstance(extension, kind)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any
 
 from accelerate.utils.memory import clear_device_cache
 
@@ -32,14 +31,14 @@ class WindowMemory:
         self.fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._compiles = compiled  # until the first window has been trained
         self._batch: list[int] | None = None  # the images of the micro-batches of the last window
-        self._graphs: Sequence[Any] | None = None  # what the memory of a graph depended on in the last window
+        self._graphs: Sequence[object] | None = None  # what the memory of a graph depended on in the last window
         self.graph_budget = self._new_budget()
 
     def _new_budget(self) -> GraphBudget:
         retain = self._args.retain_graphs
         return GraphBudget(None if retain == "auto" else int(retain or 1), self._args.device)
 
-    def begin_window(self, window: Window, graphs: Sequence[Any]) -> None:
+    def begin_window(self, window: Window, graphs: Sequence[object]) -> None:
         """Plans kept graphs anew where they take another amount of memory, and lets go of that of smaller batches.
 
         Args:

@@ -177,7 +177,7 @@ class NumberChecks:
             self.skipped.end_window(self._loss)
 
     def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
-        """Those of `SkippedWindows`. Warns once of a loss and a gradient that are exactly 0.
+        """The logs of `SkippedWindows`. Warns once of a loss and a gradient that are exactly 0.
 
         Args:
             logs: Trainer's, with ``loss`` and ``grad_norm``.

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..encoders.adapters import LORA, fingerprint_of
+from ..encoders.adapters import LORA, weight_fingerprint
 from ..encoders.dual_encoder import DualEncoder
 from ..passes.grad_cache import Features
 
@@ -42,7 +42,7 @@ class Start:
                 "gives its optimizer flat parts of the parameters. Use DDP, or --fsdp to shard the parameters."
             )
         self._accelerator = accelerator
-        self.fingerprint = fingerprint_of(model)
+        self.fingerprint = weight_fingerprint(model)
         self.encoder: DualEncoder | None = None
         if not embeds:
             self._weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -59,7 +59,7 @@ class Start:
         assert self.encoder is not None
         return self.encoder.model
 
-    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
         """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
 
         Args:
@@ -97,10 +97,10 @@ class Start:
         starts: dict[Tensor, Tensor] = {}
 
         @torch.no_grad()
-        def pull(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        def pull(stepping: torch.optim.Optimizer, *_: object) -> None:
             if not starts:
                 trained = {n: p for n, p in model().named_parameters() if n in names}
-                starts.update({p: self._of(name, p) for name, p in trained.items()})
+                starts.update({p: self._start_of_parameter(name, p) for name, p in trained.items()})
             for group in stepping.param_groups:
                 pulled = [p for p in group["params"] if p in starts and p.grad is not None]
                 if pulled:
@@ -109,7 +109,7 @@ class Start:
 
         optimizer.register_step_pre_hook(pull)
 
-    def _of(self, name: str, parameter: Tensor) -> Tensor:
+    def _start_of_parameter(self, name: str, parameter: Tensor) -> Tensor:
         """The start of a parameter; of one that FSDP2 shards, this process's part."""
         if LORA in name:
             return torch.zeros_like(_local(parameter))

@@ -20,7 +20,7 @@ from ..checkpoints.record import RunRecord
 from ..encoders.sharding import failures_announced_unless_sharded
 from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
-from ..passes.wrappers import is_compiled, wrapper_of
+from ..passes.wrappers import is_compiled, make_wrapper
 from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
@@ -49,7 +49,7 @@ class WindowStep:
         record: that of the checkpoint that the training resumes from, if any.
         prepare_inputs: moves a batch to the device.
         rows_of_dataset: as for `NumberChecks`.
-        roll_back: restores the last checkpoint, for the reason that it is given.
+        roll_back: called with a reason, restores the last checkpoint.
         phases: learns what this process is doing.
         course: the samples of its steps; None or without steps before it begins.
 
@@ -79,7 +79,7 @@ class WindowStep:
     ) -> None:
         args, compiled = setup.args, is_compiled(model)
         self.windows = 0
-        self.extensions = [*_extensions_of(setup, course), *setup.extensions]
+        self.extensions = [*_make_extensions(setup, course), *setup.extensions]
         sharded = setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         self.repeats = not sharded
         self.may_repeat = self.repeats
@@ -102,7 +102,7 @@ class WindowStep:
             replay_as=args.replay_as,
             prefixes=args.matryoshka_dims or (),
         )
-        self._wrapper = wrapper_of(model)
+        self._wrapper = make_wrapper(model)
         if args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
             self._wrapper.broadcast_buffers(bool(setup.encoder.batch_norms()))
@@ -364,7 +364,7 @@ class WindowStep:
             extension.close()
 
 
-def _extensions_of(setup: Setup, course: Course | None) -> Iterator[Extension]:
+def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]:
     """The extensions that the arguments of a training with this course ask for."""
     args, encoder, start = setup.args, setup.encoder, setup.start
     if args.patch_dropout:

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..encoders.adapters import fingerprint_of
+from ..encoders.adapters import weight_fingerprint
 from ..encoders.dual_encoder import IMAGE_INPUTS, DualEncoder
 from ..passes.grad_cache import Features
 from .terms import OF_TEACHERS, Inputs
 
 
-def prefix_of(number: int) -> str:
+def teacher_prefix(number: int) -> str:
     """What the names of the tensors of a teacher begin with."""
     return f"{OF_TEACHERS}{number}_"
 
 
-def words_of(name: str, licence: str | None) -> str:
+def teacher_words(name: str, licence: str | None) -> str:
     """A teacher for the model card: its Hub id or the last folder of its path, and its licence."""
     shown = os.path.basename(os.path.normpath(name)) if os.path.isabs(name) or os.path.exists(name) else name
     return f"{shown} ({f'licence {licence}' if licence else 'no licence stated'})"
@@ -56,13 +56,13 @@ class OnlineTeacher:
     ) -> None:
         encoder.model.requires_grad_(False).eval()
         self._encoder, self._accelerator, self._normalise = encoder, accelerator, normalise
-        self._prefix, self._sides = prefix_of(number), sides
+        self._prefix, self._sides = teacher_prefix(number), sides
         self.inputs, self.width = inputs, encoder.width()
-        self.options: Mapping[str, Any] = {"weights": fingerprint_of(encoder.model)}
+        self.options: Mapping[str, Any] = {"weights": weight_fingerprint(encoder.model)}
         named = getattr(getattr(encoder.base, "config", None), "_name_or_path", "") or type(encoder.base).__name__
-        self.words = words_of(named, licence)
+        self.words = teacher_words(named, licence)
 
-    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
         batch = self._batch(inputs)
         with torch.no_grad(), self._accelerator.autocast():
             found = []
@@ -75,12 +75,12 @@ class OnlineTeacher:
         # A division in bf16 leaves lengths of up to 0.3% more or less.
         return tuple(F.normalize(one.float(), dim=-1) for one in found)
 
-    def known(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         batch = self._batch(inputs)
         images, texts = batch["pixel_values"], batch["input_ids"]
         return tuple(torch.ones(len(rows), dtype=torch.bool, device=rows.device) for rows in (images, texts))  # type: ignore[return-value]
 
-    def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _batch(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         own = {name.removeprefix(self._prefix): v for name, v in inputs.items() if name.startswith(self._prefix)}
         shared = () if "pixel_values" in own else IMAGE_INPUTS
         return {name: inputs[name] for name in shared if name in inputs} | own
@@ -93,7 +93,7 @@ class StoredTeacher:
         inputs: what a data collator adds to a batch for it.
         width: of its embeddings.
         options: see `Teacher`.
-        words: it, for the model card.
+        words: the teacher in words, for the model card.
         number, sides: as for `OnlineTeacher`.
     """
 
@@ -101,10 +101,10 @@ class StoredTeacher:
         self, inputs: Inputs, width: int, options: Mapping[str, Any], words: str, *, number: int, sides: Sequence[str]
     ) -> None:
         self.inputs, self.width, self.options, self.words = inputs, width, options, words
-        self._prefix, self._sides = prefix_of(number), sides
+        self._prefix, self._sides = teacher_prefix(number), sides
 
-    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
         return tuple(F.normalize(inputs[f"{self._prefix}{side}s"].float(), dim=-1) for side in self._sides)
 
-    def known(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return inputs[f"{self._prefix}known_images"], inputs[f"{self._prefix}known_texts"]

@@ -37,13 +37,13 @@ class Teacher(Protocol):
 
     @property
     def words(self) -> str:
-        """It, for the model card."""
+        """The teacher in words, for the model card."""
 
-    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
         """For each side that is taught, [rows, width] of length 1, without a graph; see `LossTerm.reference`."""
         ...
 
-    def known(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Which images and which texts it knows, [images] and [texts] bool: an image with its captions, or neither."""
         ...
 
@@ -111,7 +111,7 @@ class TeacherDistance(LossTerm):
     def parameters(self) -> Sequence[nn.Parameter]:
         return list(self._maps.values())
 
-    def reference(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
         found: list[Tensor] = []
         for teacher in self.teachers:
             found += teacher.embed(inputs, frozen_outputs)
@@ -180,12 +180,12 @@ class StartAsTeacher:
         self.inputs: Inputs | None = None
         self.words = "the model before the training"
 
-    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
         if "start_images" in inputs:
             return inputs["start_images"], inputs["start_texts"]
         return self._start.embed(inputs, frozen_outputs)
 
-    def known(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         raise NotImplementedError  # it knows all pairs
 
 

@@ -73,7 +73,7 @@ class Window:
         """Lets the micro-batches arrive on the device one by one, in the order in which both passes encode them."""
         self.arrive(fetcher.fetch(self.batches[index] for index in order))
 
-    def arrive(self, inputs: Iterator[Mapping[str, Any]]) -> None:
+    def arrive(self, inputs: Iterator[Mapping[str, Tensor]]) -> None:
         """Takes the inputs of the micro-batches from here, in the order in which they are encoded."""
         self._arriving = inputs
 

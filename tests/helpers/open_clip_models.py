@@ -84,7 +84,7 @@ def tensors(case: str, seed: int = 0) -> dict[str, torch.Tensor]:
     return weights(recorded()[case]["shapes"], seed)
 
 
-def processor_of(case: str) -> Any:
+def load_processor(case: str) -> Any:
     """The processor of transformers that belongs to a case, with the tokenizer of one-letter words."""
     images = image_processor(config(case)["preprocess_cfg"], 16)
     kind = transformers.SiglipProcessor if case.startswith("SigLIP") else transformers.CLIPProcessor

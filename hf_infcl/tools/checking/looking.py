@@ -19,8 +19,8 @@ from ...data import ContrastiveCollator, caption_pair_id
 from ...data.images import BadSampleError, size_of_file
 from ...data.labelled import NUMBER
 from ...data.pairs import as_pair_id, usable_captions
-from ...encoders.dual_encoder import check_tokens
 from ...encoders.pooling import Pooling, Reading
+from ...refusals import check_tokens
 from ...shards.names import IMAGE_EXTENSIONS
 from .copies import Print, is_one_colour, print_of
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import find_adapter_config_file
 
 from ...checkpoints.average_choice import Measured
-from ...checkpoints.average_options import alpha_of
+from ...checkpoints.average_options import read_alpha
 from ...checkpoints.average_search import described, find_average, measured_at, not_trained, with_halves
 from ...checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics
 from ...conversion.models import load
@@ -83,7 +83,7 @@ def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
     options, columns, evaluation, guards, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        alpha = alpha_of("alpha", options.alpha, guards, evaluation)
+        alpha = read_alpha("alpha", options.alpha, guards, evaluation)
         check_options(args, evaluation)
         check_place(args.output_dir, namespace.start, namespace.end)
         gains = evaluation_datasets(columns, evaluation)

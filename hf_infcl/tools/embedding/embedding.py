@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...checkpoints.run_options import as_json
 from ...data import ContrastiveCollator
-from ...encoders.adapters import fingerprint_of
+from ...encoders.adapters import weight_fingerprint
 from ...encoders.dual_encoder import DualEncoder
 from ...loading.feature_cache import fingerprint, for_each_missing
 from ...loading.stored_embeddings import index_of
@@ -125,7 +125,7 @@ def _told(
     config = getattr(encoder.base, "config", None)
     return {
         "model": getattr(config, "_name_or_path", "") or type(encoder.base).__name__,
-        "weights": fingerprint_of(encoder.model),
+        "weights": weight_fingerprint(encoder.model),
         "licence": licence,
         "revision": getattr(config, "_commit_hash", None),
         "preprocessing": as_json(collator.options),

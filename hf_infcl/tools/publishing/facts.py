@@ -24,7 +24,7 @@ from ...loading.replay import Replayed
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_schedule import divided_batch
 from ...shards.urls import Url, without_secrets
-from ...training.progress import seconds_of
+from ...training.progress import trained_seconds
 from .settings import highest_rates, training_settings
 
 FACTS_FILE = "training_record.json"
@@ -300,7 +300,7 @@ def training_facts(
         stages=trainer.resumption.stages,
         rates=highest_rates(trainer),
         settings={**training_settings(trainer), **(settings or {})},
-        seconds=seconds_of(state),
+        seconds=trained_seconds(state),
         device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),
         peak_memory=_last(state, "peak_memory", None),
         skipped=_last(state, "skipped_samples", 0),
