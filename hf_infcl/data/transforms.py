@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,7 +156,7 @@ def _inherits_its_methods(kind: type) -> bool:
     return not any(hasattr(backend, name) for name in changed - {"__init__"})
 
 
-def _sides(size: Any) -> tuple[int, int] | int | None:
+def _sides(size: Mapping[str, int] | None) -> tuple[int, int] | int | None:
     """Height and width, or the length of the shorter side alone; None for any other kind of size in transformers."""
     sides = dict(size or {})
     if sides.keys() == {"height", "width"}:

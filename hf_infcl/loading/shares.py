@@ -8,7 +8,7 @@ from ..data.stream_batches import Shares
 from .batch_plan import BatchPlan, MicroBatchPlace
 
 
-def share_of(option: float | None) -> float:
+def replay_share(option: float | None) -> float:
     """The share of old pairs of a global batch, before rounding, that is meant by ``replay_share``."""
     return 0.5 if option is None else option
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..data import ImageTextDataset, ImageTextStream
-from ..data.wrapped import parts_of
+from ..data.wrapped import all_parts
 from ..windows.setup import Setup
 from ..windows.teachers import StoredTeacher, words_of
-from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences, folders_of
+from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences, embedding_folders
 from .teacher_inputs import StoredInputs
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
     if not folders:
         return [], False
     sets = [_DataSet(part, number, sides) for number, part in enumerate(_leaves(setup.data))]
-    opened = [StoredEmbeddings(one) for folder in folders for one in folders_of(folder)]
+    opened = [StoredEmbeddings(one) for folder in folders for one in embedding_folders(folder)]
     kinds = [KINDS[side] for side in sides]
     for stored in opened:
         if lacking := [kind for kind in kinds if kind not in stored.kinds]:
@@ -45,8 +45,8 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
         )
     if without and setup.args.process_index == 0:
         logger.warning(f"The contrastive loss alone trains pairs without a stored embedding: {', and '.join(without)}.")
-    partial = leaves_out or any(one.lacking(stored, kinds) for one in sets for stored in opened)
-    partial = partial or any(one.lacking(stored, kinds) is None for one in sets for stored in opened)
+    lacks = [one.lacking(stored, kinds) for one in sets for stored in opened]
+    partial = leaves_out or any(lack is None or lack for lack in lacks)
     for one in sets:
         own_views = [stored.views for stored in opened if one.lacking(stored, kinds) is not None]
         one.name_places(own_views if "image" in sides else [], resized=setup.args.image_size_schedule is not None)
@@ -60,13 +60,13 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
     return teachers, partial
 
 
-def _leaves(data: Any) -> Iterator[ImageTextDataset | ImageTextStream]:
+def _leaves(data: object) -> Iterator[ImageTextDataset | ImageTextStream]:
     """The tables and streams of a training set.
 
     Raises:
         ValueError: it has other parts.
     """
-    for part in parts_of(data):
+    for part in all_parts(data):
         if isinstance(part, (ImageTextDataset, ImageTextStream)):
             yield part
         elif not any(getattr(part, name, None) is not None for name in ("dataset", "datasets")):
@@ -76,8 +76,8 @@ def _leaves(data: Any) -> Iterator[ImageTextDataset | ImageTextStream]:
             )
 
 
-def views_of(part: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any] | None:
-    """What decides about so many views of the images of a table or a stream; None for the images as they are."""
+def describe_views(part: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any] | None:
+    """What determines the first ``count`` views of each image of a table or a stream; None for unchanged images."""
     if count is None:
         return None
     seed = part.seed if isinstance(part, ImageTextStream) else part.options["seed"]
@@ -89,7 +89,7 @@ class _DataSet:
 
     Args:
         part: the table or the stream.
-        number: among those of the training set.
+        number: its place among the tables and streams of the training set.
         sides: that are taught.
 
     Raises:
@@ -114,7 +114,7 @@ class _DataSet:
     def name_places(self, views: Sequence[Mapping[str, Any] | None], *, resized: bool) -> None:
         """Lets the items say where they are from, and their augmentations come again if the teachers have views."""
         count = next((one["count"] for one in views if one is not None), None)
-        own = views_of(self.part, count)
+        own = describe_views(self.part, count)
         if any(one != own for one in views):
             raise ValueError(
                 "The stored views of images must be those of the training, and the same for all teachers of a set. The "

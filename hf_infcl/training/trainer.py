@@ -21,7 +21,7 @@ from ..evaluation import Found
 from ..loading import loaders
 from ..loading.batch_plan import BatchPlan
 from ..loading.notices import CaptionNotices
-from ..loading.positions import course_of
+from ..loading.positions import make_course
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import find_micro_batches
 from ..micro_batches.repeating import run_repeating
@@ -155,7 +155,7 @@ class InfCLTrainer(Trainer):
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
         plan = None if loader is None else self.batch_plan
-        course, begin = course_of(args, self.state, record, plan), self.resumption.begin
+        course, begin = make_course(args, self.state, record, plan), self.resumption.begin
         self.training_data = TrainingData(loader, args, record, self.data_collator, course, plan, begin)
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if own and self.training_data.source.stream is not None:
@@ -239,7 +239,7 @@ class InfCLTrainer(Trainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
         """Trainer's schedule of the learning rate, which runs over samples where the global batch grows."""
         create = partial(super().create_scheduler, *args, **kwargs)
-        course = course_of(self.args, self.state, self.resumption.record, self.batch_plan)
+        course = make_course(self.args, self.state, self.resumption.record, self.batch_plan)
         return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, course)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

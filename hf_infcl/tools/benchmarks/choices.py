@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CaptionChoiceDataset(ImageTextDataset):
-    """Images with lists of captions, the first of which are right and the others are not, for evaluation.
+    """Images with lists of captions for evaluation; the first captions are right, the rest are wrong.
 
     The items are those of an `ImageTextDataset` with ``all_captions``.
 
@@ -20,9 +20,8 @@ class CaptionChoiceDataset(ImageTextDataset):
         kind: the kind of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
 
     Args:
-        dataset: a map-style `datasets.Dataset` without a transform.
-        image_column: a column of images, paths (strings) or encoded images (binary).
-        caption_column: a column of lists of strings, more than are right.
+        dataset: a map-style `datasets.Dataset` without a transform. Its column ``image`` holds images, paths (strings)
+            or encoded images (binary), and ``caption`` lists of strings, more than are right.
         right: the number of right captions of each image: 1 as in SugarCrepe, 2 as in SugarCrepe++.
 
     Raises:
@@ -32,17 +31,10 @@ class CaptionChoiceDataset(ImageTextDataset):
 
     kind = "choices"
 
-    def __init__(
-        self,
-        dataset: datasets.Dataset,
-        *,
-        image_column: str = "image",
-        caption_column: str = "caption",
-        right: int = 1,
-    ) -> None:
-        super().__init__(dataset, image_column=image_column, caption_column=caption_column, all_captions=True)
+    def __init__(self, dataset: datasets.Dataset, *, right: int = 1) -> None:
+        super().__init__(dataset, all_captions=True)
         self.right = right
-        for row, captions in enumerate(self._texts[caption_column]):
+        for row, captions in enumerate(self._texts["caption"]):
             if not isinstance(captions, list) or len(captions) <= right or usable_captions(captions) != captions:
                 of_right = "its right caption" if right == 1 else f"its {right} right captions"
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import ConcatDataset
 
@@ -13,7 +13,7 @@ from ...checkpoints.average_choice import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ...data.columns import find_caption_column, find_image_column, find_label_column
 from ...data.images import few_names, is_string
-from ...data.labelled import captions_of_classes, lines_of, names_by_label
+from ...data.labelled import captions_of_classes, names_by_label, read_lines
 from ...data.tables import Table
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
@@ -23,6 +23,11 @@ from ..benchmarks import benchmark_sets
 from ..publishing import source_name
 from ..scoring.excluding import rows_kept, stream_kept
 from .command_options import ColumnOptions, DataOptions
+
+if TYPE_CHECKING:
+    import datasets
+
+Named = TypeVar("Named", bound=ImageTextDataset | ImageTextStream | ZeroShotDataset)
 
 _CLASSES = ("label_column", "class_names", "templates")  # facts of a set of classes, not of pairs
 
@@ -35,7 +40,7 @@ def training_set(
     named = {name: own[name] for name in (*columns.of_pairs, "negative_caption_column") if name in own}
     options = {**_options_of_items(data, args), **columns.of_pairs, **named}
     place = {"split": own.get("split", data.split), "name": own.get("name", data.dataset_name)}
-    weights = weights_of(data)
+    weights = mixture_weights(data)
     if data.streaming:
         _check_alike("dataset", data.dataset)
         if data.caption_templates:
@@ -60,8 +65,8 @@ def training_set(
         rows = load_pairs(data.dataset[0], **place, image_column=options["image_column"])
         if data.caption_templates:
             labels = find_label_column(rows.features, own.get("label_column", "label"))
-            class_names = lines_of(own["class_names"]) if "class_names" in own else None
-            templates = lines_of(data.caption_templates)
+            class_names = read_lines(own["class_names"]) if "class_names" in own else None
+            templates = read_lines(data.caption_templates)
             rows = captions_of_classes(rows, templates, label_column=labels, class_names=class_names)
             options |= {"caption_column": "caption", "pair_id_column": options["pair_id_column"] or labels}
         for option, find in (("image_column", find_image_column), ("caption_column", find_caption_column)):
@@ -105,7 +110,7 @@ def replay_set(
         return _with_name(ImageTextStream(data.replay_dataset, **order, **options), name)
 
 
-def weights_of(data: DataOptions) -> list[float] | None:
+def mixture_weights(data: DataOptions) -> list[float] | None:
     """The proportions in which the sets of a training are mixed, from the option or from the sets themselves."""
     own: list[Any] = [facts_of(source).get("weight") for source in data.dataset]
     if all(weight is None for weight in own):
@@ -126,14 +131,14 @@ def _check_alike(option: str, sources: Sequence[str]) -> None:
             )
 
 
-def _own(source: str, options: Any, of: str) -> dict[str, Any]:
+def _own(source: str, options: object, of: str) -> dict[str, Any]:
     """The facts of a set, and those that the options state for it or for all of its kind, such as ``guard_split``."""
     names = ("split", "image_column", "caption_column")
     return facts_of(source, **{name: getattr(options, f"{of}_{name}", None) for name in names})
 
 
 def _ids(own: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str | None:
-    """The column of pair ids that a set states, or else that of the training, also where this is its captions."""
+    """The column of pair ids that a set states, or else the training's, which may be the column of captions."""
     ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
     found: str | None = own.get("pair_id_column", ids)
     return found
@@ -213,8 +218,8 @@ def evaluation_datasets(
 
     Args:
         columns: the columns of the training set. A set that does not have them is read by its usual ones.
-        options: those of the evaluation.
-        data: the training data, which must not be taken for that of the evaluation; None without a training.
+        options: of the evaluation.
+        data: the training data, on which no set may be evaluated; None without a training.
     """
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:
@@ -243,7 +248,7 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
         yield line
 
 
-def what_was_measured(sets: Mapping[str, Any]) -> dict[str, Any]:
+def what_was_measured(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> dict[str, Any]:
     """For the results, the first three prompts of each set of classes and the revision of each benchmark."""
     prompts = {f"eval_{key}_prompts": s.prompts()[:3] for key, s in sets.items() if isinstance(s, ZeroShotDataset)}
     return prompts | {f"eval_{key}_revision": s.benchmark.revision for key, s in sets.items() if s.benchmark}
@@ -265,12 +270,12 @@ def _named(option: str, source: str) -> Iterator[str]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _with_name(dataset: Any, name: str) -> Any:
+def _with_name(dataset: Named, name: str) -> Named:
     dataset.name = name
     return dataset
 
 
-def _rows(source: str, own: Mapping[str, Any], columns: ColumnOptions, data: DataOptions | None) -> Any:
+def _rows(source: str, own: Mapping[str, Any], columns: ColumnOptions, data: DataOptions | None) -> datasets.Dataset:
     table = Table(source, own.get("name"))
     split = own["split"] or table.split_to_evaluate()
     trained = [] if data is None else [(one, facts_of(one, split=data.split)["split"]) for one in data.dataset]
@@ -279,7 +284,7 @@ def _rows(source: str, own: Mapping[str, Any], columns: ColumnOptions, data: Dat
     return table.load(split, own["image_column"] or columns.image_column)
 
 
-def _pairs(rows: Any, option: str, own: Mapping[str, Any], columns: ColumnOptions) -> ImageTextDataset:
+def _pairs(rows: datasets.Dataset, option: str, own: Mapping[str, Any], columns: ColumnOptions) -> ImageTextDataset:
     captions = _column(rows, option, "caption_column", own, columns.caption_column, find_caption_column)
     ids = _ids(own, captions, columns)
     if ids not in rows.column_names and "pair_id_column" not in own:
@@ -294,11 +299,11 @@ def _pairs(rows: Any, option: str, own: Mapping[str, Any], columns: ColumnOption
 
 
 def _labelled(
-    rows: Any, option: str, own: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
+    rows: datasets.Dataset, option: str, own: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
 ) -> ZeroShotDataset:
     images = _column(rows, option, "image_column", own, columns.image_column, find_image_column)
     labels = _column(rows, "", "label_column", own, options.label_column, find_label_column)
-    class_names = None if own.get("class_names") is None else lines_of(own["class_names"])
+    class_names = None if own.get("class_names") is None else read_lines(own["class_names"])
     if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
         class_names = names_by_label(class_names, known)
     return ZeroShotDataset(
@@ -306,14 +311,14 @@ def _labelled(
         image_column=images,
         label_column=labels,
         class_names=class_names,
-        templates=lines_of(own.get("templates", options.templates)),
+        templates=read_lines(own.get("templates", options.templates)),
     )
 
 
 def _column(
-    rows: Any, option: str, fact: str, own: Mapping[str, Any], of_training: str, find: Callable[..., str]
+    rows: datasets.Dataset, option: str, fact: str, own: Mapping[str, Any], of_training: str, find: Callable[..., str]
 ) -> str:
-    """The column that the set or an option names; or else that of the training set, or the usual one.
+    """The column that the set or an option names; else the one of the training set, else one of a usual name.
 
     Raises:
         ValueError: the set has none of these.

@@ -9,7 +9,7 @@ import torch
 
 from ...conversion.models import load_config
 from ...conversion.pretrained import base_of_adapters
-from ...data.text_positions import text_positions
+from ...data.collator import text_positions
 from ...options.declared import training_options
 from ...options.facts import check_values
 from ..planning import GPUS, Planner

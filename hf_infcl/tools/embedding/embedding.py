@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from ...checkpoints.run_options import as_json
@@ -18,12 +21,14 @@ from ...data import ContrastiveCollator
 from ...encoders.adapters import fingerprint_of
 from ...encoders.dual_encoder import DualEncoder
 from ...loading.feature_cache import fingerprint, for_each_missing
-from ...loading.stored_embeddings import index_of
+from ...loading.stored_embeddings import index_paths
 from ...processes.collectives import Processes, failures_announced
 from .output import Rows, begin, join, write
-from .sources import Collator, ItemSource
+from .sources import Batch, Collator, ItemSource
 
 logger = logging.get_logger(__name__)
+
+Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def embed(
@@ -32,14 +37,15 @@ def embed(
     encoder: DualEncoder,
     collator: ContrastiveCollator,
     *,
-    prepare: Callable[[dict[str, Any]], dict[str, Any]],
-    autocast: Callable[[], Any],
+    prepare: Prepare,
+    autocast: Callable[[], AbstractContextManager[object]],
     dtype: str,
     format: str = "parquet",
     half: bool = False,
     licence: str | None = None,
     batch_size: int = 64,
-    **loading: Any,
+    num_workers: int = 0,
+    pin_memory: bool = False,
 ) -> dict[str, int]:
     """Writes the embeddings of images and texts, with their keys. Collective: every process calls it.
 
@@ -58,7 +64,7 @@ def embed(
         half: whether npy has fp16 instead of fp32.
         licence: of the model, for the record of npy.
         batch_size: images, and texts, of one forward.
-        **loading: options of the DataLoader.
+        num_workers, pin_memory: of the data loader.
 
     Returns:
         The numbers of images and texts that this call has embedded and of the rows that it has left out, over all
@@ -93,14 +99,15 @@ def embed(
     missing = [
         part
         for part in range(processes.rank, source.parts, processes.world_size)
-        if not all(names[kind][part].exists() or index_of(place, kind)[-1].exists() for kind in source.kinds)
+        if not all(names[kind][part].exists() or index_paths(place, kind)[-1].exists() for kind in source.kinds)
     ]
 
-    def encode(batches: Iterator[Any]) -> dict[str, Rows]:
+    def encode(batches: Iterator[Batch]) -> dict[str, Rows]:
         with torch.no_grad(), autocast():
             return _encoded(batches, encoder, prepare, batch_size, counts)
 
-    parts = source.read(missing, batch_size, collate_fn=Collator(collator), **loading)
+    load = partial(DataLoader, collate_fn=Collator(collator), num_workers=num_workers, pin_memory=pin_memory)
+    parts = source.read(missing, batch_size, load)
 
     def compute(part: int) -> None:
         for kind, rows in encode(next(parts)).items():
@@ -134,9 +141,9 @@ def _told(
 
 
 def _encoded(
-    batches: Iterator[Any],
+    batches: Iterator[Batch],
     encoder: DualEncoder,
-    prepare: Callable[[dict[str, Any]], dict[str, Any]],
+    prepare: Prepare,
     batch_size: int,
     counts: dict[str, int],
 ) -> dict[str, Rows]:

@@ -359,7 +359,7 @@ def _when(facts: TrainingFacts) -> Iterator[str]:
 
 
 def _zero_shot(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
-    """Labels and a prompt for an example: those of a zero-shot evaluation, if there was one."""
+    """Labels and a prompt for an example, from a zero-shot evaluation if there was one."""
     for evaluation in evaluations:
         if evaluation.templates:
             return list(evaluation.class_names[:3]), evaluation.templates[0]

@@ -1,10 +1,12 @@
-"""Scores each pair of a training set among others, window by window."""
+"""Scores each pair of a training set against the other pairs of a window."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...data import ImageTextDataset, ImageTextStream
+from ...data.collator import DataCollator
 from ...data.keyed import NO_KEY, KeyedItem, KeyedRows
 from ...encoders.dual_encoder import DualEncoder
 from ...loss.pair_scores import pair_scores
@@ -27,7 +30,7 @@ _ROWS = 1024  # of the cosines that are compared at a time
 class _ReadPairs(NamedTuple):
     """Pairs as they are read."""
 
-    inputs: Any  # of the collator
+    inputs: dict[str, Tensor]  # of the collator
     keys: list[int]
     captions: list[str]  # one of each pair
     pictures: list[bytes]  # small JPEGs
@@ -37,16 +40,15 @@ class _ReadPairs(NamedTuple):
 class _Collated:
     """Collates keyed items."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate: DataCollator) -> None:
         self._collate = collate
 
-    def __call__(self, items: list[Any]) -> _ReadPairs:
-        keyed: list[KeyedItem] = items
-        plain = [one.item for one in keyed]
+    def __call__(self, items: list[KeyedItem]) -> _ReadPairs:
+        plain = [one.item for one in items]
         pictures = [small_jpeg(item["image"]) for item in plain]
         captions = [item["caption"][0] for item in plain]
         return _ReadPairs(
-            self._collate(plain), [one.key for one in keyed], captions, pictures, [one.name for one in keyed]
+            self._collate(plain), [one.key for one in items], captions, pictures, [one.name for one in items]
         )
 
 
@@ -76,7 +78,7 @@ class _Embedded:
         ids = [part.pair_ids for part in parts if part.pair_ids is not None]
         return cls(
             _ReadPairs(
-                None,
+                {},
                 [key for part in parts for key in part.pairs.keys],
                 [caption for part in parts for caption in part.pairs.captions],
                 [picture for part in parts for picture in part.pairs.pictures],
@@ -91,7 +93,7 @@ class _Embedded:
 
 @dataclass
 class _Scored:
-    """What is found out about pairs: arrays and words of the `Ledger`, and pictures of some by their keys."""
+    """Pairs with their scores: arrays and words of the `Ledger`, and pictures of some pairs by their keys."""
 
     key: np.ndarray
     score: np.ndarray
@@ -123,10 +125,10 @@ class _Scored:
 def score_pairs(
     dataset: ImageTextDataset | ImageTextStream,
     encoder: DualEncoder,
-    collate: Callable[[list[Any]], Any],
+    collate: DataCollator,
     *,
-    prepare: Callable[[dict[str, Any]], dict[str, Any]],
-    autocast: Callable[[], Any],
+    prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    autocast: Callable[[], AbstractContextManager[object]],
     window: int = 4096,
     batch_size: int = 64,
     num_workers: int = 0,
@@ -155,11 +157,11 @@ def score_pairs(
     """
     processes = Processes()
     shown = None if averages is None else averages[0][averages[1].argsort(stable=True)[:SHOWN]].tolist()
-    loading = {"num_workers": num_workers, "pin_memory": pin_memory}
+    load = partial(DataLoader, num_workers=num_workers, pin_memory=pin_memory)
     parts: list[_Scored] = []
     waiting: list[_Embedded] = []
     with failures_announced(), torch.no_grad(), autocast():
-        for pairs in _read(dataset, _Collated(collate), processes, batch_size, loading):
+        for pairs in _read(dataset, _Collated(collate), processes, batch_size, num_workers, load):
             waiting.append(_embedded(pairs, encoder, prepare))
             if sum(map(len, waiting)) >= 2 * window:
                 whole = -(-window // batch_size)
@@ -180,18 +182,23 @@ def score_pairs(
 
 
 def _read(
-    dataset: Any, collate: _Collated, processes: Processes, batch_size: int, loading: dict[str, Any]
+    dataset: ImageTextDataset | ImageTextStream,
+    collate: _Collated,
+    processes: Processes,
+    batch_size: int,
+    num_workers: int,
+    load: Callable[..., Iterable[Any]],
 ) -> Iterator[_ReadPairs]:
     """The pairs of this process, every one once."""
     rank, count = processes.rank, processes.world_size
     if not isinstance(dataset, ImageTextStream):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
         rows = order.tensor_split(count)[rank].tolist()
-        yield from DataLoader(KeyedRows(dataset), batch_size, sampler=rows, collate_fn=collate, **loading)
+        yield from load(KeyedRows(dataset), batch_size, sampler=rows, collate_fn=collate)
         return
-    lanes, seen, without_new = max(1, loading["num_workers"]), set[int](), 0
-    where = {"rank": rank, "world_size": count, "num_workers": loading["num_workers"], "keyed": True}
-    for pairs, _ in DataLoader(dataset.batches(batch_size, collate, **where), batch_size=None, **loading):
+    lanes, seen, without_new = max(1, num_workers), set[int](), 0
+    where = {"rank": rank, "world_size": count, "num_workers": num_workers, "keyed": True}
+    for pairs, _ in load(dataset.batches(batch_size, collate, **where), batch_size=None):
         new = [key not in seen for key in pairs.keys]
         seen.update(pairs.keys)
         # One batch comes from each lane in turn: when all of them have only known samples, the pass is over.
@@ -203,13 +210,13 @@ def _read(
 
 
 def _embedded(
-    pairs: _ReadPairs, encoder: DualEncoder, prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    pairs: _ReadPairs, encoder: DualEncoder, prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> _Embedded:
     inputs = prepare(pairs.inputs)
     images, texts = (F.normalize(rows.float(), dim=-1) for rows in encoder.embed(encoder.model, inputs))
     belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
     return _Embedded(
-        pairs._replace(inputs=None), images, texts[belongs >= 0], belongs[belongs >= 0], inputs.get("pair_ids")
+        pairs._replace(inputs={}), images, texts[belongs >= 0], belongs[belongs >= 0], inputs.get("pair_ids")
     )
 
 
