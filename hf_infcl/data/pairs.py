@@ -8,7 +8,7 @@ import math
 import random
 import unicodedata
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is
 
 if TYPE_CHECKING:
     import datasets
-    from typing_extensions import Self
 
 # With on_bad_sample="skip", this many bad rows in succession mean that the dataset is broken, not just a few files.
 _MAX_TRIES = 100
 
+Source = TypeVar("Source", bound="PairSource")
 REPEATED = 0.01  # the share of repeated captions from which on they are worth a word
 
 
@@ -48,7 +48,7 @@ class PairSource:
         """
         self._number, self._views = number, views
 
-    def plain(self) -> Self:
+    def plain(self: Source) -> Source:
         """The same pairs unchanged, where a bad one raises an error."""
         changed = copy.copy(self)
         changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"

@@ -102,15 +102,13 @@ def embed(
         if not all(names[kind][part].exists() or index_paths(place, kind)[-1].exists() for kind in source.kinds)
     ]
 
-    def encode(batches: Iterator[Batch]) -> dict[str, Rows]:
-        with torch.no_grad(), autocast():
-            return _encoded(batches, encoder, prepare, batch_size, counts)
-
     load = partial(DataLoader, collate_fn=Collator(collator), num_workers=num_workers, pin_memory=pin_memory)
     parts = source.read(missing, batch_size, load)
 
     def compute(part: int) -> None:
-        for kind, rows in encode(next(parts)).items():
+        with torch.no_grad(), autocast():
+            encoded = _encoded(next(parts), encoder, prepare, batch_size, counts)
+        for kind, rows in encoded.items():
             if kind in source.kinds:
                 values = rows.embeddings.astype(np.float16) if half else rows.embeddings
                 write(names[kind][part], replace(rows, embeddings=values))
@@ -154,15 +152,12 @@ def _encoded(
         for reason in bad:
             logger.warning(f"Left out: {reason}")
         counts["skipped"] += len(bad)
+        for kind, inputs, encode in (("images", images, encoder.encode_images), ("texts", texts, encoder.encode_texts)):
+            if inputs is not None:
+                vectors[kind] += [_of_length_1(encode(prepare(part))) for part in _split(inputs, batch_size)]
         if images is not None:
-            vectors["images"] += [
-                _of_length_1(encoder.encode_images(prepare(part))) for part in _split(images, batch_size)
-            ]
             items["images"] += [(item["row"], item["key"], None, place) for item in kept for place in item["images"]]
         if texts is not None:
-            vectors["texts"] += [
-                _of_length_1(encoder.encode_texts(prepare(part))) for part in _split(texts, batch_size)
-            ]
             items["texts"] += [(item["row"], item["key"], c, item["place"]) for item in kept for c in item["caption"]]
     found = {}
     for kind, described in items.items():
