@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_infcl.tools.cli import launched
 from hf_infcl.tools.cli.launched import warn_once
-from hf_infcl.tools.publishing import Told, make_rows, table_lines
+from hf_infcl.tools.publishing import ProgressPrinter, make_rows, table_lines
 
 PAIRS = {
     **{"loss": 2.5, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.5, "text_retrieval_recall@5": 0.75},
@@ -72,7 +72,7 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
         eval_dataset={"pairs": [], "zero_shot": []},
         optimization=SimpleNamespace(table_lines_groups="the groups"),
     )
-    Told(trainer)
+    ProgressPrinter(trainer)
     state = TrainerState(max_steps=10, is_world_process_zero=True)
     args: Any = SimpleNamespace(metric_for_best_model=None)
 

@@ -54,7 +54,7 @@ def set_sizes(collator: object, args: InfCLTrainingArguments) -> None:
         collator.lengthen(args.max_text_tokens)
 
 
-def of_training(collator: DataCollator, args: InfCLTrainingArguments) -> DataCollator:
+def training_collator(collator: DataCollator, args: InfCLTrainingArguments) -> DataCollator:
     """The data collator for the rows of a training, which cuts captions to ``max_text_tokens`` if that is set.
 
     Raises:
@@ -321,7 +321,7 @@ def with_cached_features(
     if isinstance(pairs, Replayed):
         parts = [replace(setup, data=part) for part in pairs.datasets]
         return pairs.with_datasets([with_cached_features(part, prepare_inputs, interruptions) for part in parts])
-    collator = of_training(setup.collator, setup.args)
+    collator = training_collator(setup.collator, setup.args)
     encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
     interruptions.phases.enter("computing features")
     tower: Any = encoder.frozen_towers().get("image")

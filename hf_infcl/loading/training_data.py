@@ -24,7 +24,7 @@ from ..windows.window import Window
 from .batch_checks import check_window
 from .batch_plan import BatchPlan, Position
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
-from .loaders import LoaderParts, of_training
+from .loaders import LoaderParts, training_collator
 
 logger = logging.get_logger(__name__)
 
@@ -75,7 +75,7 @@ class TrainingData:
         self._images = args.global_batch_size // args.world_size  # of a window
         self._args, self._processes = args, Processes()
         self._text_padding: Mapping[str, int] | None = (
-            None if collator is None else getattr(of_training(collator, args), "text_padding", None)
+            None if collator is None else getattr(training_collator(collator, args), "text_padding", None)
         )
         # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if resumed is None else resumed.skipped_samples

@@ -103,7 +103,7 @@ class Phases:
             logger.error(message)
 
     @contextmanager
-    def errors_of_lost(self) -> Iterator[None]:
+    def naming_lost_processes(self) -> Iterator[None]:
         """Within the context, an error of a collective whose other process is lost names that process and its phase."""
         try:
             yield

@@ -137,7 +137,7 @@ class InfCLTrainer(Trainer):
             self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = files.make_checkpoints(self.args, self.accelerator, last=self.resumption.checkpoint)
-            with self.interruptions.phases.errors_of_lost():
+            with self.interruptions.phases.naming_lost_processes():
                 try:
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
                 except AskedToEndError as asked:  # between two steps, on all processes alike
@@ -256,7 +256,7 @@ class InfCLTrainer(Trainer):
         pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
         if pairs is None or not loaders.is_own(pairs):
             return self._training_loader()
-        collator = loaders.of_training(self.data_collator, self.args)
+        collator = loaders.training_collator(self.data_collator, self.args)
         if hasattr(pairs, "remove_columns"):  # a table of datasets
             pairs = self._remove_unused_columns(pairs, "training")
         elif not isinstance(pairs, IterableDataset):
@@ -265,7 +265,7 @@ class InfCLTrainer(Trainer):
 
     def _training_loader(self) -> DataLoader:
         """Trainer's loader of a stream of another class than `ImageTextStream`."""
-        with replaced(self, data_collator=loaders.of_training(self.data_collator, self.args)):
+        with replaced(self, data_collator=loaders.training_collator(self.data_collator, self.args)):
             return loaders.adapted(super().get_train_dataloader(), self.setup)
 
     def _set_signature_columns_if_needed(self) -> None:

@@ -22,7 +22,7 @@ from ...encoders.image_size import check_sizes_of_config, config_for_images
 from ...encoders.pooling import Pooling
 from ...evaluation.metrics import CEILING
 from ...evaluation.retrieval import recall_ceilings
-from ...loading.loaders import of_training, set_sizes
+from ...loading.loaders import set_sizes, training_collator
 from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...training.trainer import InfCLTrainer
@@ -39,7 +39,7 @@ from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
 from ..planning import GPUS, count_training, make_choice
-from ..planning.answers import fitting, line
+from ..planning.answers import answer_line, choose_answer
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
@@ -66,7 +66,7 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             check_sizes_of_config(config.vision_config, sizes.sizes)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         set_sizes(collator, args)
-        of_training(collator, args)  # only its checks: what is cut on purpose is no finding
+        training_collator(collator, args)  # only its checks: what is cut on purpose is no finding
         text = config.text_config
         looker = Looker(collator, getattr(text, "vocab_size", None), Pooling.of_config(text))
         sets = sets_to_check(data, columns, evaluation, keep, args)
@@ -177,7 +177,7 @@ def line_of_answer(options: Mapping[str, Any], facts: SetFacts, findings: Sequen
     texts = 1 if options.get("caption_templates") else len(facts.tokens) / max(1, len(facts.caption_ids))
     pairs = facts.pairs or options.get("samples_per_epoch") or facts.looks  # a stream has those that were read, or more
     foreign = any(finding.kind == "foreign" and finding.spoils for finding in findings)
-    return line(fitting(options, pairs=pairs, texts=texts, foreign=foreign))
+    return answer_line(choose_answer(options, pairs=pairs, texts=texts, foreign=foreign))
 
 
 def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, data: DataOptions) -> Iterator[str]:

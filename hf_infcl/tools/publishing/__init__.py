@@ -9,7 +9,7 @@ from .front import FRONT_FILE, plot_front, write_averages
 from .markdown import escaped
 from .outcome import doubtful_rate, outcome
 from .pictures import PICTURES_FILE, PicturesCallback
-from .telling import Told, make_rows, quieten, table_lines
+from .telling import ProgressPrinter, make_rows, quieten, table_lines
 
 __all__ = [
     "CURVES_FILE",
@@ -20,8 +20,8 @@ __all__ = [
     "Change",
     "Evaluation",
     "PicturesCallback",
+    "ProgressPrinter",
     "Source",
-    "Told",
     "TrainingFacts",
     "changes",
     "doubtful_rate",

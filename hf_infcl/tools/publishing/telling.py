@@ -35,7 +35,7 @@ def quieten(trainer: Trained) -> None:
             bar.on_log = lambda *args, **kwargs: None
 
 
-class Told(TrainerCallback):
+class ProgressPrinter(TrainerCallback):
     """Prints the groups of the optimizer, a line for each log of the training and a table for each evaluation.
 
     A value that stays the same is told once. The tables have the loss and the score of each set, and the metric that
