@@ -28,12 +28,12 @@ def find_image_column(features: datasets.Features, wanted: str = "image") -> str
 
 
 def find_caption_column(features: datasets.Features, wanted: str = "caption") -> str:
-    """As `find_image_column`, the only usual column of strings or lists of strings."""
+    """``wanted``, else the only column of strings or lists of strings with a usual name; see `find_image_column`."""
     return _only(wanted, features, _usual(CAPTIONS, features, holds_captions))
 
 
 def find_label_column(features: datasets.Features, wanted: str = "label") -> str:
-    """As `find_image_column`, the only column of type ClassLabel, or ``cls``, as tar shards name classes."""
+    """``wanted``, else the only ClassLabel column, else ``cls``, as tar shards name it; see `find_image_column`."""
     import datasets
 
     labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]

@@ -49,7 +49,7 @@ class PairSource:
         self._number, self._views = number, views
 
     def plain(self: Source) -> Source:
-        """The same pairs unchanged, where a bad one raises an error."""
+        """A copy that leaves images and captions as they are, and raises an error for a bad pair."""
         changed = copy.copy(self)
         changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"
         return changed

@@ -103,7 +103,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return False  # other data has all its samples, and does not ask which ones to pass over
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
-        """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
+        """Makes images with these sides from the next micro-batch on, which belongs to this step."""
         raise NotImplementedError
 
     def consume(self, tag: Mapping[str, Any]) -> None:

@@ -101,7 +101,7 @@ class ImageTransform:
         return pixels[:, top : top + crop[0], left : left + crop[1]]
 
     def of_side(self, side: int) -> ImageTransform:
-        """The same for squares of this side. What is cropped away stays in proportion."""
+        """The transform that makes squares of this side. It crops away the same share."""
         if self.crop is None:
             return replace(self, size=(side, side))
         share = side / min(self.crop)
@@ -117,7 +117,7 @@ class ImageTransform:
 
 
 def set_image_size(processor: Any, side: int) -> None:
-    """Lets an image processor of transformers return squares of this side. What is cropped away stays in proportion.
+    """Makes an image processor of transformers return squares of this side. It crops away the same share as before.
 
     Raises:
         ValueError: its images have no fixed size.

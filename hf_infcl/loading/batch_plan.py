@@ -55,7 +55,7 @@ class Section(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        """Of one global batch, on all processes."""
+        """The number of micro-batches of one global batch, on all processes."""
         return self.size // self.micro_batch
 
 

@@ -101,7 +101,7 @@ class Replayed(IterableDataset[Any]):
             yield from items
 
     def with_datasets(self, datasets: Sequence[Any]) -> Replayed:
-        """The same mixture of other datasets, such as cached features of these."""
+        """Mixes other datasets in the same way, such as these with cached features."""
         new, old = datasets
         return Replayed(new, old, self._args)
 
@@ -234,7 +234,7 @@ class MixedRows(MicroBatches):
         self._consumed += self._world_size
 
     def state(self) -> dict[str, Any]:
-        """Those of both; where the batch grows also ``rows``, the new pairs of the pass, whose share has varied."""
+        """The states of both parts; if the batch grows, also ``rows``, the new pairs of the pass."""
         state: dict[str, Any] = {"parts": [part.state() for part in self._parts]}
         if self._plan.grows:
             step = self._plan.begin.step + self._plan.steps_after(self._consumed)

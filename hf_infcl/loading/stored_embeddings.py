@@ -185,7 +185,7 @@ def described_shards(urls: Iterable[str]) -> dict[str, Any]:
 
 
 def differences(recorded: Mapping[str, object], found: Mapping[str, object], kinds: Iterable[str]) -> str:
-    """In which way a table differs from the one that was embedded; empty if it does not.
+    """How a table differs from the one that was embedded; empty if it does not.
 
     Args:
         recorded, found: the results of `described_table` for the two.

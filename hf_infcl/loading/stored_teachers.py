@@ -112,7 +112,7 @@ class _DataSet:
             self._described = described_shards(shard.url for shard in part.shards)
 
     def name_places(self, views: Sequence[Mapping[str, Any] | None], *, resized: bool) -> None:
-        """Lets the items say where they are from, and their augmentations come again if the teachers have views."""
+        """Makes the items name their places, and repeats their augmentations if the teachers have stored views."""
         count = next((one["count"] for one in views if one is not None), None)
         own = describe_views(self.part, count)
         if any(one != own for one in views):
@@ -139,7 +139,7 @@ class _DataSet:
         return frozenset(shards) - found if found else None
 
     def difference(self, stored: StoredEmbeddings, kinds: Sequence[str]) -> str:
-        """In which way this set differs from the one that was embedded; empty if it does not."""
+        """How this set differs from the one that was embedded; empty if it does not."""
         recorded = stored.record["data"]
         if self._is_table:
             return differences(recorded, self._described, kinds)

@@ -89,7 +89,7 @@ class TableRows(MicroBatches):
         return Position(samples=samples, epoch=at.epoch + 1 + passes, rows=left * size)
 
     def _at(self, place: MicroBatchPlace) -> Position:
-        """Those before the step of a micro-batch."""
+        """The passes, rows and samples of this table before the step of a micro-batch."""
         section = place.section
         steps = place.at.step - section.begin.step
         return self._after(self._begins[section.first], self._share.of_batch(section.size), steps)

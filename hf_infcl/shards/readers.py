@@ -340,7 +340,7 @@ class KeptSamples:
         self._reader, self._shard, self._without = reader, shard, without
 
     def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Sample]]:
-        """As the reader's, without some."""
+        """The samples of the reader, without those of these keys."""
         for after, name, sample in self._reader.samples(url, position, stop):
             key = sample_key(self._shard, name)
             at = int(np.searchsorted(self._without, key))

@@ -72,7 +72,7 @@ def describe_run(
 
 
 def _excluded(asked: Sequence[str]) -> str:
-    """Of ``exclude``; only the names of the files, because a card is public."""
+    """Describes ``exclude`` by the names of the files alone, because a card is public."""
     parts = [one.rpartition(":") for one in asked]
     return joined([f"wrong with at least {least} by {code(Path(file).name)}" for file, _, least in parts])
 

@@ -178,11 +178,11 @@ def _encoded(
 
 
 def _of_length_1(embeddings: Tensor) -> Tensor:
-    """In fp32: a division in bf16 leaves lengths of up to 0.3% more or less."""
+    """Normalises in fp32: a division in bf16 leaves lengths that are up to 0.3% off."""
     return F.normalize(embeddings.float(), dim=-1)
 
 
 def _split(inputs: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """Those of at most ``size`` images or texts at a time: an item may have many captions or views."""
+    """Splits inputs into at most ``size`` images or texts: an item may have many captions or views."""
     for first in range(0, len(next(iter(inputs.values()))), size):
         yield {name: values[first : first + size] for name, values in inputs.items()}

@@ -43,7 +43,7 @@ class ItemSource(Protocol):
     parts: int
 
     def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
-        """For each of the parts, its batches; see `Collator`. `load` makes a DataLoader with it."""
+        """Yields the batches of each part; see `Collator`, with which ``load`` makes a DataLoader."""
         ...
 
     def image_fingerprint(self) -> str:
@@ -78,7 +78,7 @@ def _absent(option: str, column: str, names: Sequence[str]) -> str:
 def shard_columns(
     shards: Sequence[str], image_column: str, caption_column: str, named: Sequence[str]
 ) -> tuple[str | None, str | None]:
-    """As `found_columns`, of the table that shards are, in the names that `ImageTextStream` has for them."""
+    """The columns of images and captions in shards, by the names that `ImageTextStream` takes; see `found_columns`."""
     features = read_features(shards, image_column)
     if shards[0].endswith(".parquet"):
         return found_columns(features, image_column, caption_column, named)

@@ -92,12 +92,12 @@ class Counts:
 
     @property
     def graph(self) -> float:
-        """As `Tower.graph`, of both towers."""
+        """`Tower.graph` of both towers together."""
         return self.image.graph + self.text.graph
 
     @property
     def peak(self) -> float:
-        """As `Tower.peak`: the images run forward before the texts, and backward after them."""
+        """`Tower.peak` of both towers together: the images run forward before the texts, and backward after them."""
         return max(self.image.peak, self.image.graph + self.text.peak)
 
 

@@ -191,7 +191,7 @@ class Planner:
         return f"{what} into {USABLE:.0%} of {self.memory_gib:g} GiB. In GiB, they take {parts.words}. {CURES}"
 
     def _stages(self) -> list[PlannedStage]:
-        """By ``global_batch_schedule``, ``image_size_schedule`` and ``full_tokens_last``."""
+        """Divides the training by ``global_batch_schedule``, ``image_size_schedule`` and ``full_tokens_last``."""
         options, found = self.options, []
         sizes = ImageSizes((options.image_size,), ())
         if options.image_size_schedule is not None:

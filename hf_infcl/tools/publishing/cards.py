@@ -342,7 +342,7 @@ def _prompts(evaluation: Evaluation) -> str:
 
 
 def _when(facts: TrainingFacts) -> Iterator[str]:
-    """Of which weights the results are, if the sets were measured several times."""
+    """Says which weights were measured, if the sets were measured several times."""
     steps = {evaluation.step for evaluation in facts.evaluations} - {None}
     if not facts.measured_during_training or len(steps) != 1:
         return

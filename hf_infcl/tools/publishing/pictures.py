@@ -59,7 +59,7 @@ class PicturesCallback(TrainerCallback):
         return {}
 
     def best_captions(self, measured: EvalPrediction) -> list[list[tuple[str, float, bool]]]:
-        """For each image its best captions, their cosines, and whether they are its own."""
+        """The best captions of each image, their cosines, and whether they belong to the image."""
         labels: Any = measured.label_ids
         ends = np.cumsum(labels[0])  # the number of captions up to each row
         images, texts = (e / np.linalg.norm(e, axis=1, keepdims=True) for e in measured.predictions)

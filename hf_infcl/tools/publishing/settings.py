@@ -62,7 +62,7 @@ def highest_rates(trainer: Trained) -> dict[str, float]:
 
 
 def precision(trainer: Trained) -> str:
-    """In which precision the trainer's forwards compute."""
+    """The precision in which the trainer's forwards compute."""
     mixed = trainer.accelerator.mixed_precision
     if mixed == "fp16" and trainer.args.device.type == "cpu":
         mixed = "no"  # on CPUs accelerate then computes in the precision of the weights

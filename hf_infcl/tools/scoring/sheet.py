@@ -58,6 +58,6 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
 
 
 def _lines(text: str, letters: int, most: int) -> list[str]:
-    """So many lines at most of a text; "…" stands for the rest."""
+    """At most this many lines of a text; "…" stands for the rest."""
     lines = textwrap.wrap(text, letters)
     return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: letters - 2]} …"]

@@ -56,7 +56,7 @@ def write_ledger(
 
 
 def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageTextStream) -> Ledger | None:
-    """The same with the averages of a training that had ``leave_out``; None if it had not; collective.
+    """Writes a ledger with the averages of a training that had ``leave_out``; None if it had not; collective.
 
     A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
     has keys, scores and probabilities only.
