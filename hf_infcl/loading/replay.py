@@ -238,6 +238,7 @@ class MixedRows(MicroBatches):
         state: dict[str, Any] = {"parts": [part.state() for part in self._parts]}
         if self._plan.grows:
             step = self._plan.begin.step + self._plan.steps_after(self._consumed)
+            # The samples do not tell it, because the share of new pairs varies with the size of the batch.
             state["rows"] = self._plan.reached(step).rows
         return state
 
