@@ -164,6 +164,8 @@ def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
     """Fewer, larger forwards of the text tower; a graph that is kept may hold the texts of other micro-batches."""
     text, first = counts.text, min(choice.kept, choice.dealt)
     fewer, fewer_kept = choice.dealt - math.ceil(choice.dealt / at_once), first - math.ceil(first / at_once)
+    # The kept graphs of texts are fewer, but each holds the texts of several micro-batches, also of such whose images
+    # are encoded again in the second pass.
     more = min(choice.dealt, (first - fewer_kept) * at_once) - first
     return Cost(
         activations=more * choice.micro_batch * text.graph,
