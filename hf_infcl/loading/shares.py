@@ -67,7 +67,7 @@ class SourceShare(Shares):
         section = place.section
         micro_batches, old = section.micro_batches, self.plan.old(section.size)
         each, left = divmod(old, micro_batches)
-        # So many micro-batches from the start on have one more; beyond the last one they go on with the first ones.
+        # `left` micro-batches from `start` on have one more; beyond the last one they go on with the first ones.
         start = random.Random(place.at.step).randrange(micro_batches) if left else 0
         end, again = start + left, start + left - micro_batches
         of_old = each * number + min(number, end) - min(number, start) + max(0, min(number, again))
