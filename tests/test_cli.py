@@ -800,7 +800,7 @@ VALUES = {
 }
 
 
-parser = functools.cache(train_parser)
+parser = functools.cache(PARSERS["train"])
 
 
 @hypothesis.settings(deadline=None)

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PretrainedConfig, ProcessorMixin
 
 # transformers sets the model_max_length of a tokenizer without a limit to 1e30.
 _NO_LIMIT = 10**6
@@ -72,7 +72,12 @@ class ContrastiveCollator:
     ) -> None:
         if missing := [part for part in ("image_processor", "tokenizer") if getattr(processor, part, None) is None]:
             raise ValueError(f"The processor, a {type(processor).__name__}, has no {' and no '.join(missing)}.")
-        _check_padding(processor.tokenizer)
+        if getattr(processor.tokenizer, "pad_token", "unknown") is None:
+            raise ValueError(
+                f"The tokenizer, a {type(processor.tokenizer).__name__}, has no pad_token, with which the captions of a "
+                "batch are brought to one length. Set it to the token of the text_config's pad_token_id, or else to the "
+                "end token, and save the processor again: processor.tokenizer.pad_token = processor.tokenizer.eos_token."
+            )
         self.processor = processor
         if max_length is None:
             max_length = processor.tokenizer.model_max_length
@@ -303,16 +308,6 @@ class ContrastiveCollator:
             return_tensors="pt",
         )
         return dict(tokens)
-
-
-def _check_padding(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises a ValueError if a tokenizer has no token with which captions are padded."""
-    if getattr(tokenizer, "pad_token", "unknown") is None:
-        raise ValueError(
-            f"The tokenizer, a {type(tokenizer).__name__}, has no pad_token, with which the captions of a batch are "
-            "brought to one length. Set it to the token of the text_config's pad_token_id, or else to the end token, "
-            "and save the processor again: processor.tokenizer.pad_token = processor.tokenizer.eos_token."
-        )
 
 
 def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:
