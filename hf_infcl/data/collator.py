@@ -74,9 +74,10 @@ class ContrastiveCollator:
             raise ValueError(f"The processor, a {type(processor).__name__}, has no {' and no '.join(missing)}.")
         if getattr(processor.tokenizer, "pad_token", "unknown") is None:
             raise ValueError(
-                f"The tokenizer, a {type(processor.tokenizer).__name__}, has no pad_token, with which the captions of a "
-                "batch are brought to one length. Set it to the token of the text_config's pad_token_id, or else to the "
-                "end token, and save the processor again: processor.tokenizer.pad_token = processor.tokenizer.eos_token."
+                f"The tokenizer, a {type(processor.tokenizer).__name__}, has no pad_token, with which the captions of "
+                "a batch are brought to one length. Set it to the token of the text_config's pad_token_id, or else to "
+                "the end token, and save the processor again: processor.tokenizer.pad_token = "
+                "processor.tokenizer.eos_token."
             )
         self.processor = processor
         if max_length is None:
