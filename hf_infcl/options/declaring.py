@@ -100,11 +100,6 @@ def option(default: Any = None, *, help: str, decides: bool, **facts: Any) -> An
     return field(default=default, metadata=metadata)
 
 
-def described(default: Any, help: str) -> Any:
-    """The field of an option that belongs to a command alone, of which only the help has to be known."""
-    return field(default=default, metadata={"help": help})
-
-
 def facts_of(declared: Field[Any]) -> Facts | None:
     """The facts of a field; None if it is not declared by `option`."""
     try:

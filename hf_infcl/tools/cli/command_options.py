@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar
 
-from ...options.declaring import described
+from .. import described
 
 
 @dataclass
