@@ -11,7 +11,7 @@ from helpers.demo import infcl
 
 from hf_infcl.tools.cli.check import line_of_answer
 from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.planning.answers import ANSWERS, PAGE, fitting, line, table
+from hf_infcl.tools.planning.answers import ANSWERS, PAGE, answer_line, choose_answer, table
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,7 +73,7 @@ def test_what_is_to_be_written_is_accepted(name):
     ],
 )
 def test_the_answer_that_fits(options, facts, name):
-    assert fitting(options, **facts) is ANSWERS[name]
+    assert choose_answer(options, **facts) is ANSWERS[name]
 
 
 @pytest.mark.parametrize(
@@ -87,15 +87,15 @@ def test_the_answer_that_fits(options, facts, name):
 )
 def test_the_answer_for_a_set_that_was_checked(options, known, name):
     facts: Any = types.SimpleNamespace(pairs=known, looks=10_000, tokens=[5] * 20_000, caption_ids=range(10_000))
-    assert line_of_answer(options, facts, []) == line(ANSWERS[name])
+    assert line_of_answer(options, facts, []) == answer_line(ANSWERS[name])
 
 
 def test_plan_and_check_end_with_the_line_that_fits(small: list[Any], tmp_path, capsys):
     _, _, model, *_ = small
     infcl("plan", "--model", model, "--global_batch", 64, "--dataset_size", 50_000)
-    assert capsys.readouterr().out.endswith(f"\n{line(ANSWERS['pairs'])}\n")
+    assert capsys.readouterr().out.endswith(f"\n{answer_line(ANSWERS['pairs'])}\n")
     with pytest.raises(SystemExit):
         infcl("check", *small[1:], "--output_dir", tmp_path / "checked")
     printed = capsys.readouterr().out
-    assert printed.endswith(f"\n{line(ANSWERS['several captions'])}\n"), "as the digits have"
+    assert printed.endswith(f"\n{answer_line(ANSWERS['several captions'])}\n"), "as the digits have"
     assert "](" not in printed

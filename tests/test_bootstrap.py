@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from hf_infcl import ZeroShotDataset
-from hf_infcl.evaluation import ClassRanks, PairRanks, bounds, hits_of, interval, measured, resampled
+from hf_infcl.evaluation import ClassRanks, PairRanks, bounds, count_hits, interval, measured, resampled
 from hf_infcl.evaluation.bootstrap import RESAMPLES, Difference, differences, differences_by_class
 from hf_infcl.evaluation.metrics import Hits
 from hf_infcl.tools.publishing.comparison import comparison, lines_of_comparison, write_comparison
@@ -72,7 +72,7 @@ def test_the_captions_of_an_image_are_drawn_together():
 
 
 def _values(ranks: PairRanks | ClassRanks) -> dict[str, np.ndarray]:
-    hits = hits_of(ranks)
+    hits = count_hits(ranks)
     return dict(zip(hits, resampled([*hits.values()]), strict=True))
 
 
@@ -94,7 +94,7 @@ def test_images_of_one_kind_are_drawn_as_if_each_was_drawn_alone():
     pairs = PairRanks(texts.int(), ranks.int(), text_image, text_image[:400], torch.zeros(400))
     drawn = np.random.default_rng(0).integers(400, size=(RESAMPLES, 400))
     for found in (ClassRanks(ranks.int(), labels, 9, labels, torch.zeros(400)), pairs):
-        for name, hits in hits_of(found).items():
+        for name, hits in count_hits(found).items():
             right, queries = (part.numpy()[drawn] for part in (hits.right, hits.queries))
             if hits.groups is None:
                 expected = right.sum(1) / queries.sum(1)

@@ -18,8 +18,9 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
-from hf_infcl.tools.checking import Looker, read
 from hf_infcl.tools.checking.copies import Print, copies
+from hf_infcl.tools.checking.looking import Looker
+from hf_infcl.tools.checking.reading import read
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
 

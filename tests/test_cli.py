@@ -52,7 +52,7 @@ from hf_infcl.tools import cli
 from hf_infcl.tools.cli import commands, defaults, description, earlier, plan, results
 from hf_infcl.tools.cli import datasets as opening
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
-from hf_infcl.tools.cli.commands import train_parser
+from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.cli.parser import ELSEWHERE
 from hf_infcl.tools.planning import GPUS
@@ -382,7 +382,7 @@ def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
     options = DataOptions(["someone/pairs", "hf://datasets/a/b@main/{0..9}.tar", "a/lost", f"{shards}/{{0..9}}.tar"])
     with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
         hub.licences |= {"someone/pairs": "cc-by-4.0", "a/b": ["mit", "cc0-1.0"]}
-        sources = description.sources_of(options)
+        sources = description.describe_sources(options)
     assert [(source.dataset, source.on_hub, source.license) for source in sources] == [
         ("someone/pairs", True, "cc-by-4.0"),
         ("a/b", True, "mit, cc0-1.0"),
@@ -392,7 +392,7 @@ def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
     told: list[str] = []
     monkeypatch.setattr(description.logger, "warning", lambda message, *values: told.append(message % values))
     talk_to("http://127.0.0.1:9", monkeypatch)
-    assert description.sources_of(DataOptions(["a/b"]))[0].license is None, "the Hub cannot be reached"
+    assert description.describe_sources(DataOptions(["a/b"]))[0].license is None, "the Hub cannot be reached"
     assert len(told) == 1
     assert told[0].startswith("The model card states no licence for a/b, because the Hub did not return one: ")
 
@@ -666,7 +666,7 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
     ],
 )
 def test_what_was_not_said_is_chosen_for_few_large_steps(words, expected):
-    namespace, given = train_parser().read(["--model", "m", "--dataset", "d", *words.split()])
+    namespace, given = PARSERS["train"]().read(["--model", "m", "--dataset", "d", *words.split()])
     vars(namespace).update(defaults.intervals(namespace, given))
     assert {name: getattr(namespace, name) for name in expected} == expected
 
@@ -690,7 +690,7 @@ def test_chosen_intervals_are_told_in_steps():
 )
 def test_a_rate_that_trains_nothing_or_destroys_the_model_is_told(tmp_path, rate, told):
     words = ["--model", "m", "--dataset", "d", "--learning_rate", *rate.split(), "--use_cpu", "--report_to", "none"]
-    reader = train_parser()
+    reader = PARSERS["train"]()
     args = reader.build(reader.read([*words, "--output_dir", str(tmp_path)])[0])[-1]
     said = doubtful_rate(args)
     assert told in said if told else not said
@@ -698,13 +698,13 @@ def test_a_rate_that_trains_nothing_or_destroys_the_model_is_told(tmp_path, rate
 
 def test_the_best_checkpoint_is_chosen_by_what_is_measured():
     for option in ("--save_strategy best", "--lr_scheduler_type reduce_lr_on_plateau", ""):
-        namespace, _ = train_parser().read(
+        namespace, _ = PARSERS["train"]().read(
             f"--model m --dataset d --zero_shot_dataset z {option} --metric_for_best_model loss".split()
         )
         with pytest.raises(ValueError, match=r"must be one of zero_shot_acc1, .* got 'loss'"):
             defaults.check_best_metric(namespace)
     words = "--model m --dataset d --zero_shot_dataset z --load_best_model_at_end --metric_for_best_model"
-    namespace, _ = train_parser().read([*words.split(), "eval_zero_shot_acc5"])
+    namespace, _ = PARSERS["train"]().read([*words.split(), "eval_zero_shot_acc5"])
     defaults.check_best_metric(namespace)
     rows = datasets.Dataset.from_dict({"image": ["a.png"], "label": [0]})
     few, enough = (ZeroShotDataset(rows, class_names=list("abcde"[:count])) for count in (4, 5))
@@ -712,11 +712,11 @@ def test_the_best_checkpoint_is_chosen_by_what_is_measured():
     with pytest.raises(ValueError, match="one of zero_shot_acc1, zero_shot_mean_per_class_recall, got"):
         defaults.check_best_metric(namespace, {"zero_shot": few})
     guarded = words.replace("--zero_shot_dataset z", "--guard_dataset old/pairs others/pairs").split()
-    namespace, _ = train_parser().read([*guarded, "guard2_others_pairs_loss"])
+    namespace, _ = PARSERS["train"]().read([*guarded, "guard2_others_pairs_loss"])
     defaults.check_best_metric(namespace)
-    namespace, _ = train_parser().read([*guarded, "guard1_old_pairs_acc1"])
+    namespace, _ = PARSERS["train"]().read([*guarded, "guard1_old_pairs_acc1"])
     defaults.check_best_metric(namespace)  # it may be a folder of classes
-    namespace, _ = train_parser().read([*guarded, "guard3_others_pairs_loss"])
+    namespace, _ = PARSERS["train"]().read([*guarded, "guard3_others_pairs_loss"])
     with pytest.raises(ValueError, match="one of guard1_old_pairs_loss, guard1_old_pairs_image_retrieval_recall@1, "):
         defaults.check_best_metric(namespace)
 
@@ -757,7 +757,7 @@ accelerator_config: {{dispatch_batches: false, gradient_accumulation_kwargs: nul
         content = json.dumps(values)
     (tmp_path / f"c.{kind}").write_text(content)
     words = [str(tmp_path / f"c.{kind}"), "--max_steps", "9", "--split", "s"]
-    reader = train_parser()
+    reader = PARSERS["train"]()
     namespace, given = reader.read(words)
     model, _, data, columns, evaluation, _, args = reader.build(namespace)
     assert (model.model, data.dataset, data.split, columns.pair_id_column) == ("m", ["d"], "s", None)
@@ -800,7 +800,7 @@ VALUES = {
 }
 
 
-parser = functools.cache(train_parser)
+parser = functools.cache(PARSERS["train"])
 
 
 @hypothesis.settings(deadline=None)
@@ -931,7 +931,7 @@ def test_the_help_of_a_training_is_of_a_page_and_a_half_and_the_whole_one_begins
     assert not {"lanes", "shuffle_buffer", "backend", "strategy", *of_one_set} & set(shown)
     assert "ONE contrastive batch" in short, "what gradient_accumulation_steps means here"
     assert set(shown) < set(every)
-    assert set(every) - {"help"} == helps_of(train_parser()).keys() - {"help"}
+    assert set(every) - {"help"} == helps_of(PARSERS["train"]()).keys() - {"help"}
     is_theirs = [name in theirs for name in every]
     assert is_theirs == sorted(is_theirs), "what is our own comes first"
 
@@ -1001,7 +1001,7 @@ def test_what_is_read_from_the_source_is_what_the_classes_declare():
 
 
 def test_helps_name_the_choices_of_our_own_options():
-    helps = helps_of(commands.plan_parser()) | helps_of(train_parser())
+    helps = helps_of(commands.PARSERS["plan"]()) | helps_of(PARSERS["train"]())
     for name, values in (
         *(("objective", OBJECTIVES), ("strategy", STRATEGIES), ("backend", BACKENDS), ("freeze", TOWERS)),
         *(("equal_ids", EQUAL_IDS), ("gpu", GPUS)),
@@ -1010,7 +1010,7 @@ def test_helps_name_the_choices_of_our_own_options():
 
 
 def test_names_of_other_programs_lead_to_ours():
-    known = helps_of(train_parser()).keys()
+    known = helps_of(PARSERS["train"]()).keys()
     assert not ELSEWHERE.keys() & known
     assert set(ELSEWHERE.values()) <= known
 

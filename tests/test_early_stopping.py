@@ -14,7 +14,7 @@ from helpers.trainers import arguments, trainer_for
 from hf_infcl import InfCLTrainer
 from hf_infcl.options.metric_sums import parse_terms, value_of
 from hf_infcl.tools.cli import defaults
-from hf_infcl.tools.cli.commands import train_parser
+from hf_infcl.tools.cli.commands import PARSERS
 
 SETS = {"near": models.Pairs(8, seed=1), "my-far set": models.Pairs(12, seed=2)}
 SUM = "0.5*near_image_retrieval_recall@1 - 2*my-far set_loss"
@@ -108,13 +108,13 @@ def test_a_term_that_is_not_measured_is_refused_before_the_first_step(tmp_path):
 
 def test_the_command_keeps_the_best_model_of_a_training_that_may_end_early():
     words = ["--model", "m", "--dataset", "d", "--eval_dataset", "e", "--early_stopping_patience", "2"]
-    namespace, given = train_parser().read(words)
+    namespace, given = PARSERS["train"]().read(words)
     chosen = defaults.intervals(namespace, given)
     assert chosen["load_best_model_at_end"] is True
     assert chosen["metric_for_best_model"] == "pairs_loss"
-    namespace, given = train_parser().read([*words, "--load_best_model_at_end", "false"])
+    namespace, given = PARSERS["train"]().read([*words, "--load_best_model_at_end", "false"])
     assert "load_best_model_at_end" not in defaults.intervals(namespace, given)
-    namespace, given = train_parser().read([*words, "--metric_for_best_model", "pairs_acc1 - pairs_loss"])
+    namespace, given = PARSERS["train"]().read([*words, "--metric_for_best_model", "pairs_acc1 - pairs_loss"])
     with pytest.raises(ValueError, match="got 'pairs_acc1'"):
         defaults.check_best_metric(namespace)
 

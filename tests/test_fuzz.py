@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hf_infcl import reference
 from hf_infcl.loss import contrastive, several_positives
-from hf_infcl.tools.cli.commands import train_parser
+from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.publishing import Evaluation, Source, TrainingFacts, model_card
 
 # ---- The loss ----
@@ -116,7 +116,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-parser = functools.cache(train_parser)
+parser = functools.cache(PARSERS["train"])
 
 
 @settings(deadline=None)

@@ -224,11 +224,11 @@ def rank_ends_first(rank: int, world_size: int) -> None:
         patch.setattr(phases, "has_ended", has_ended)
         with phases.Phases() as of_training:
             if rank == 0:
-                Processes().gather_text("rank 1 has left")
+                Processes().gather_objects("rank 1 has left")
                 ended.set()
                 assert enough.wait(60)
         if rank == 1:
-            Processes().gather_text("rank 1 has left")
+            Processes().gather_objects("rank 1 has left")
     assert not of_training.told
 
 
@@ -253,7 +253,7 @@ def rank_takes_long_to_end(rank: int, world_size: int) -> None:
         with phases.Phases():
             if rank == 0:
                 assert enough.wait(60)
-            Processes().gather_text("rank 0 has got further")
+            Processes().gather_objects("rank 0 has got further")
 
 
 def test_a_process_that_gets_further_after_another_was_lost_is_not_ended(ranks):
@@ -273,7 +273,7 @@ def test_work_after_a_training_ends_although_another_process_is_lost(rank, world
         patch.setattr(phases, "GRACE", 0.0)
         patch.setattr(phases, "has_ended", lambda process: lost.is_set())
         with interruptions.watched(math.inf, finish):
-            Processes().gather_text("both are in their trainings")
+            Processes().gather_objects("both are in their trainings")
     assert lost.is_set()
 
 
@@ -283,12 +283,12 @@ def rank_is_stopped(rank: int, world_size: int) -> set[str]:
         patch.setattr(phases, "POLL", (0.01, 100)[rank])
         with phases.Phases() as of_training:
             of_training.enter(f"the {('first', 'second')[rank]} pass after step 3")
-            Processes().gather_text("both are in their phases")
+            Processes().gather_objects("both are in their phases")
             of_training._timeout = 0.5  # from here on, since rank 1 may come late
             end = time.monotonic() + 60
             while rank == 0 and not of_training.told and time.monotonic() < end:
                 threading.Event().wait(0.05)
-            Processes().gather_text("rank 0 has told")
+            Processes().gather_objects("rank 0 has told")
     return of_training.told
 
 

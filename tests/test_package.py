@@ -108,8 +108,8 @@ needs_triton = ("hf_infcl.kernels.triton_", "hf_infcl.kernels.hopper_")
 for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
     if not module.name.startswith(needs_triton) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-from hf_infcl.tools.cli.commands import train_parser
-assert train_parser().read(["--recipe", "finetune_keep"])[0].replay_share == 0.5
+from hf_infcl.tools.cli.commands import PARSERS
+assert PARSERS["train"]().read(["--recipe", "finetune_keep"])[0].replay_share == 0.5
 from hf_infcl.tools.cli import main
 main(words=["--version"])
 """

@@ -23,8 +23,8 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.optimizers.newton_schulz import orthogonalised
 from hf_infcl.tools import cli, planning
 from hf_infcl.tools.cli import commands
-from hf_infcl.tools.planning import GIB, Choice, Counts, Tower, Work, check_memory, choice_of
-from hf_infcl.tools.planning.costs import cost_of
+from hf_infcl.tools.planning import GIB, Choice, Counts, Setting, Tower, Work, check_memory, make_choice
+from hf_infcl.tools.planning.costs import total_cost
 from hf_infcl.tools.planning.report import report
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -36,7 +36,7 @@ def counted() -> dict[str | None, Counts]:
     """The counts of a two-layer CLIP with the widths of ViT-B/16 and its text tower, for each frozen tower or none."""
     layers = {"num_hidden_layers": 2}
     config = transformers.CLIPConfig(vision_config={**layers, "patch_size": 16}, text_config=layers)
-    return {freeze: planning.count(config, freeze=freeze) for freeze in (None, "image")}
+    return {freeze: planning.count(config, Setting(freeze=freeze)) for freeze in (None, "image")}
 
 
 def test_predictions_hold_against_measured_rows(monkeypatch):
@@ -133,13 +133,13 @@ def test_checkpointing_a_frozen_tower_and_fp32_change_the_counts(counted):
     config = models.clip().config
     plain = planning.count(config)
     assert plain.parameters == plain.trained == sum(p.numel() for p in models.clip().parameters())
-    checkpointed = planning.count(config, checkpointing=True)
+    checkpointed = planning.count(config, Setting(checkpointing=True))
     assert checkpointed.graph < plain.graph
     for tower in ("image", "text"):
         assert getattr(checkpointed, tower).backward.flops > getattr(plain, tower).backward.flops
         assert getattr(checkpointed, tower).backward.launches > getattr(plain, tower).backward.launches
-    assert planning.count(config, autocast=False).weight_copies == 0
-    in_bf16 = planning.count(config, bf16_activations=True)
+    assert planning.count(config, Setting(autocast=False)).weight_copies == 0
+    in_bf16 = planning.count(config, Setting(bf16_activations=True))
     assert in_bf16.weight_copies == pytest.approx(2 * plain.parameters, abs=4), "every weight but the temperature"
     assert 0.7 < in_bf16.graph / plain.graph < 0.95
     frozen = counted["image"]
@@ -265,9 +265,9 @@ def test_a_teacher_costs_its_weights_and_a_forward_without_activations(counted, 
         assert more.weights - memory.weights == 4 * teacher.parameters
         assert more.features - memory.features == features
         assert more.activations == memory.activations
-    assert cost_of(counts, both).first_pass == (teacher.image.forward + teacher.text.forward) * 4
-    assert cost_of(counts, image).first_pass == teacher.image.forward * 4
-    assert cost_of(counts, two).first_pass.flops > cost_of(counts, both).first_pass.flops
+    assert total_cost(counts, both).first_pass == (teacher.image.forward + teacher.text.forward) * 4
+    assert total_cost(counts, image).first_pass == teacher.image.forward * 4
+    assert total_cost(counts, two).first_pass.flops > total_cost(counts, both).first_pass.flops
     times = [planning.seconds(counts, choice, GPU) for choice in (plain, image, both)]
     assert times[0]["first pass"] < times[1]["first pass"] < times[2]["first pass"]
     assert times[0]["second pass"] == times[2]["second pass"]
@@ -282,7 +282,7 @@ def test_the_plan_knows_teachers_and_prefixes(small_model, tmp_path, capsys):
         assert option in chosen
     assert "leaves out" not in said
     args = InfCLTrainingArguments(use_cpu=True, teacher=[str(small_model)], matryoshka_dims=[4], optimizer="muon")
-    assert choice_of(args).options == {"teacher": [str(small_model)], "matryoshka_dims": [4], "optimizer": "muon"}
+    assert make_choice(args).options == {"teacher": [str(small_model)], "matryoshka_dims": [4], "optimizer": "muon"}
     assert "none" in refused(capsys, small_model, *words, "--teacher", small_model / "none")
     transformers.Siglip2Config().save_pretrained(tmp_path)
     said = refused(capsys, small_model, *words, "--teacher", tmp_path)
@@ -292,11 +292,11 @@ def test_the_plan_knows_teachers_and_prefixes(small_model, tmp_path, capsys):
 def test_a_measured_micro_batch_stands_beside_its_prediction(small_model, monkeypatch):
     """It is measured on a CPU here; a test on a GPU compares the numbers."""
     words = ["--model", str(small_model), "--global_batch", "64", "--measure", "--freeze", "text"]
-    namespace, given = commands.plan_parser().read(words)
+    namespace, given = commands.PARSERS["plan"]().read(words)
 
-    def on_cpu(config: Any, rows: int, device: torch.device, **options: Any) -> tuple[float, int]:
-        assert options["freeze"] == "text"
-        return planning.measure(config, rows, torch.device("cpu"), **options)
+    def on_cpu(config: Any, rows: int, device: torch.device, setting: Setting) -> tuple[float, int]:
+        assert setting.freeze == "text"
+        return planning.measure(config, rows, torch.device("cpu"), setting)
 
     monkeypatch.setattr(planning.planner, "measure", on_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
@@ -373,7 +373,7 @@ def test_texts_put_together_take_memory_and_save_time(counted):
         planning.memory(counts, replace(together, compiled=True)).activations
         < planning.memory(counts, together).activations
     )
-    assert planning.count(models.clip().config, freeze="text").text.graph == 0
+    assert planning.count(models.clip().config, Setting(freeze="text")).text.graph == 0
 
 
 def test_the_plan_knows_texts_at_once(small_model, capsys):
@@ -388,7 +388,7 @@ def test_the_plan_knows_texts_at_once(small_model, capsys):
     assert "--texts_at_once" not in two, "two micro-batches are refused with it among several processes"
     assert "--texts_at_once 4" in three
     args = InfCLTrainingArguments(use_cpu=True, gradient_accumulation_steps=4, texts_at_once=2)
-    assert choice_of(args).options == {"texts_at_once": 2}
+    assert make_choice(args).options == {"texts_at_once": 2}
 
 
 def test_the_plan_knows_replay_and_averages(small_model, capsys):
@@ -422,7 +422,7 @@ def test_a_training_is_refused_only_if_it_certainly_does_not_fit(tmp_path):
     config = models.clip().config
     args = InfCLTrainingArguments(tmp_path, per_device_train_batch_size=4096, use_cpu=True, report_to="none")
     assert check_memory(config, args, 80 * GIB) is None
-    counts = planning.count(config, autocast=False)
+    counts = planning.count(config, Setting(autocast=False))
     total = planning.memory(counts, Choice(1, 4096, 1)).total
     warning = check_memory(config, args, total)
     assert warning is not None

@@ -35,7 +35,7 @@ def rank_collectives(rank: int, world_size: int) -> None:
     tensors_sent = [len(collective.args[0]) for collective in made]
     assert tensors_sent == ([2] if world_size > 1 else []), "vectors of four bytes did not travel together"
     assert torch.equal(mine, before), "the caller's tensor was written to"
-    assert processes.gather_text(f"rank {rank}") == [f"rank {r}" for r in range(world_size)]
+    assert processes.gather_objects(f"rank {rank}") == [f"rank {r}" for r in range(world_size)]
     assert processes.agree([rank, 0.5]) == [[r, 0.5] for r in range(world_size)]
     # A process may pass fewer numbers than the others, which then see zeros.
     assert processes.agree([7.0] * (1 + rank))[0] == [7.0] + [0.0] * rank

@@ -141,7 +141,7 @@ def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
     written = Ledger.read(tmp_path / "ledger.parquet")
     assert pq.read_table(tmp_path / "ledger.parquet")["sample"].to_pylist() == written.sample
     for key, name in zip(written.key.tolist(), written.sample, strict=True):
-        assert written.name_of(key) == name == f"0/{shards[names[key]]:05d}.tar {names[key]:06d}"
+        assert written.find_name(key) == name == f"0/{shards[names[key]]:05d}.tar {names[key]:06d}"
     written.p_wrong[:] = np.arange(ROWS) < 2
     (finding,) = findings_of_ledger(written, "ledger.parquet")
     assert f"sample {written.sample[0]} (" in finding.text
@@ -152,7 +152,7 @@ def test_averages_replace_the_scores(learned):
     ledger, pictures = scored(numbered(), learned, averages=averages)
     assert ledger.key.tolist() == [4, 9, 50]
     assert ledger.score.tolist() == [3, -1, 2]
-    assert ledger.caption_of(50) == "caption 50"
+    assert ledger.find_caption(50) == "caption 50"
     assert set(pictures) == {4, 9, 50}
 
 
@@ -180,7 +180,7 @@ def test_a_ledger_is_a_table_that_names_what_is_preferred(tmp_path):
     assert columns["prefers_image"] == ["two", "five", "", "two"]
     again = Ledger.read(tmp_path / "ledger.parquet")
     assert (again.content, again.wrong(0.5).tolist(), again.caption) == ("data", [2], columns["caption"])
-    assert (again.sample, again.name_of(2)) == ([], "2"), "a table's pair is its row"
+    assert (again.sample, again.find_name(2)) == ([], "2"), "a table's pair is its row"
 
 
 def test_files_that_are_no_ledgers(tmp_path):

@@ -69,7 +69,7 @@ def test_only_the_secrets_of_a_url_are_hidden(text, shown):
     ],
 )
 def test_only_the_last_folder_of_a_url_is_published(source, name):
-    (told,) = description.sources_of(DataOptions([source]))
+    (told,) = description.describe_sources(DataOptions([source]))
     assert (told.dataset, told.on_hub, told.license) == (name, False, None)
 
 

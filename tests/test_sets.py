@@ -78,7 +78,7 @@ def test_facts_that_make_no_sense_are_refused(option, value, message):
 
 
 def test_every_option_that_names_a_set_reads_facts():
-    parsers = [commands.train_parser(), commands.embed_parser()]
+    parsers = [commands.PARSERS["train"](), commands.PARSERS["embed"]()]
     known = {action.dest for parser in parsers for action in parser._actions}
     assert FACTS_OF_SETS.keys() <= known
     named = {name for name in known if name.endswith("dataset")}
@@ -91,7 +91,7 @@ def test_a_file_of_options_names_sets_by_texts_and_mappings(tmp_path):
         "guard_dataset": ["e", {"path": "f", "class_names": ["g", "h"]}],
     }
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(file))
-    namespace, given = commands.train_parser().read([str(tmp_path / "a.yaml")])
+    namespace, given = commands.PARSERS["train"]().read([str(tmp_path / "a.yaml")])
     assert namespace.dataset == ["a"]
     assert namespace.dataset[0].facts == {"split": "b"}
     assert namespace.eval_dataset.facts == {"split": "d"}
@@ -167,7 +167,7 @@ def test_old_pairs_and_streams_have_facts(table, tmp_path):
 
 def test_sets_of_a_stream_state_their_weights(table, tmp_path):
     def weights(*facts: str, **others: Any) -> Any:
-        return opening.weights_of(DataOptions([set_named("dataset", f"a?{one}") for one in facts], **others))
+        return opening.mixture_weights(DataOptions([set_named("dataset", f"a?{one}") for one in facts], **others))
 
     assert weights("weight=2", "weight=1") == [2, 1]
     assert weights("split=a", "split=a", dataset_weights=[3.0, 1.0]) == [3, 1]

@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_infcl.tools.cli import launched
 from hf_infcl.tools.cli.launched import warn_once
-from hf_infcl.tools.publishing import Told, rows_of, table_of
+from hf_infcl.tools.publishing import ProgressPrinter, make_rows, table_lines
 
 PAIRS = {
     **{"loss": 2.5, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.5, "text_retrieval_recall@5": 0.75},
@@ -34,7 +34,7 @@ def named(metrics: dict[str, float], key: str = "pairs") -> dict[str, float]:
 def test_a_table_has_the_loss_the_score_and_what_has_changed():
     classes = named({"acc1": 0.4, "score_change_low": -0.1, "score_change_high": 0.1, "acc5": 1.0}, "zero_shot")
     before = named(BEFORE) | named({"acc1": 0.375}, "zero_shot")
-    rows = rows_of(named(PAIRS) | classes, ["pairs", "zero_shot"], before)
+    rows = make_rows(named(PAIRS) | classes, ["pairs", "zero_shot"], before)
     assert rows == [
         ("pairs", "loss", "2.500", "", "3.000", "-0.500"),
         ("pairs", "image_retrieval_recall@1", "25.00%", "[20.00, 30.00]", "20.00%", "+5.00"),
@@ -42,20 +42,20 @@ def test_a_table_has_the_loss_the_score_and_what_has_changed():
         ("pairs", "mean of both", "37.50%", "", "25.00%", "+12.50 [+5.00, +20.00]"),
         ("zero_shot", "acc1", "40.00%", "", "37.50%", "+2.50 [-10.00, +10.00] within noise"),
     ]
-    lines = table_of(rows)
+    lines = table_lines(rows)
     assert [line.split()[0] for line in lines[:2] + lines[4:]] == ["set", "pairs", "mean", "zero_shot"]
     assert len({line.index("%") for line in lines[1:] if "%" in line}) == 1, "numbers stand below each other"
 
 
 def test_a_table_has_more_if_asked_and_no_empty_columns():
     metrics = named(PAIRS)
-    assert [row[1] for row in rows_of(metrics, ["pairs"], also="pairs_text_retrieval_recall@5")][-2:] == [
+    assert [row[1] for row in make_rows(metrics, ["pairs"], also="pairs_text_retrieval_recall@5")][-2:] == [
         "text_retrieval_recall@5",
         "mean of both",
     ]
-    assert len(rows_of(metrics, ["pairs"], every=True)) == 5
-    assert rows_of(metrics, ["pair"]) == []
-    assert table_of(rows_of(named({"loss": 1.0}), ["pairs"]))[0].split() == ["set", "metric", "value"]
+    assert len(make_rows(metrics, ["pairs"], every=True)) == 5
+    assert make_rows(metrics, ["pair"]) == []
+    assert table_lines(make_rows(named({"loss": 1.0}), ["pairs"]))[0].split() == ["set", "metric", "value"]
 
 
 class Bar(ProgressCallback):
@@ -70,9 +70,9 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
         remove_callback=handler.remove_callback,
         add_callback=handler.add_callback,
         eval_dataset={"pairs": [], "zero_shot": []},
-        optimization=SimpleNamespace(table_of_groups="the groups"),
+        optimization=SimpleNamespace(table_lines_groups="the groups"),
     )
-    Told(trainer)
+    ProgressPrinter(trainer)
     state = TrainerState(max_steps=10, is_world_process_zero=True)
     args: Any = SimpleNamespace(metric_for_best_model=None)
 

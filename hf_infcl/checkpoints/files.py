@@ -233,7 +233,7 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
             problem = (looks and find(folder)) or problem
         except (OSError, ValueError) as error:  # raised here, it would end this process while the others wait
             problem = f"{folder} cannot be read: {error}"
-        return next(filter(None, processes.gather_text(problem)), "")
+        return next(filter(None, processes.gather_objects(problem)), "")
 
     if isinstance(wanted, str) and wanted != "auto":
         if problem := problem_on_any(_not_resumable, wanted):
@@ -243,7 +243,7 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
         return wanted
     passed_over = []
     names = [str(folder) for folder in _folders(output_dir)] if is_main else []
-    for folder in json.loads(processes.gather_text(json.dumps(names))[0]):
+    for folder in json.loads(processes.gather_objects(json.dumps(names))[0]):
         if not (reason := problem_on_any(obstacle, folder)):
             return folder
         passed_over.append(reason)

@@ -47,7 +47,7 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
     lock = FileLock(Path(output_dir, LOCK_NAME), timeout=0)
 
     def refuse(problem: str) -> None:
-        for rank, text in enumerate(processes.gather_text(problem)):
+        for rank, text in enumerate(processes.gather_objects(problem)):
             if text:
                 raise ValueError(text if rank == 0 else f"On rank {rank}: {text}")
 
@@ -102,7 +102,7 @@ def _not_shared(output_dir: str | Path, processes: Processes, *, marks: bool) ->
                 mark = Path(files.enter_context(NamedTemporaryFile(prefix="_", dir=output_dir)).name).name
             except OSError as error:
                 problem = f"No file can be created in output_dir {output_dir}: {error}. Choose another output_dir."
-        names = processes.gather_text(mark)
+        names = processes.gather_objects(mark)
         found = any(Path(output_dir, name).exists() for name in names if name)
         processes.agree([])  # the marks stay until all processes have looked for them
     return (

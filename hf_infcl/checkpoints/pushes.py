@@ -338,7 +338,7 @@ def checkpoint_of_hub(args: InfCLTrainingArguments, repository: str | None) -> s
         ValueError: on every process, if no repository is named, it has no such folder, or it is unreachable.
     """
     processes, folder, problem = Processes(), "", ""
-    repository = processes.gather_text(repository or args.hub_model_id or "")[0]
+    repository = processes.gather_objects(repository or args.hub_model_id or "")[0]
     if not repository:
         problem = f"{LAST_CHECKPOINT} is in a repository on the Hub: name the repository with hub_model_id."
     elif args.local_process_index == 0:
@@ -354,9 +354,9 @@ def checkpoint_of_hub(args: InfCLTrainingArguments, repository: str | None) -> s
                 problem = f'{repository} has no {LAST_CHECKPOINT}, which hub_strategy="checkpoint" pushes.'
         except Exception as error:  # as above
             problem = f"{LAST_CHECKPOINT} of {repository} could not be downloaded: {cause(error)}."
-    if problems := [text for text in processes.gather_text(problem) if text]:
+    if problems := [text for text in processes.gather_objects(problem) if text]:
         raise ValueError(problems[0])
-    return processes.gather_text(folder)[0]
+    return processes.gather_objects(folder)[0]
 
 
 def cause(error: BaseException) -> str:

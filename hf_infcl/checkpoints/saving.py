@@ -91,7 +91,7 @@ class Checkpoints:
                 if self._ends_on_failure:
                     raise
                 failure = f"{type(error).__name__}: {error}"
-            if failures := [text for text in Processes().gather_text(failure) if text]:
+            if failures := [text for text in Processes().gather_objects(failure) if text]:
                 logger.error(
                     f"{checkpoint.folder} could not be written, and the training continues without it"
                     f"{_free_space(checkpoint.folder.parent)}. {' '.join(failures)}"

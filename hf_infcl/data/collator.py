@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from .text_positions import text_positions
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:
@@ -26,6 +25,17 @@ _NO_LIMIT = 10**6
 _KINDS = ("caption", "pair_id", "skipped", "label", "image_features", "at_start")
 # Tokenizing a megabyte takes seconds, although only max_length tokens are used. A token has about 4 characters of text.
 _CHARACTERS_PER_TOKEN = 64
+# Text towers that count positions as RoBERTa does: they begin behind the index of the padding.
+_LIKE_ROBERTA = {
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "altclip_text_model"),
+    *("data2vec-text", "esm", "ibert", "longformer", "mpnet", "xmod"),
+}
+
+
+class DataCollator(Protocol):
+    """Turns the items of a micro-batch into a batch, like the ``data_collator`` of Trainer."""
+
+    def __call__(self, items: list[Any], /) -> Any: ...
 
 
 class ContrastiveCollator:
@@ -62,7 +72,13 @@ class ContrastiveCollator:
     ) -> None:
         if missing := [part for part in ("image_processor", "tokenizer") if getattr(processor, part, None) is None]:
             raise ValueError(f"The processor, a {type(processor).__name__}, has no {' and no '.join(missing)}.")
-        _check_padding(processor.tokenizer)
+        if getattr(processor.tokenizer, "pad_token", "unknown") is None:
+            raise ValueError(
+                f"The tokenizer, a {type(processor.tokenizer).__name__}, has no pad_token, with which the captions of "
+                "a batch are brought to one length. Set it to the token of the text_config's pad_token_id, or else to "
+                "the end token, and save the processor again: processor.tokenizer.pad_token = "
+                "processor.tokenizer.eos_token."
+            )
         self.processor = processor
         if max_length is None:
             max_length = processor.tokenizer.model_max_length
@@ -108,7 +124,7 @@ class ContrastiveCollator:
         return collator
 
     def set_image_size(self, side: int) -> None:
-        """Returns images of this height and width from now on, and sets that of the processor; see `set_image_size`."""
+        """Returns images of this height and width from now on, as does the saved processor; see `set_image_size`."""
         set_image_size(self.processor.image_processor, side)
         self._transform = ImageTransform.of(self.processor.image_processor)
 
@@ -254,7 +270,9 @@ class ContrastiveCollator:
     def _images(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         arrays = [array for item in items if (array := _as_array(item["image"])) is not None]
         if self._transform is None or len(arrays) < len(items):
-            images = [_as_picture(item["image"]) for item in items]
+            # No arrays, because a processor may mistake the channel axis of a small one.
+            found = [(item["image"], _as_array(item["image"])) for item in items]
+            images = [image if array is None else Image.fromarray(array) for image, array in found]
             return dict(self.processor.image_processor(images=images, return_tensors="pt"))
         side = next((item["side"] for item in items if "side" in item), None)
         transform = self._transform if side is None else self._transform.of_side(side)
@@ -293,18 +311,8 @@ class ContrastiveCollator:
         return dict(tokens)
 
 
-def _check_padding(tokenizer: Any) -> None:
-    """Raises a ValueError if a tokenizer has no token with which captions are padded."""
-    if getattr(tokenizer, "pad_token", "unknown") is None:
-        raise ValueError(
-            f"The tokenizer, a {type(tokenizer).__name__}, has no pad_token, with which the captions of a batch are "
-            "brought to one length. Set it to the token of the text_config's pad_token_id, or else to the end token, "
-            "and save the processor again: processor.tokenizer.pad_token = processor.tokenizer.eos_token."
-        )
-
-
-def _check_kinds(items: Sequence[dict[str, Any]]) -> None:
-    """Raises a ValueError if some items have a pair id, or anything else of that kind, that others lack."""
+def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:
+    """Raises a ValueError if only some of the items have a pair id, or another of the `_KINDS`."""
     for key in _KINDS:
         count = sum(key in item for item in items)
         if 0 < count < len(items):
@@ -314,14 +322,23 @@ def _check_kinds(items: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _as_array(image: Any) -> np.ndarray | None:
+def _as_array(image: object) -> np.ndarray | None:
     """RGB as uint8 [H, W, 3], from a PIL image or such an array; None for anything else."""
     if isinstance(image, Image.Image):
         return np.array(image.convert("RGB"))
-    is_rgb = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3
-    return image if is_rgb else None
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3:
+        return image
+    return None
 
 
-def _as_picture(image: Any) -> Any:
-    """A PIL image from uint8 [H, W, 3], because a processor may mistake the channel axis of a small array."""
-    return image if (array := _as_array(image)) is None else Image.fromarray(array)
+def text_positions(config: PretrainedConfig | None) -> int | None:
+    """The largest number of tokens of a text, special ones included; None if the config states none.
+
+    Args:
+        config: of the model, with a ``text_config``.
+    """
+    text: Any = getattr(config, "text_config", None)
+    rows: int | None = getattr(text, "max_position_embeddings", None)
+    if rows is None or getattr(text, "model_type", None) not in _LIKE_ROBERTA:
+        return rows
+    return rows - 1 - (text.pad_token_id or 0)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from .images import holds_images, is_string
+from .images import holds_captions, holds_images
+
+if TYPE_CHECKING:
+    import datasets
 
 IMAGES = ("image", "img", "filepath", "file_path", "image_path", "path", "jpg", "jpeg", "png", "webp")
 CAPTIONS = ("caption", "captions", "text", "txt", "title", "sentence", "sentences")
 
 
-def find_image_column(features: Mapping[str, Any], wanted: str = "image") -> str:
-    """``wanted`` if there is such a column, or else the only one of type Image, or the only usual one.
+def find_image_column(features: datasets.Features, wanted: str = "image") -> str:
+    """``wanted`` if the table has this column, else its only column of type Image, else the only one of a usual name.
 
     Args:
-        features: those of a `datasets.Dataset`.
+        features: of a `datasets.Dataset`.
         wanted: the preferred name, which is also the result if no column or several ones come into question.
     """
     import datasets
@@ -24,26 +27,22 @@ def find_image_column(features: Mapping[str, Any], wanted: str = "image") -> str
     return _only(wanted, features, images or _usual(IMAGES, features, holds_images))
 
 
-def find_caption_column(features: Mapping[str, Any], wanted: str = "caption") -> str:
-    """As `find_image_column`, the only usual column of strings or lists of strings."""
-    return _only(wanted, features, _usual(CAPTIONS, features, _holds_captions))
+def find_caption_column(features: datasets.Features, wanted: str = "caption") -> str:
+    """``wanted``, else the only column of strings or lists of strings with a usual name; see `find_image_column`."""
+    return _only(wanted, features, _usual(CAPTIONS, features, holds_captions))
 
 
-def find_label_column(features: Mapping[str, Any], wanted: str = "label") -> str:
-    """As `find_image_column`, the only column of type ClassLabel, or ``cls``, as tar shards name classes."""
+def find_label_column(features: datasets.Features, wanted: str = "label") -> str:
+    """``wanted``, else the only ClassLabel column, else ``cls``, as tar shards name it; see `find_image_column`."""
     import datasets
 
     labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
     return _only(wanted, features, labels or [name for name in ("cls",) if name in features])
 
 
-def _usual(names: tuple[str, ...], features: Mapping[str, Any], fits: Callable[[Any], bool]) -> list[str]:
+def _usual(names: tuple[str, ...], features: datasets.Features, fits: Callable[[object], bool]) -> list[str]:
     return [name for name in names if name in features and fits(features[name])]
 
 
-def _holds_captions(feature: Any) -> bool:
-    return is_string(feature) or is_string(getattr(feature, "feature", None))
-
-
-def _only(wanted: str, features: Mapping[str, Any], others: list[str]) -> str:
+def _only(wanted: str, features: datasets.Features, others: list[str]) -> str:
     return others[0] if wanted not in features and len(others) == 1 else wanted

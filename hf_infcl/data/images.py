@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -49,6 +49,13 @@ class BadSampleError(ValueError):
     def __init__(self, message: str, cause: str = "") -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class EncodedImage(TypedDict):
+    """An undecoded value of `datasets.Image`: the contents of a file, or else its path."""
+
+    bytes: bytes | None
+    path: str | None
 
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -176,13 +183,13 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _check_errors(self, row: int, value: Mapping[str, Any]) -> None:
         """Raises a BadSampleError if the table says that a value of the row is wrong."""
-        if error := error_of(value):
+        if error := find_error(value):
             raise self._bad_sample(row, error)
 
-    def _image(self, row: int, value: dict[str, Any] | None) -> np.ndarray:
+    def _image(self, row: int, value: EncodedImage | None) -> np.ndarray:
         return self._decoded(row, self._encoded(row, value))
 
-    def _encoded(self, row: int, value: dict[str, Any] | None) -> bytes:
+    def _encoded(self, row: int, value: EncodedImage | None) -> bytes:
         if value is None:
             raise self._bad_sample(row, f"column {self._image_column!r}: no image")
         with self._image_named(row):
@@ -303,11 +310,11 @@ def _orientation(image: Image.Image) -> int:
 
 
 def with_errors(dataset: datasets.Dataset, columns: Iterable[str]) -> list[str]:
-    """The columns, and that of errors if the dataset has it."""
+    """The columns, and the one that holds errors if the dataset has it."""
     return [*columns, *([ERRORS] if ERRORS in dataset.column_names else [])]
 
 
-def error_of(value: Mapping[str, Any]) -> str | None:
+def find_error(value: Mapping[str, Any]) -> str | None:
     """What is wrong with the values of a row, if its table says that."""
     errors = value.get(ERRORS) or ()
     return next((error["error"] for error in errors if error["column"] is None or error["column"] in value), None)
@@ -320,37 +327,35 @@ def size_of_file(path: str) -> int | None:
     return os.path.getsize(path) if os.path.isfile(path) else None
 
 
-def read_encoded(value: Mapping[str, Any]) -> bytes:
+def read_encoded(value: EncodedImage) -> bytes:
     """The contents of the file of an undecoded value of `datasets.Image`."""
     if value["bytes"] is not None:
         return value["bytes"]
-    if is_member(value["path"]):
-        return read_member(value["path"])
-    if "://" in value["path"]:
+    if (path := value["path"]) is None:
+        raise ValueError("it has neither contents nor a path")
+    if is_member(path):
+        return read_member(path)
+    if "://" in path:
         from datasets.utils.file_utils import xopen
 
-        with xopen(value["path"], "rb") as file:
+        with xopen(path, "rb") as file:
             return file.read()
-    # Reading a named pipe could block, and a device may have no end.
-    with open(value["path"], "rb", opener=_open_without_waiting) as file:
+    # Reading a named pipe could block, and a device may have no end. Windows lacks O_NONBLOCK.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{value['path']} is not a regular file")
         return file.read()
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # which Windows lacks
-
-
-def is_value(feature: Any, *dtypes: str) -> bool:
+def is_value(feature: object, *dtypes: str) -> bool:
     """Whether a feature of `datasets` is a plain value of one of the dtypes."""
     import datasets
 
     return isinstance(feature, datasets.Value) and feature.dtype in dtypes
 
 
-def holds_images(feature: Any) -> bool:
-    """Whether a feature is that of images, of paths, of encoded images, or of structs of ``bytes`` or ``path``."""
+def holds_images(feature: object) -> bool:
+    """Whether a column of this feature can hold images: as such, as paths, encoded, or as ``bytes`` or ``path``."""
     import datasets
 
     if isinstance(feature, dict):
@@ -361,10 +366,15 @@ def holds_images(feature: Any) -> bool:
     return is_image or is_value(feature, "string", "large_string", "binary", "large_binary")
 
 
-def is_string(feature: Any) -> bool:
+def is_string(feature: object) -> bool:
     return is_value(feature, "string", "large_string")
 
 
-def is_integer(feature: Any) -> bool:
+def holds_captions(feature: object) -> bool:
+    """Whether a column of this feature can hold captions: strings, or lists of them."""
+    return is_string(feature) or is_string(getattr(feature, "feature", None))
+
+
+def is_integer(feature: object) -> bool:
     """Whether a feature holds integers, as a ClassLabel also does."""
     return getattr(feature, "dtype", "").startswith(("int", "uint"))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset
 
 NO_KEY = -1
+
+
+class SizedDataset(Protocol):
+    """A dataset with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Any: ...
 
 
 class KeyedItem(NamedTuple):
@@ -17,39 +25,47 @@ class KeyedItem(NamedTuple):
     key: int
     name: str = ""
 
-    @classmethod
-    def of_row(cls, item: Any, row: int) -> KeyedItem:
-        """The item of a row, which has no key if another row replaces one that is bad."""
-        replaces = isinstance(item, Mapping) and item.get("skipped")
-        return cls(item, NO_KEY if replaces else int(row))
 
+class PlainRows(Dataset[Any]):
+    """The rows of a dataset with a length, without its other methods.
 
-class KeyedRows(Dataset[KeyedItem]):
-    """A dataset with a length whose items have the numbers of their rows as keys.
+    Loaders of accelerate call a method ``set_epoch`` whenever they are iterated. That of a dataset that is evaluated
+    would change the epoch of a training on the same dataset.
 
     Args:
-        dataset: of any kind; its own rows may be those of other datasets.
+        dataset: of any kind; it may take its rows from other datasets.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: SizedDataset) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __getitem__(self, row: int) -> Any:
+        return self.dataset[row]
+
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        return read_rows(self.dataset, rows)
+
+
+class KeyedRows(PlainRows):
+    """The rows of a dataset with a length, each with its number as the key."""
+
     def __getitem__(self, row: int) -> KeyedItem:
-        return KeyedItem.of_row(self.dataset[row], row)
+        return keyed_rows([self.dataset[row]], [row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> list[KeyedItem]:
-        return keyed_rows(rows_of(self.dataset, rows), rows)
+        return keyed_rows(read_rows(self.dataset, rows), rows)
 
 
-def rows_of(dataset: Any, rows: Sequence[int]) -> Any:
+def read_rows(dataset: SizedDataset, rows: Sequence[int]) -> Any:
     """The items of some rows."""
     several = getattr(dataset, "__getitems__", None)
     return several(rows) if callable(several) else [dataset[row] for row in rows]
 
 
-def keyed_rows(items: Sequence[Any], rows: Sequence[int]) -> list[KeyedItem]:
-    """The items of some rows, each with its key."""
-    return [KeyedItem.of_row(item, row) for item, row in zip(items, rows, strict=True)]
+def keyed_rows(items: Sequence[object], rows: Sequence[int]) -> list[KeyedItem]:
+    """The items of some rows, each with its key. An item that stands in for a bad row has none."""
+    replaced = [isinstance(item, Mapping) and item.get("skipped") for item in items]
+    return [KeyedItem(item, NO_KEY if bad else int(row)) for item, bad, row in zip(items, replaced, rows, strict=True)]

@@ -30,7 +30,7 @@ class ZeroShotDataset(ImageDataset):
 
     Attributes:
         kind: the kind of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
-        known_names: the names of the `ClassLabel`, such as those of folders; None without any.
+        known_names: the names in the `ClassLabel`, for example of folders; None without a `ClassLabel`.
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
@@ -130,10 +130,10 @@ def captions_of_classes(
     that images of one class are not each other's negatives.
 
     Args:
-        dataset: a map-style `datasets.Dataset`, such as that of a folder with a folder for each class.
+        dataset: a map-style `datasets.Dataset`, for example of a folder with one folder for each class.
         templates: captions with one ``{c}`` (or ``{}``) each for the name of the class: "a photo of a {c}".
         label_column: a `ClassLabel` column, or integers.
-        class_names: one per class, matched as by `names_by_label`; by default those of the `ClassLabel`.
+        class_names: one per class, matched as by `names_by_label`; by default the names in the `ClassLabel`.
 
     Raises:
         ValueError: a template is wrong, a label has no name, or there is a column ``caption`` already.
@@ -159,7 +159,7 @@ def captions_of_classes(
     return library.concatenate_datasets([dataset, made.select_columns(["caption"])], axis=1)
 
 
-def lines_of(values: Sequence[str]) -> list[str]:
+def read_lines(values: Sequence[str]) -> list[str]:
     """The values, or the lines of the text file that a single value names."""
     if len(values) != 1 or not Path(values[0]).is_file():
         return list(values)
@@ -171,8 +171,8 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
     """The names of classes in the order of their labels.
 
     If they are the names that the dataset knows, they are matched by name; case, spaces, "_" and "-" do not count.
-    Otherwise the i-th name is that of label i. Where the dataset has numbers as names, in the order of text as folders
-    are (1, 10, 2), it is that of the i-th number instead.
+    Otherwise the i-th name belongs to label i. If the names in the dataset are numbers, sorted as text as folders are
+    (1, 10, 2), it belongs to the i-th number instead.
 
     Args:
         names: of the classes, one each.

@@ -8,14 +8,14 @@ import math
 import random
 import unicodedata
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from ..shards.values import is_unicode, shortened
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
-from .images import BadSampleError, ImageDataset, is_integer, is_string
+from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is_string
 
 if TYPE_CHECKING:
     import datasets
@@ -23,10 +23,39 @@ if TYPE_CHECKING:
 # With on_bad_sample="skip", this many bad rows in succession mean that the dataset is broken, not just a few files.
 _MAX_TRIES = 100
 
+Source = TypeVar("Source", bound="PairSource")
 REPEATED = 0.01  # the share of repeated captions from which on they are worth a word
 
 
-class ImageTextDataset(ImageDataset):
+class PairSource:
+    """What tables and streams of image-text pairs have in common."""
+
+    on_bad_sample: str
+    _augmentation: Augmentation
+    _text_dropout: float
+    _number: int | None = None
+    _views: int | None = None
+
+    def name_places(self, number: int, views: int | None = None) -> None:
+        """Adds a ``place`` to the items: where each is from, and the seed of its augmentation.
+
+        It has the number of this set and that of the row, or the names of shard and sample.
+
+        Args:
+            number: of this set among those that are combined.
+            views: the number of epochs, or passes over a stream, after which the augmentations come again; None for new
+                ones in each.
+        """
+        self._number, self._views = number, views
+
+    def plain(self: Source) -> Source:
+        """A copy that leaves images and captions as they are, and raises an error for a bad pair."""
+        changed = copy.copy(self)
+        changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"
+        return changed
+
+
+class ImageTextDataset(PairSource, ImageDataset):
     """Image-caption pairs, one per row of a `datasets.Dataset`.
 
     Item i is a dict of
@@ -116,7 +145,7 @@ class ImageTextDataset(ImageDataset):
         super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
         for option, column in caption_columns.items():
             captions = dataset.features[column] if column else None
-            if column and not (is_string(captions) or is_string(getattr(captions, "feature", None))):
+            if column and not holds_captions(captions):
                 raise ValueError(f"The {option} {column!r} must hold strings or lists of strings, not {captions}.")
         if is_string(dataset.features[caption_column]):
             check_captions_per_image(captions_per_image, single=caption_column)
@@ -131,12 +160,10 @@ class ImageTextDataset(ImageDataset):
         self.pair_id_column = pair_id_column
         self._all_captions = all_captions
         self._seed = seed
-        self._on_bad_sample = on_bad_sample
+        self.on_bad_sample: str = on_bad_sample
         self._augmentation = augmentation
         self._min_side = min_side
         self._text_dropout = text_dropout
-        self._number: int | None = None
-        self._views: int | None = None
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -144,25 +171,10 @@ class ImageTextDataset(ImageDataset):
         """Sets the epoch, which determines the drawn captions. Call it in every process before the epoch starts."""
         self._epoch.fill_(epoch)
 
-    def name_places(self, number: int, views: int | None = None) -> None:
-        """Lets items have their ``place``: the number of this set, that of the row, and the seed of the augmentation.
-
-        Args:
-            number: of this set among those that are combined.
-            views: the number of epochs after which the augmentations come again; None for new ones in each epoch.
-        """
-        self._number, self._views = number, views
-
     def views(self, row: int, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
         """An image as the first ``count`` epochs augment it: what `augment` returns, by its seed."""
-        seeds = [self._seed_of(row, "augmentation", epoch) for epoch in range(count)]
+        seeds = [self._seed_for(row, "augmentation", epoch) for epoch in range(count)]
         return {seed: augment(image, self._augmentation, seed) for seed in seeds}
-
-    def plain(self) -> ImageTextDataset:
-        """The same rows unchanged, where a bad one raises an error."""
-        changed = copy.copy(self)
-        changed._augmentation, changed._text_dropout, changed._on_bad_sample = "none", 0.0, "raise"
-        return changed
 
     def sample_captions(self, count: int) -> list[list[str]]:
         """The usable captions of up to ``count`` rows, drawn at random but always the same, without their images."""
@@ -173,7 +185,7 @@ class ImageTextDataset(ImageDataset):
     def __getitem__(self, row: int) -> dict[str, Any]:
         """The item of a row; of a `SizedRow` with its ``side``, for which a JPEG is decoded at a part of its size."""
         side = getattr(row, "side", None)
-        if self._on_bad_sample == "raise":
+        if self.on_bad_sample == "raise":
             return self._sample(row, side)
         candidate, replacements = row, self._random(row, "replacement")
         for skipped in range(_MAX_TRIES):
@@ -188,7 +200,7 @@ class ImageTextDataset(ImageDataset):
         value = self._rows[row]
         item = self._text(row, value)
         encoded = self._encoded(row, value[self._image_column])
-        if self._on_bad_sample == "skip" and not self.pair_id_column:
+        if self.on_bad_sample == "skip" and not self.pair_id_column:
             item["pair_id"] = content_pair_id(encoded, usable_captions(value[self.caption_column]))
         if side is not None:
             item["side"] = side
@@ -236,7 +248,7 @@ class ImageTextDataset(ImageDataset):
             "caption_column": self.caption_column,
             "pair_id_column": self.pair_id_column,
             "seed": self._seed,
-            "on_bad_sample": self._on_bad_sample,
+            "on_bad_sample": self.on_bad_sample,
             "augmentation": self._augmentation,
             "min_side": self._min_side,
             "text_dropout": self._text_dropout,
@@ -246,7 +258,7 @@ class ImageTextDataset(ImageDataset):
     @property
     def optional_keys(self) -> set[str]:
         """The keys of its items that not all datasets give."""
-        skips = self._on_bad_sample == "skip"
+        skips = self.on_bad_sample == "skip"
         return {*(["pair_id"] if skips or self.pair_id_column else []), *(["skipped"] if skips else [])}
 
     def content_fingerprint(self) -> str:
@@ -256,22 +268,22 @@ class ImageTextDataset(ImageDataset):
 
     @property
     def changes_captions(self) -> bool:
-        """Whether the captions of an item may be others than those of its row."""
+        """Whether the captions of an item may differ from those in its row."""
         return bool(self._text_dropout)
 
     @property
     def changes_images(self) -> bool:
         """Whether the image of an item may differ from epoch to epoch."""
-        return self._augmentation != "none" or self._on_bad_sample == "skip"
+        return self._augmentation != "none" or self.on_bad_sample == "skip"
 
     def _random(self, row: int, purpose: str) -> random.Random:
-        return random.Random(self._seed_of(row, purpose))  # seeded with the SHA-512 of the text
+        return random.Random(self._seed_for(row, purpose))  # seeded with the SHA-512 of the text
 
     def _seed_of_view(self, row: int) -> str:
         epoch = int(self._epoch.item())
-        return self._seed_of(row, "augmentation", epoch % self._views if self._views else epoch)
+        return self._seed_for(row, "augmentation", epoch % self._views if self._views else epoch)
 
-    def _seed_of(self, row: int, purpose: str, epoch: int | None = None) -> str:
+    def _seed_for(self, row: int, purpose: str, epoch: int | None = None) -> str:
         return f"{self._seed} {int(self._epoch.item()) if epoch is None else epoch} {row} {purpose}"
 
 

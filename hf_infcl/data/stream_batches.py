@@ -22,7 +22,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
 from ..shards.names import sample_key
 from ..shards.opening import digest
+from ..shards.readers import Sample
 from ..shards.tar_layout import DamagedShardError
+from .collator import DataCollator
 from .images import BadSampleError
 from .keyed import KeyedItem
 
@@ -47,7 +49,7 @@ class Samples(Protocol):
     weights: list[float]  # of the groups
     left_out: str  # says which samples are; empty for none
 
-    def item(self, passes: int, shard: int, key: str, sample: Any, side: int | None) -> dict[str, Any]:
+    def item(self, passes: int, shard: int, key: str, sample: Sample, side: int | None) -> dict[str, Any]:
         """The item of a raw sample, after this many passes, with its image for this side."""
 
 
@@ -85,7 +87,7 @@ class Shares:
 
 
 class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
-    """The micro-batches of one process from a stream, a table or a mixture, and the record of those consumed.
+    """Reads the micro-batches of one process from a stream, a table or a mixture, and records which were consumed.
 
     The elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
     with each tag, in order, once its batch has been trained on; `state` is then this process's part of a checkpoint.
@@ -101,7 +103,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return False  # other data has all its samples, and does not ask which ones to pass over
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
-        """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
+        """Makes images with these sides from the next micro-batch on, which belongs to this step."""
         raise NotImplementedError
 
     def consume(self, tag: Mapping[str, Any]) -> None:
@@ -145,7 +147,7 @@ class StreamBatches(MicroBatches):
         self,
         stream: Samples,
         batch_size: int | Shares,
-        collate: Callable[[list[dict[str, Any]]], Any] = list,
+        collate: DataCollator = list,
         *,
         rank: int = 0,
         world_size: int = 1,

@@ -10,7 +10,7 @@ import logging
 import math
 import posixpath
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -21,13 +21,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..shards.lanes import Shard
 from ..shards.names import shown
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
-from ..shards.readers import Columns, KeptSamples, reader_of
+from ..shards.readers import Columns, KeptSamples, Sample, make_reader
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
-from ..shards.values import cause_of
+from ..shards.values import describe_cause
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
+from .collator import DataCollator
 from .images import BadSampleError, decode_rgb, least_side
 from .pairs import (
+    PairSource,
     as_pair_id,
     caption_pair_id,
     check_captions_per_image,
@@ -44,10 +46,10 @@ _CURE = 'Repair or drop it, or leave such samples out with on_bad_sample="skip".
 _SAMPLED, _SAMPLED_SHARDS = 256, 8  # of `sample_captions`
 
 
-class ImageTextStream(IterableDataset[dict[str, Any]]):
+class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
     """Image-caption pairs from tar or parquet shards, without end: pass after pass, each in another order.
 
-    Its items are those of `ImageTextDataset`, always with a pair id: dicts of
+    It yields the same items as `ImageTextDataset`, always with a pair id: dicts of
         image, cropped: as in `ImageTextDataset`.
         caption: list of one str, or of up to `captions_per_image`, drawn anew in each pass.
         negative_captions: as in `ImageTextDataset`; only with a `negative_caption_column`.
@@ -132,24 +134,23 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise ValueError("A stream needs at least one source, got none.")
         if weights is not None:
             _check_weights(weights, sources)
-        self.sources = sources
+        self.sources, self.name = sources, " ".join(sources)
         self.weights = [1.0] if weights is None else [float(weight) for weight in weights]
         self.seed, self.shuffle_buffer, self.open_shards, self.lanes = seed, shuffle_buffer, open_shards, lanes
         self.samples_per_epoch = samples_per_epoch
         self._columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
+        self.image_column, self.caption_column, self.pair_id_column = image_column, caption_column, pair_id_column
         self._processes = 1  # when the stream was pickled
         self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
         self.on_bad_sample: str = on_bad_sample
         self._augmentation, self._min_side, self._text_dropout = augmentation, min_side, text_dropout
-        self._number: int | None = None
-        self._views: int | None = None
         self.left_out = ""  # says which samples are
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []
         for number, source in enumerate(sources):
             urls = find_shards(source, split=split, name=name)
-            reader = reader_of(urls, self._columns)
+            reader = make_reader(urls, self._columns)
             if not reader.has_lists:
                 check_captions_per_image(captions_per_image, single=caption_column)
             groups.append(list(range(len(self.shards), len(self.shards) + len(urls))))
@@ -211,32 +212,10 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_processes": _world_size()}  # a worker that is not forked belongs to no group
 
-    @property
-    def image_column(self) -> str | None:
-        return self._columns.image
-
-    @property
-    def caption_column(self) -> str | None:
-        return self._columns.caption
-
-    @property
-    def pair_id_column(self) -> str | None:
-        return self._columns.pair_id
-
-    def name_places(self, number: int, views: int | None = None) -> None:
-        """As `ImageTextDataset.name_places`, with the names of shard and sample in place of a row, and passes."""
-        self._number, self._views = number, views
-
     def views(self, shard: int, key: str, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
         """The image of a sample as the first ``count`` passes augment it: what `augment` returns, by its seed."""
         seeds = [self._seed_of_view(view, f"{self.shards[shard].name} {key}") for view in range(count)]
         return {seed: augment(image, self._augmentation, seed) for seed in seeds}
-
-    def plain(self) -> ImageTextStream:
-        """The same samples unchanged, where a bad one raises an error."""
-        changed = copy.copy(self)
-        changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"
-        return changed
 
     def without(self, keys: np.ndarray) -> ImageTextStream:
         """The stream without the samples of some keys, [n] int64 in ascending order; see `sample_key`."""
@@ -261,13 +240,11 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
                             found.append(usable_captions(row[column]))
         return [captions for captions in found if captions]
 
-    def batches(
-        self, batch_size: int | Shares, collate: Callable[[list[dict[str, Any]]], Any] = list, **where: Any
-    ) -> StreamBatches:
+    def batches(self, batch_size: int | Shares, collate: DataCollator = list, **where: Any) -> StreamBatches:
         """The micro-batches of one process; see `StreamBatches` for the options."""
         return StreamBatches(self, batch_size, collate, **where)
 
-    def item(self, passes: int, shard: int, key: str, sample: Any, side: int | None = None) -> dict[str, Any]:
+    def item(self, passes: int, shard: int, key: str, sample: Sample, side: int | None = None) -> dict[str, Any]:
         """The item of a raw sample, after this many passes; with a ``side``, for images of this size.
 
         Raises:
@@ -275,12 +252,16 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         """
         url, name, reader = self.shards[shard]
         with self._named(url, key, sample):
+            assert not isinstance(sample, DamagedShardError)
             item = self._item(url, f"{name} {key}", passes, reader.row(sample), side)
             if self._number is None:
                 return item
-            return {**item, "place": (self._number, place_of(url, key), self._seed_of_view(passes, f"{name} {key}"))}
+            return {
+                **item,
+                "place": (self._number, sample_place(url, key), self._seed_of_view(passes, f"{name} {key}")),
+            }
 
-    def image_and_captions(self, shard: int, key: str, sample: Any) -> tuple[np.ndarray | None, list[str]]:
+    def image_and_captions(self, shard: int, key: str, sample: Sample) -> tuple[np.ndarray | None, list[str]]:
         """The image of a raw sample and all its captions, of which it need not have any.
 
         Raises:
@@ -288,12 +269,13 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         """
         url, _, reader = self.shards[shard]
         with self._named(url, key, sample):
+            assert not isinstance(sample, DamagedShardError)
             row = reader.row(sample)
             image = None if self.image_column is None else decode_rgb(self._encoded(url, row), self._min_side)
             return image, [] if self.caption_column is None else usable_captions(row[self.caption_column])
 
     @contextmanager
-    def _named(self, url: str, key: str, sample: Any) -> Iterator[None]:
+    def _named(self, url: str, key: str, sample: Sample) -> Iterator[None]:
         """Raises a BadSampleError with the names of shard and sample in place of another error."""
         if isinstance(sample, DamagedShardError):
             raise BadSampleError(f"{sample} {_CURE}", str(sample)) from sample
@@ -304,7 +286,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         except ReadError:
             raise
         except Exception as error:  # decoders raise exceptions of any class
-            cause = cause_of(error)
+            cause = describe_cause(error)
             raise BadSampleError(f"Sample {shown(key)} of the shard {url!r} is bad: {cause}. {_CURE}", cause) from error
 
     def _encoded(self, url: str, row: dict[str, Any]) -> bytes:
@@ -357,7 +339,7 @@ def name_of_shard(url: str) -> str:
     return posixpath.splitext(posixpath.basename(url))[0]
 
 
-def place_of(url: str, key: str) -> str:
+def sample_place(url: str, key: str) -> str:
     """The name of a sample, after that of its shard."""
     return f"{name_of_shard(url)}/{key}"
 

@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..shards.members import register
 from ..shards.names import IMAGE_EXTENSIONS
@@ -19,15 +19,13 @@ from ..shards.opening import existing_part, existing_paths_are_literal, name_or_
 from ..shards.tar_tables import tar_table
 from ..shards.urls import Url
 from .columns import find_image_column
-from .images import holds_images, is_value
+from .images import EncodedImage, holds_images, is_value
 
 if TYPE_CHECKING:
     import datasets
 
 _PROBED = 2**16  # bytes of a CSV file whose rows show the separator
 _LOOKED_FOR, _LOOKED_FOR_REMOTELY = 10_000, 10  # images whose relative paths are tried
-
-
 _LOOKED_AT = 100  # files that may lie beside images
 
 
@@ -173,7 +171,7 @@ def _load_saved(source: str, split: str) -> datasets.Dataset:
     return loaded[split]
 
 
-def _check_no_pairs_of_files(rows: datasets.Dataset, files: Any, split: str) -> None:
+def _check_no_pairs_of_files(rows: datasets.Dataset, files: Mapping[str, Sequence[str]], split: str) -> None:
     """Raises a ValueError if the rows are of text files that lie beside images of the same names."""
     if rows.info.builder_name not in ("text", "json"):
         return
@@ -190,11 +188,11 @@ def _check_no_pairs_of_files(rows: datasets.Dataset, files: Any, split: str) -> 
 
 
 def _of_tar_files(files: Mapping[str, Sequence[str]], split: str, image_column: str) -> datasets.Dataset:
-    """The rows of tar files; ``files`` are those of each split."""
+    """The rows of tar files; ``files`` lists them by split."""
     import datasets
 
     found: dict[str, datasets.Dataset] = {}
-    for name in dict.fromkeys(names_of(split)):
+    for name in dict.fromkeys(split_names(split)):
         if name not in files:
             raise ValueError(f"there is no such split. Its splits are {[str(known) for known in files]}.")
         if wrong := [Url(file) for file in files[name] if not str(file).endswith(".tar")]:
@@ -238,7 +236,7 @@ def _separator(files: Sequence[str]) -> str | None:
 
 
 def _with_whole_paths(
-    rows: datasets.Dataset, files: Any, source: str, split: str, image_column: str
+    rows: datasets.Dataset, files: Mapping[str, Sequence[str]], source: str, split: str, image_column: str
 ) -> datasets.Dataset:
     """The rows with the relative paths of their images joined to the folder of the files, if they are relative to it.
 
@@ -252,7 +250,7 @@ def _with_whole_paths(
         return rows
     images = rows.cast_column(image_column, datasets.Image(decode=False))
     relative = list(itertools.islice(_relative_paths(images, image_column), _LOOKED_FOR))
-    folders = sorted({posixpath.dirname(str(file)) for name in names_of(split) for file in files.get(name, ())})
+    folders = sorted({posixpath.dirname(str(file)) for name in split_names(split) for file in files.get(name, ())})
     if (
         not relative
         or not folders
@@ -266,15 +264,15 @@ def _with_whole_paths(
         )
     (folder,) = folders
 
-    def join(image: dict[str, Any] | None) -> dict[str, Any]:
+    def join(image: EncodedImage | None) -> dict[str, EncodedImage | None]:
         if image is not None and _is_relative(image):
-            image = {"bytes": None, "path": posixpath.join(folder, image["path"])}
+            image = {"bytes": None, "path": posixpath.join(folder, str(image["path"]))}
         return {image_column: image}
 
     return images.map(join, input_columns=[image_column], desc="Paths of images")
 
 
-def names_of(split: str) -> list[str]:
+def split_names(split: str) -> list[str]:
     """The names of the splits in "train[:10%]+test"."""
     return [part.partition("[")[0].strip() for part in split.split("+")]
 
@@ -307,6 +305,6 @@ def _relative_paths(images: datasets.Dataset, column: str) -> Iterator[str]:
                 yield str(path)
 
 
-def _is_relative(image: dict[str, Any]) -> bool:
+def _is_relative(image: EncodedImage) -> bool:
     path = image["path"]
     return image["bytes"] is None and path is not None and "://" not in path and not os.path.isabs(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +101,7 @@ class ImageTransform:
         return pixels[:, top : top + crop[0], left : left + crop[1]]
 
     def of_side(self, side: int) -> ImageTransform:
-        """The same for squares of this side. What is cropped away stays in proportion."""
+        """The transform that makes squares of this side. It crops away the same share."""
         if self.crop is None:
             return replace(self, size=(side, side))
         share = side / min(self.crop)
@@ -116,7 +117,7 @@ class ImageTransform:
 
 
 def set_image_size(processor: Any, side: int) -> None:
-    """Lets an image processor of transformers return squares of this side. What is cropped away stays in proportion.
+    """Makes an image processor of transformers return squares of this side. It crops away the same share as before.
 
     Raises:
         ValueError: its images have no fixed size.
@@ -155,7 +156,7 @@ def _inherits_its_methods(kind: type) -> bool:
     return not any(hasattr(backend, name) for name in changed - {"__init__"})
 
 
-def _sides(size: Any) -> tuple[int, int] | int | None:
+def _sides(size: Mapping[str, int] | None) -> tuple[int, int] | int | None:
     """Height and width, or the length of the shorter side alone; None for any other kind of size in transformers."""
     sides = dict(size or {})
     if sides.keys() == {"height", "width"}:

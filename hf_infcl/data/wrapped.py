@@ -9,47 +9,48 @@ from typing import Any
 from .streams import ImageTextStream
 
 
-def set_epoch(dataset: Any, epoch: int) -> None:
+def set_epoch(dataset: object, epoch: int) -> None:
     """Calls ``set_epoch`` of a dataset and of all datasets that it wraps, where the method exists."""
-    for part in parts_of(dataset):
+    for part in all_parts(dataset):
         if callable(method := getattr(part, "set_epoch", None)):
             method(epoch)
 
 
-def has_epochs(dataset: Any) -> bool:
+def has_epochs(dataset: object) -> bool:
     """Whether a dataset, or one that it wraps, has a method ``set_epoch``."""
-    return any(callable(getattr(part, "set_epoch", None)) for part in parts_of(dataset))
+    return any(callable(getattr(part, "set_epoch", None)) for part in all_parts(dataset))
 
 
-def most_captions(dataset: Any) -> int:
+def most_captions(dataset: object) -> int:
     """The maximum number of captions per image drawn by a dataset or one that it wraps."""
-    return max((getattr(part, "captions_per_image", 1) for part in parts_of(dataset)), default=1)
+    return max((getattr(part, "captions_per_image", 1) for part in all_parts(dataset)), default=1)
 
 
-def negative_caption_columns(dataset: Any) -> list[str]:
+def negative_caption_columns(dataset: object) -> list[str]:
     """The columns of negative captions of a dataset and of all datasets that it wraps."""
-    columns = (getattr(part, "negative_caption_column", None) for part in parts_of(dataset))
+    columns = (getattr(part, "negative_caption_column", None) for part in all_parts(dataset))
     return sorted({column for column in columns if column})
 
 
-def gives(dataset: Any, key: str) -> bool:
+def gives(dataset: object, key: str) -> bool:
     """Whether the items of a dataset have this one of the keys that not all datasets give."""
-    return any(key in getattr(part, "optional_keys", ()) for part in parts_of(dataset))
+    return any(key in getattr(part, "optional_keys", ()) for part in all_parts(dataset))
 
 
-def content_fingerprint(dataset: Any) -> str:
+def content_fingerprint(dataset: object) -> str:
     """A fingerprint of the contents of a dataset and of all datasets that it wraps; empty if none has one."""
-    found = [part.content_fingerprint() for part in parts_of(dataset) if hasattr(part, "content_fingerprint")]
+    found = [part.content_fingerprint() for part in all_parts(dataset) if hasattr(part, "content_fingerprint")]
     return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()[:16] if found else ""
 
 
-def parts_of(dataset: Any) -> Iterator[Any]:
+def all_parts(dataset: object) -> Iterator[Any]:
     """A dataset and all datasets that it wraps.
 
-    Wrapped datasets are found in the attributes ``dataset`` and ``datasets``, where torch's Subset, ConcatDataset and
+    It looks into the attributes ``dataset`` and ``datasets``, where torch's Subset, ConcatDataset and
     random_split and accelerate's shards of streams keep them.
     """
-    pending, seen = [dataset], set()
+    pending: list[object] = [dataset]
+    seen: set[int] = set()
     while pending:
         part = pending.pop()
         if part is None or id(part) in seen:
@@ -62,9 +63,9 @@ def parts_of(dataset: Any) -> Iterator[Any]:
         pending += [getattr(part, "dataset", None), *(several if isinstance(several, Collection) else ())]
 
 
-def check_has_end(dataset: Any) -> None:
+def check_has_end(dataset: object) -> None:
     """Raises a ValueError if a dataset to evaluate is, or wraps, an `ImageTextStream`, which has no end."""
-    if any(isinstance(part, ImageTextStream) for part in parts_of(dataset)):
+    if any(isinstance(part, ImageTextStream) for part in all_parts(dataset)):
         raise ValueError(
             "An ImageTextStream cannot be evaluated: it gives its samples pass after pass, without end. Evaluate a "
             "dataset that has a length, such as "

@@ -1,6 +1,6 @@
 """Zero-shot classification, image-text retrieval and the choice of captions from embeddings."""
 
-from .bootstrap import Difference, bounds, differences, differences_by_class, hits_of, interval, resampled
+from .bootstrap import Difference, bounds, count_hits, differences, differences_by_class, interval, resampled
 from .captions import WithTextsOnHost, caption_ids, group_by_image, image_of_captions, taken_apart
 from .classification import (
     checked_ranks,
@@ -13,7 +13,7 @@ from .classification import (
     zero_shot_metrics,
 )
 from .metrics import METRICS, Choices, ClassRanks, Found, LabelScores, PairRanks, measured
-from .retrieval import choice_metrics, choices, pair_ranks, recall_ceilings, retrieval_metrics
+from .retrieval import choices, pair_ranks, recall_ceilings, retrieval_metrics
 
 __all__ = [
     "METRICS",
@@ -28,15 +28,14 @@ __all__ = [
     "caption_ids",
     "checked_ranks",
     "checked_scores",
-    "choice_metrics",
     "choices",
     "class_places",
     "class_ranks",
     "class_scores",
+    "count_hits",
     "differences",
     "differences_by_class",
     "group_by_image",
-    "hits_of",
     "image_of_captions",
     "interval",
     "label_scores",

@@ -2,7 +2,7 @@
 
 These are the 2.5th and 97.5th percentiles of 1,000 resamples of the images (Efron and Tibshirani 1993, An Introduction
 to the Bootstrap, section 13.3). The captions of an image stay together, because they are not independent. The resamples
-of two sets of equal size are the same, so the difference of two models is that of the resampled values.
+of two sets of equal size are the same, so two models are compared on the same resamples.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .metrics import HIGH, LOW, ClassRanks, Found, Hits, LabelScores, measured, metrics_of
+from .metrics import HIGH, LOW, ClassRanks, Found, Hits, LabelScores, defined_metrics, measured
 
 RESAMPLES = 1000
 PERCENTILES = 2.5, 97.5
@@ -21,9 +21,9 @@ _SEED = 0
 WEIGHTS_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
 
 
-def hits_of(found: Found) -> dict[str, Hits]:
+def count_hits(found: Found) -> dict[str, Hits]:
     """The hits of each image, for all metrics that are shares of hits; nothing for `LabelScores`."""
-    return {name: metric.hits(found) for name, metric in metrics_of(found).items() if metric.hits is not None}
+    return {name: metric.hits(found) for name, metric in defined_metrics(found).items() if metric.hits is not None}
 
 
 def resampled(hits: Sequence[Hits]) -> np.ndarray:
@@ -126,7 +126,7 @@ class Difference:
 
 
 def differences(first: Found, second: Found) -> dict[str, Difference]:
-    """The metrics of two models on the same images, by name; that of `LabelScores` has no interval.
+    """The metrics of two models on the same images, by name; for `LabelScores` without an interval.
 
     Raises:
         ValueError: the results are of other images.
@@ -134,7 +134,7 @@ def differences(first: Found, second: Found) -> dict[str, Difference]:
     if isinstance(first, LabelScores):
         values = measured(first), measured(second)
         return {name: Difference(value, values[1][name]) for name, value in values[0].items()}
-    both = hits_of(first), hits_of(second)
+    both = count_hits(first), count_hits(second)
     sizes = [sorted({len(one.right) for one in hits.values()}) for hits in both]
     if sizes[0] != sizes[1]:
         raise ValueError(f"Only results on the same images can be compared, got {sizes[0]} and {sizes[1]}.")

@@ -92,7 +92,7 @@ def checked_scores(scores: Tensor, labels: Tensor) -> LabelScores:
 
 @torch.no_grad()
 def class_ranks(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> ClassRanks:
-    """The rank of each image's class; arguments and errors are those of `zero_shot_metrics`."""
+    """The rank of each image's class; arguments and errors as for `zero_shot_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     classifier = checked_embeds("classifier", classifier, like=image_embeds)
     num_classes = len(classifier)

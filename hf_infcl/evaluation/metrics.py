@@ -21,10 +21,10 @@ class PairRanks(NamedTuple):
     """The ranks in a set of N images with M captions; 0 is the top.
 
     Attributes:
-        images: [M] int32 on the CPU, among all images that of each caption's image.
-        texts: [N] int32 on the CPU, among all captions that of each image's best-placed one; M without a caption.
+        images: [M] int32 on the CPU, the rank of each caption's image among all images.
+        texts: [N] int32 on the CPU, the rank of each image's best-placed caption among all captions; M if it has none.
         text_image: [M] int64 on the CPU, the image of each caption.
-        answers: [N] int64 on the CPU, the caption that is found for each image.
+        answers: [N] int64 on the CPU, the caption that each image ranks first.
         gaps: [N] float on the CPU, by how much the cosine of the answer exceeds that of the image's best caption.
     """
 
@@ -44,7 +44,7 @@ class ClassRanks(NamedTuple):
     """The ranks in a set of N images of C classes; 0 is the top.
 
     Attributes:
-        classes: [N] int32 on the CPU, among all classes that of each image's class.
+        classes: [N] int32 on the CPU, the rank of each image's class among all classes.
         labels: [N] int64 on the CPU, the class of each image.
         num_classes: C.
         answers: [N] int64 on the CPU, the class that is chosen for each image.
@@ -89,8 +89,8 @@ class Choices(NamedTuple):
 
     Attributes:
         right: [N] bool on the CPU, whether all right captions are preferred to all wrong ones.
-        answers: [N] int64 on the CPU, the caption that is chosen, by its number among those of the image.
-        gaps: [N] float on the CPU, the cosine of the best wrong caption less that of the worst right one.
+        answers: [N] int64 on the CPU, the caption that is chosen, by its number within the image.
+        gaps: [N] float on the CPU, the cosine of the best wrong caption minus the cosine of the worst right one.
     """
 
     right: Tensor
@@ -120,7 +120,7 @@ class Metric:
     Attributes:
         kind: of the set: ``"pairs"``; ``"classes"`` for zero-shot classification, or ``"labels"`` if an image may be of
             several classes; ``"choices"`` between a right caption and wrong ones.
-        measure: computes it from what was found on a set; None for the loss, which the trainer computes.
+        measure: computes it from the ranks or scores on a set; None for the loss, which the trainer computes.
         hits: counts the `Hits` whose share the metric is, from the same; None for a metric that is no such share, and
             so has no interval.
         words: its name in a model card.
@@ -241,10 +241,12 @@ def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metr
 
 def measured(found: Found) -> dict[str, float]:
     """The metrics of a set by name, without the loss."""
-    return {name: metric.measure(found) for name, metric in metrics_of(found).items() if metric.measure is not None}
+    return {
+        name: metric.measure(found) for name, metric in defined_metrics(found).items() if metric.measure is not None
+    }
 
 
-def metrics_of(found: Found) -> dict[str, Metric]:
+def defined_metrics(found: Found) -> dict[str, Metric]:
     """The metrics by name that are defined for a set."""
     if isinstance(found, ClassRanks):
         return metrics_of_kind("classes", found.num_classes)
@@ -253,7 +255,7 @@ def metrics_of(found: Found) -> dict[str, Metric]:
 
 
 def is_bound(name: str) -> bool:
-    """Whether a name is that of a ceiling, or of a bound of an interval, instead of a metric."""
+    """Whether a name denotes a ceiling, or a bound of an interval, and not a metric."""
     return name.endswith((CEILING, LOW, HIGH))
 
 

@@ -69,10 +69,6 @@ def positive_places(
     return Places(*map(torch.cat, (ranks, answers, gaps)))
 
 
-def fraction(hits: Tensor) -> float:
-    return int(hits.sum()) / len(hits)
-
-
 def checked_embeds(name: str, embeds: Tensor, like: Tensor | None = None) -> Tensor:
     """`embeds` as a finite [rows, D] tensor in fp32 or fp64, or a ValueError; `like` determines device and D."""
     if embeds.ndim != 2 or 0 in embeds.shape or not embeds.is_floating_point():

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .metrics import CEILING, KS, Choices, PairRanks, measured, recalls
-from .ranking import checked_embeds, checked_index, checked_integers, fraction, positive_places
+from .ranking import checked_embeds, checked_index, checked_integers, positive_places
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def retrieval_metrics(
 def pair_ranks(
     image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, caption_ids: Tensor | None = None
 ) -> PairRanks:
-    """The ranks of all pairs in both directions; arguments and errors are those of `retrieval_metrics`."""
+    """The ranks of all pairs in both directions; arguments and errors as for `retrieval_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
     device = image_embeds.device
@@ -85,8 +85,8 @@ def pair_ranks(
 
 
 @torch.no_grad()
-def choice_metrics(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right: int = 1) -> dict[str, float]:
-    """How often an image is more similar to each of its right captions than to each of its wrong ones.
+def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right: int = 1) -> Choices:
+    """What each image chooses: whether it is more similar to each of its right captions than to each of its wrong ones.
 
     This is the measure of SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610) and, with two right captions, the image-text
     measure of SugarCrepe++ (Dumpala et al. 2024, arXiv 2406.11171). A tie counts as wrong.
@@ -97,18 +97,9 @@ def choice_metrics(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor
         text_image: [M] integer in [0, N), in ascending order: the image that each caption belongs to.
         right: the number of right captions of each image.
 
-    Returns:
-        Fractions: `text_acc`.
-
     Raises:
         ValueError: wrong shape or dtype, NaN or infinity, indices out of range, an image without a wrong caption.
     """
-    return measured(choices(image_embeds, text_embeds, text_image, right))
-
-
-@torch.no_grad()
-def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right: int = 1) -> Choices:
-    """What each image chooses; arguments and errors are those of `choice_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
     text_image = checked_index("text_image", text_image, len(text_embeds), len(image_embeds), image_embeds.device)
@@ -164,7 +155,8 @@ def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks
     for k in ks:
         found = int(image_counts[image_places < k].sum())
         ceilings[f"image_retrieval_recall@{k}{CEILING}"] = found / len(caption_ids)
-        ceilings[f"text_retrieval_recall@{k}{CEILING}"] = fraction(text_places < min(k, len(caption_ids)))
+        within = text_places < min(k, len(caption_ids))
+        ceilings[f"text_retrieval_recall@{k}{CEILING}"] = int(within.sum()) / num_images
     return ceilings
 
 

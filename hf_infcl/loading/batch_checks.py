@@ -1,20 +1,16 @@
-"""Checks of the batches of a training: of what a data collator returns, and of its tokens."""
+"""Checks of what a data collator returns for a training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from ..data.keyed import KeyedItem
 from ..encoders.dual_encoder import IMAGE_FEATURES, images_of
 from ..evaluation.captions import group_by_image
-from ..refusals import check_tokens
 
 
-def check_window(window: Sequence[Any], equal_ids: str) -> None:
+def check_window(window: Sequence[Mapping[str, Tensor]], equal_ids: str) -> None:
     """Raises a ValueError if the batches of a window cannot be trained on together; see `check_batch`."""
     for batch in window:
         check_batch(batch, equal_ids)
@@ -26,7 +22,7 @@ def check_window(window: Sequence[Any], equal_ids: str) -> None:
         )
 
 
-def check_batch(batch: Any, equal_ids: str) -> None:
+def check_batch(batch: object, equal_ids: str) -> None:
     """Raises a ValueError if a data collator returns a batch that cannot be trained on.
 
     Args:
@@ -55,26 +51,3 @@ def check_batch(batch: Any, equal_ids: str) -> None:
             "Pass equal_ids='positive', which trains on all of them, or wrap the training rows in "
             "ImageTextDataset(dataset), which draws one caption per epoch."
         )
-
-
-class CheckingCollator:
-    """A data collator that checks its tokens against the model's vocabulary while they are in host memory.
-
-    Of items with keys, the batch gets ``pair_keys`` [images] int64.
-
-    Args:
-        collate: the data collator.
-        vocabulary: as for `check_tokens`.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], vocabulary: int | None) -> None:
-        self._collate, self._vocabulary = collate, vocabulary
-
-    def __call__(self, items: list[Any]) -> Any:
-        keyed = isinstance(items[0], KeyedItem)
-        batch = self._collate([one.item for one in items] if keyed else items)
-        if isinstance(batch, Mapping) and isinstance(tokens := batch.get("input_ids"), Tensor):
-            check_tokens(tokens, self._vocabulary)
-        if keyed and isinstance(batch, Mapping):
-            batch = {**batch, "pair_keys": torch.tensor([one.key for one in items])}
-        return batch

@@ -37,8 +37,8 @@ _ENDLESS = 2**40  # steps of data without an end
 class Section(NamedTuple):
     """Steps of one size within one pass over the data: where they begin, their number, and their division.
 
-    ``rows`` are those of the pass in one step, and ``first`` is the number of micro-batches, of all processes, before
-    them in this training.
+    ``rows`` counts the rows of the pass in one step, and ``first`` the micro-batches, of all processes, that this
+    training has before them.
     """
 
     begin: Position
@@ -55,7 +55,7 @@ class Section(NamedTuple):
 
     @property
     def micro_batches(self) -> int:
-        """Of one global batch, on all processes."""
+        """The number of micro-batches of one global batch, on all processes."""
         return self.size // self.micro_batch
 
 
@@ -251,7 +251,7 @@ class BatchPlan(Course):
         return at.epoch + at.rows / whole
 
     def stages(self) -> Iterator[tuple[int, int, int, int]]:
-        """For each size: its pairs, those of a micro-batch, the micro-batches of each process, and its steps."""
+        """For each size: pairs of a global batch, pairs of a micro-batch, micro-batches of each process, and steps."""
         for size, sections in itertools.groupby(self.sections, key=lambda section: section.size):
             micro_batch, accumulation = divided_batch(size, self._micro_batch, self.processes)
             yield size, micro_batch, accumulation, sum(section.steps for section in sections)
@@ -259,7 +259,7 @@ class BatchPlan(Course):
     # ---- By micro-batch ----
 
     def steps_after(self, micro_batches: int) -> int:
-        """The steps that this training trains with so many micro-batches of all processes; no more than it has."""
+        """How many steps this number of micro-batches of all processes makes; at most all that the training has."""
         place = self.place(micro_batches)
         return (self.steps if place is None else place.at.step) - self.begin.step
 

@@ -56,9 +56,9 @@ class CachedImages(Dataset[dict[str, Any]]):
         self.dataset.set_epoch(epoch)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {**self.input_of(row), **self.dataset.without_image(row)}
+        return {**self.image_input(row), **self.dataset.without_image(row)}
 
-    def input_of(self, row: int) -> dict[str, Any]:
+    def image_input(self, row: int) -> dict[str, Any]:
         """What the image tower, or what follows on it, gets for a row."""
         return {"image_features": _read(self._features, row)}
 
@@ -80,25 +80,28 @@ class CachedStart(Dataset[dict[str, Any]]):
         return len(self.dataset)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        item, captions = self.dataset[row], pairs_of(self.dataset).captions(row)
+        item, captions = self.dataset[row], wrapped_pairs(self.dataset).captions(row)
         embeds = _read(self._features, row).view(1 + len(captions), -1)
         return {**item, "at_start": embeds[[0, *(1 + captions.index(caption) for caption in item["caption"])]]}
 
 
-def pairs_of(items: ImageTextDataset | CachedImages) -> ImageTextDataset:
+def wrapped_pairs(items: ImageTextDataset | CachedImages) -> ImageTextDataset:
     return items.dataset if isinstance(items, CachedImages) else items
 
 
 def cached(
     content: str,
-    inputs: Sequence[dict[str, Any]],
+    inputs: FeatureInputs,
     folder: str,
     tower: nn.Module,
-    encode: Callable[[dict[str, Any]], Sequence[Tensor]],
+    encode: Callable[[dict[str, Tensor]], Sequence[Tensor]],
     collator: ContrastiveCollator,
     dtype: str,
-    agree: Callable[[], Any],
-    **loading: Any,
+    agree: Callable[[], object],
+    *,
+    batch_size: int,
+    num_workers: int,
+    pin_memory: bool,
 ) -> datasets.Dataset:
     """Computes the features that the folder does not contain yet. Collective: every process calls it.
 
@@ -115,7 +118,7 @@ def cached(
         dtype: the dtype of the tower's computation, which is part of the fingerprint.
         agree: called before each shard of a process and at the end; collective. It raises an error on all processes if
             one has failed, and may end the training.
-        **loading: options of the DataLoader.
+        batch_size, num_workers, pin_memory: of the data loader.
 
     Returns:
         A dataset of the bytes of the features, in fp32, by row.
@@ -135,7 +138,13 @@ def cached(
     def compute(number: int) -> None:
         rows = range(number * ROWS_OF_SHARD, min(len(inputs), (number + 1) * ROWS_OF_SHARD))
         logger.info(f"Computing the features of rows {rows.start} to {rows.stop - 1} of {len(inputs)}.")
-        loader: Any = DataLoader(Subset(inputs, rows), collate_fn=collator, **loading)  # type: ignore[arg-type]
+        loader = DataLoader(
+            Subset(inputs, rows),
+            batch_size,
+            collate_fn=collator,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+        )
         _write(shards[number], [row for batch in loader for row in encode(batch)])
 
     for_each_missing(count, lambda number: _is_whole(shards[number]), compute, agree)
@@ -143,9 +152,9 @@ def cached(
 
 
 def for_each_missing(
-    count: int, is_there: Callable[[int], bool], compute: Callable[[int], None], agree: Callable[[], Any]
+    count: int, is_there: Callable[[int], bool], compute: Callable[[int], None], agree: Callable[[], object]
 ) -> None:
-    """Computes those of the numbers 0 to ``count - 1`` that are not there; the processes take turns. Collective.
+    """Computes what is missing among the numbers 0 to ``count - 1``; the processes take turns. Collective.
 
     Args:
         count: of the numbers.
@@ -164,7 +173,7 @@ def for_each_missing(
 
 
 def check_cacheable(
-    pairs: Any, tower: nn.Module | None, collator: Any, *, keeps: bool, sharded: bool, compiled: bool
+    pairs: object, tower: nn.Module | None, collator: object, *, keeps: bool, sharded: bool, compiled: bool
 ) -> None:
     """Raises a ValueError if the features of the images are not the same at every step, or cannot be used.
 
@@ -219,7 +228,7 @@ def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, d
     return digest.hexdigest()[:32]
 
 
-class FeatureInputs(Sequence[dict[str, Any]]):
+class FeatureInputs(Dataset[dict[str, Any]]):
     """What features are computed from: the images of a dataset, or images and all their captions."""
 
     def __init__(self, items: ImageTextDataset | CachedImages, *, captions: bool) -> None:
@@ -228,16 +237,16 @@ class FeatureInputs(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, row: Any) -> Any:
+    def __getitem__(self, row: int) -> dict[str, Any]:
         items = self._items
-        image = items.input_of(row) if isinstance(items, CachedImages) else {"image": items.image(row)}
-        return image | ({"caption": pairs_of(items).captions(row)} if self._captions else {})
+        image = items.image_input(row) if isinstance(items, CachedImages) else {"image": items.image(row)}
+        return image | ({"caption": wrapped_pairs(items).captions(row)} if self._captions else {})
 
 
 def _is_whole(path: Path) -> bool:
     """Whether a shard exists and is unchanged."""
     try:
-        whole: bool = json.loads(_checksum_of(path).read_text(encoding="utf-8")) == describe(path)
+        whole: bool = json.loads(_checksum_path(path).read_text(encoding="utf-8")) == describe(path)
     except (OSError, ValueError):
         whole = False
     if not whole and path.exists():
@@ -245,7 +254,7 @@ def _is_whole(path: Path) -> bool:
     return whole
 
 
-def _checksum_of(path: Path) -> Path:
+def _checksum_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
@@ -264,5 +273,5 @@ def _write(path: Path, rows: list[Tensor]) -> None:
         for row in rows:
             writer.write({"features": row.float().numpy().tobytes()})
         writer.finalize()
-    _checksum_of(path).write_text(json.dumps(describe(partial)), encoding="utf-8")
+    _checksum_path(path).write_text(json.dumps(describe(partial)), encoding="utf-8")
     os.replace(partial, path)

@@ -1,8 +1,8 @@
-"""The data loaders of a trainer: of streams, and what a training needs of Trainer's own."""
+"""Makes the data loaders of a trainer, and adapts the loaders that Trainer makes for a training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,19 +13,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..data import ContrastiveCollator, ImageTextStream
-from ..data.keyed import rows_of
-from ..data.wrapped import check_has_end, has_epochs, parts_of, set_epoch
+from ..data.collator import DataCollator
+from ..data.keyed import PlainRows
+from ..data.wrapped import all_parts, check_has_end, has_epochs, set_epoch
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
-from .batch_checks import CheckingCollator, check_batch
+from .batch_checks import check_batch
 from .batch_plan import BatchPlan
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
 from .positions import make_plan
 from .replay import Replayed, is_own
-from .teacher_inputs import with_teachers
+from .teacher_inputs import TrainingCollator
 from .training_loader import TrainingLoader
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
@@ -36,14 +37,14 @@ _OF_COLLATOR = (
 )
 
 
-def add_used_columns(columns: list[str] | None, collator: Any) -> None:
+def add_used_columns(columns: list[str] | None, collator: object) -> None:
     """Adds the columns that ``remove_unused_columns`` has to keep beside the arguments of the model."""
     used = _OF_COLLATOR if isinstance(collator, ContrastiveCollator) else _OF_TRAINER
     assert columns is not None
     columns += [name for name in used if name not in columns]
 
 
-def set_sizes(collator: Any, args: InfCLTrainingArguments) -> None:
+def set_sizes(collator: object, args: InfCLTrainingArguments) -> None:
     """Sets the ``image_size``, and ``max_text_tokens`` above the tokenizer's limit, for all rows and what is saved."""
     if not isinstance(collator, ContrastiveCollator):
         return
@@ -53,8 +54,8 @@ def set_sizes(collator: Any, args: InfCLTrainingArguments) -> None:
         collator.lengthen(args.max_text_tokens)
 
 
-def of_training(collator: Any, args: InfCLTrainingArguments) -> Any:
-    """The data collator for the rows of a training: the given one, with ``max_text_tokens`` if that is set.
+def training_collator(collator: DataCollator, args: InfCLTrainingArguments) -> DataCollator:
+    """The data collator for the rows of a training, which cuts captions to ``max_text_tokens`` if that is set.
 
     Raises:
         ValueError: it is no `ContrastiveCollator`, or see `ContrastiveCollator.cut_to`.
@@ -83,7 +84,7 @@ class LoaderParts:
         worker_seeds: the loader's generator, if it is a `WorkerSeeds`.
     """
 
-    def __init__(self, loader: Any = None) -> None:
+    def __init__(self, loader: object = None) -> None:
         dataset = getattr(loader, "dataset", None)
         self.own = loader if isinstance(loader, TrainingLoader) else None
         self.stream = dataset if self.own is None and isinstance(dataset, IterableDataset) else None
@@ -100,7 +101,7 @@ class LoaderParts:
         set_epoch(self.stream, epoch)
 
 
-def check_data_seed(dataset: Any, data_seed: int | None) -> None:
+def check_data_seed(dataset: object, data_seed: int | None) -> None:
     """Raises a ValueError if ``data_seed`` would have no effect on the training set."""
     if isinstance(dataset, Replayed):
         for part in dataset.datasets:
@@ -118,7 +119,7 @@ def check_data_seed(dataset: Any, data_seed: int | None) -> None:
 
 
 def training_loader(
-    dataset: Any, collator: Any, setup: Setup, plan: BatchPlan, states: Sequence[Mapping[str, Any]]
+    dataset: Dataset[object], collator: DataCollator, setup: Setup, plan: BatchPlan, states: Sequence[Mapping[str, Any]]
 ) -> TrainingLoader:
     """The training loader of a dataset that `is_own`; see `TrainingLoader`.
 
@@ -139,18 +140,17 @@ def training_loader(
             "rows."
         )
     device = None if args.offload_inputs else args.device
-    collate = CheckingCollator(with_teachers(collator, setup), setup.encoder.vocabulary)
-    return TrainingLoader(dataset, collate, args, plan, device=device, states=states)
+    return TrainingLoader(dataset, TrainingCollator(collator, setup), args, plan, device=device, states=states)
 
 
-def checked_batches(loader_of: Callable[[], Any], equal_ids: str) -> Iterator[Any]:
+def checked_batches(make_loader: Callable[[], Iterable[object]], equal_ids: str) -> Iterator[Any]:
     """The batches of a new training loader, each of which is checked; see `check_batch`."""
-    for batch in loader_of():
+    for batch in make_loader():
         check_batch(batch, equal_ids)
         yield batch
 
 
-def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:
+def check_planned(dataset: object, args: InfCLTrainingArguments) -> None:
     """Raises a ValueError if the global batches of a training on this dataset cannot grow as ``args`` ask for."""
     if args.global_batch_schedule is None:
         return
@@ -160,7 +160,7 @@ def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:
             f"{type(dataset).__name__}. Leave it out."
         )
     plan = make_plan(args, dataset)
-    if not any(isinstance(part, ImageTextStream) for part in parts_of(dataset)):
+    if not any(isinstance(part, ImageTextStream) for part in all_parts(dataset)):
         return
     micro_batch, own = args.per_device_train_batch_size, plan.size(0) // args.world_size
     if own < micro_batch:
@@ -171,7 +171,7 @@ def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:
         )
 
 
-def check_keyed(dataset: Any, args: InfCLTrainingArguments) -> None:
+def check_keyed(dataset: object, args: InfCLTrainingArguments) -> None:
     """Raises a ValueError if the pairs of a training set cannot be told apart, which ``leave_out`` needs."""
     if args.leave_out is not None and not is_own(dataset):
         raise ValueError(
@@ -181,34 +181,12 @@ def check_keyed(dataset: Any, args: InfCLTrainingArguments) -> None:
         )
 
 
-class WithoutEpochs(Dataset[Any]):
-    """A dataset with a length, to be evaluated: loaders of accelerate find no method ``set_epoch`` here.
-
-    They would call it whenever they are iterated, and change the epoch of a training on the same dataset.
-
-    Args:
-        dataset: the dataset, of which this one has the rows.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.dataset[row]
-
-    def __getitems__(self, rows: list[int]) -> Any:
-        return rows_of(self.dataset, rows)
-
-
 def without_epochs(dataset: Any) -> Any:
-    """A dataset with a length, `WithoutEpochs` if it has a method ``set_epoch``."""
-    return WithoutEpochs(dataset) if has_epochs(dataset) and not isinstance(dataset, WithoutEpochs) else dataset
+    """A dataset with a length to be evaluated; only its `PlainRows` if it has a method ``set_epoch``."""
+    return PlainRows(dataset) if has_epochs(dataset) and not isinstance(dataset, PlainRows) else dataset
 
 
-def normalised(inputs: dict[str, Any], collator: Any, prepare: Callable[[Tensor], Any]) -> dict[str, Any]:
+def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """A batch on the device whose uint8 images are normalised there by the collator.
 
     Args:
@@ -230,7 +208,7 @@ def normalised(inputs: dict[str, Any], collator: Any, prepare: Callable[[Tensor]
 
 def loader_of_stream(
     dataset: IterableDataset,
-    collate: Callable[[list[Any]], Any],
+    collate: DataCollator,
     args: InfCLTrainingArguments,
     batch_size: int,
     *,
@@ -238,7 +216,7 @@ def loader_of_stream(
 ) -> DataLoader:
     """A loader of a dataset without a length: full batches only in training, every row once in an evaluation.
 
-    Those of a training are for `Accelerator.prepare`.
+    In a training, `Accelerator.prepare` still has to prepare the loader.
 
     Raises:
         ValueError: the dataset of an evaluation has no end.
@@ -264,7 +242,7 @@ def loader_of_stream(
 
 
 def adapted(dataloader: Any, setup: Setup) -> Any:
-    """Trainer's training loader, accelerate's around torch's, with seeds of its own and checks of its tokens.
+    """Trainer's training loader (accelerate's around torch's) after it was given worker seeds and checks of its tokens.
 
     Raises:
         ValueError: with ``offload_inputs``, the main process would read the rows of all processes.
@@ -279,7 +257,7 @@ def adapted(dataloader: Any, setup: Setup) -> Any:
         source.dispatcher.slice_fn = rows_of_one_process
     loader = dataloader.base_dataloader
     loader.generator = WorkerSeeds()
-    loader.collate_fn = CheckingCollator(with_teachers(loader.collate_fn, setup), setup.encoder.vocabulary)
+    loader.collate_fn = TrainingCollator(loader.collate_fn, setup)
     if setup.args.offload_inputs:
         dataloader.device = None
     return dataloader
@@ -302,7 +280,7 @@ def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoade
 
 
 def rows_of_one_process(
-    batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None
+    batch: object, rows: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     """This process's part of the batches that the main process has read, one for each process; collective.
 
@@ -327,7 +305,7 @@ def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
 
 
 def with_cached_features(
-    setup: Setup, prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]], interruptions: Interruptions
+    setup: Setup, prepare_inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]], interruptions: Interruptions
 ) -> Any:
     """The training set with what ``args.cache_features`` has, if it is set, and computes what it lacks; collective.
 
@@ -343,7 +321,7 @@ def with_cached_features(
     if isinstance(pairs, Replayed):
         parts = [replace(setup, data=part) for part in pairs.datasets]
         return pairs.with_datasets([with_cached_features(part, prepare_inputs, interruptions) for part in parts])
-    collator = of_training(setup.collator, setup.args)
+    collator = training_collator(setup.collator, setup.args)
     encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
     interruptions.phases.enter("computing features")
     tower: Any = encoder.frozen_towers().get("image")
@@ -351,13 +329,14 @@ def with_cached_features(
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     of_run = {"keeps": start is not None, "sharded": sharded, "compiled": args.torch_compile}
     check_cacheable(pairs, tower, collator, **of_run)
+    assert isinstance(collator, ContrastiveCollator)
 
-    def images(batch: dict[str, Any]) -> list[Tensor]:
+    def images(batch: dict[str, Tensor]) -> list[Tensor]:
         interruptions.phases.note_progress()
         with torch.no_grad(), accelerator.autocast():
             return list(encoder.image_features(prepare_inputs(batch)).cpu())
 
-    def embeddings(batch: dict[str, Any]) -> list[Tensor]:
+    def embeddings(batch: dict[str, Tensor]) -> list[Tensor]:
         interruptions.phases.note_progress()
         assert start is not None
         of_images, of_texts = (one.cpu() for one in start.embed(prepare_inputs(batch), {}))

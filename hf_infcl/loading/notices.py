@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..data.collator import ContrastiveCollator
 from ..data.pairs import REPEATED, caption_pair_id
-from ..data.wrapped import parts_of
+from ..data.wrapped import all_parts
 
 logger = logging.get_logger(__name__)
 
@@ -45,7 +45,7 @@ class CaptionNotices:
     cut: dict[str, CutCaptions] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
 
-    def look(self, name: str, datasets: Iterable[Any], collator: Any, batch_size: int | None = None) -> None:
+    def look(self, name: str, datasets: Iterable[Any], collator: object, batch_size: int | None = None) -> None:
         """Looks at up to 10,000 images of each dataset, without reading images of tables.
 
         Args:
@@ -80,7 +80,7 @@ class CaptionNotices:
                     "on the command line)."
                 )
 
-    def look_at_all(self, train: Any, evaluated: Any, collator: Any, batch_size: int) -> None:
+    def look_at_all(self, train: object, evaluated: object, collator: object, batch_size: int) -> None:
         """Looks at the training set and the evaluation sets of a trainer.
 
         Args:
@@ -88,11 +88,11 @@ class CaptionNotices:
             evaluated: an evaluation set, or a mapping of them.
             collator, batch_size: as for `look`.
         """
-        for name, part in getattr(train, "parts", {"training set": train}).items():
-            self.look(name, parts_of(part), collator, batch_size)
-        several = isinstance(evaluated, Mapping)
-        for name, dataset in evaluated.items() if several else [("", evaluated)]:
-            self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", parts_of(dataset), collator)
+        parts: Mapping[str, object] = getattr(train, "parts", {"training set": train})
+        for name, part in parts.items():
+            self.look(name, all_parts(part), collator, batch_size)
+        for name, dataset in evaluated.items() if isinstance(evaluated, Mapping) else [("", evaluated)]:
+            self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), collator)
 
 
 def cut_captions(captions: list[str], collator: ContrastiveCollator) -> CutCaptions:

@@ -7,7 +7,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerState
 from transformers.trainer_utils import has_length
 
 from ..checkpoints.record import RunRecord
@@ -15,12 +16,12 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import BatchSchedule, Course, EqualBatches
 from .batch_plan import BEGIN, BatchPlan, Position
 from .replay import Replayed, is_own
-from .shares import share_of
+from .shares import replay_share
 from .training_loader import TrainingLoader
 
 
 def make_plan(
-    args: InfCLTrainingArguments, data: Any, record: RunRecord | None = None, *, changed: bool = False
+    args: InfCLTrainingArguments, data: object, record: RunRecord | None = None, *, changed: bool = False
 ) -> BatchPlan:
     """The global batches of a training, from where it begins or goes on.
 
@@ -28,7 +29,7 @@ def make_plan(
         args: its arguments.
         data: its training set, or the number of its pairs. Nothing is known of the passes over a stream of another
             class than `ImageTextStream`.
-        record: that of the checkpoint that it resumes from, if any.
+        record: of the checkpoint from which the training resumes, if any.
         changed: whether it was ever resumed with changes. Then what is left of ``num_train_epochs`` is trained, and
             otherwise all steps of the whole training.
 
@@ -37,7 +38,7 @@ def make_plan(
             length; or the checkpoint of a batch that grows does not say its step.
     """
     schedule, rows, steps, at = BatchSchedule.of_arguments(args), _rows_of_pass(data), args.max_steps, BEGIN
-    share = share_of(args.replay_share) if isinstance(data, Replayed) else 0.0
+    share = replay_share(args.replay_share) if isinstance(data, Replayed) else 0.0
     if args.global_batch_schedule is not None:
         if rows is None and steps < 1:
             raise ValueError(
@@ -49,7 +50,7 @@ def make_plan(
         new = args.global_batch_size - round(args.global_batch_size * share)
         windows = sys.maxsize if rows is None else rows // new
         if record is not None:
-            at = resumed_position(record, new, windows, rows, _rows_of(record))
+            at = resumed_position(record, new, windows, rows, _trained_rows(record))
         if steps < 1 and rows is not None:
             steps = math.ceil(args.num_train_epochs * windows)
             if record is not None and record.step is not None and changed:
@@ -76,12 +77,12 @@ def _rows_of_pass(data: Any) -> int | None:
     return len(new) if is_own(new) and has_length(new) else None
 
 
-def _rows_of(record: RunRecord) -> int:
-    """The rows that were trained of the pass under way, with replay those of the new pairs."""
+def _trained_rows(record: RunRecord) -> int:
+    """How many rows of the pass under way were trained; with replay, how many new pairs."""
     state, batch = (record.stream or [{}])[0], record.run.global_batch_size
     if "parts" not in state:
         return record.rows_of_epoch
-    share = share_of(record.run.options.get("replay_share"))
+    share = replay_share(record.run.options.get("replay_share"))
     rows: int = state.get("rows", record.rows_of_epoch * (batch - round(batch * share)) // batch)
     return rows
 
@@ -92,7 +93,7 @@ def _position_of_growing(record: RunRecord) -> Position:
             "The checkpoint was written by a version of hf_infcl that did not record its step, from which "
             "global_batch_schedule goes on. Resume without it, or start a new run from the checkpoint's model."
         )
-    return Position(record.step, record.samples_seen, record.epoch, record.windows, _rows_of(record))
+    return Position(record.step, record.samples_seen, record.epoch, record.windows, _trained_rows(record))
 
 
 def resumed_position(
@@ -103,11 +104,11 @@ def resumed_position(
     A pass over the data ends where no further global batch fits in.
 
     Args:
-        record: that of the checkpoint.
+        record: of the checkpoint.
         batch: the pairs of a global batch.
         windows: the global batches of a whole pass.
-        pairs: those of a pass, if reading can go on with any of them; None if it goes on with a whole window.
-        rows: those trained of the pass under way, if they are not those of the record.
+        pairs: of a pass, if reading can go on with any of them; None if it goes on with a whole window.
+        rows: how many rows of the pass under way were trained, if not as many as the record says.
 
     Returns:
         The position, whose ``windows`` are those that Trainer's loop counts as trained: what they lack of a whole pass
@@ -121,13 +122,15 @@ def resumed_position(
     return Position(record.step or 0, record.samples_seen, record.epoch, trained, rows)
 
 
-def course_of(args: InfCLTrainingArguments, state: Any, record: RunRecord | None, plan: BatchPlan | None) -> Course:
+def make_course(
+    args: InfCLTrainingArguments, state: TrainerState, record: RunRecord | None, plan: BatchPlan | None
+) -> Course:
     """The samples of the steps of a training, those before it was resumed included.
 
     Args:
         args: its arguments.
         state: Trainer's.
-        record: that of the checkpoint that it resumes from, if any.
+        record: of the checkpoint from which the training resumes, if any.
         plan: of its global batches; None if they have one size, or before it begins.
     """
     earlier = 0 if record is None else record.samples_seen
@@ -138,7 +141,7 @@ def course_of(args: InfCLTrainingArguments, state: Any, record: RunRecord | None
 
 def loop_values(
     args: InfCLTrainingArguments,
-    loader: Any,
+    loader: DataLoader,
     plan: BatchPlan,
     record: RunRecord | None,
     values: tuple[Any, ...],
@@ -151,7 +154,7 @@ def loop_values(
         args: its arguments.
         loader: the training loader.
         plan: of its global batches. Where they grow, each is one batch for Trainer's loop.
-        record: that of the checkpoint, if any.
+        record: of the checkpoint, if any.
         values: what `Trainer.set_initial_training_values` returns.
         changed: as for `make_plan`.
 

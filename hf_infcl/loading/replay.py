@@ -14,21 +14,23 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from ..data import ImageTextStream
+from ..data.collator import DataCollator
+from ..data.keyed import SizedDataset
 from ..data.pairs import as_pair_id
 from ..data.stream_batches import MicroBatches, StepSides
 from ..data.wrapped import gives
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import BatchSchedule
 from .batch_plan import BatchPlan
-from .shares import SourceShare, share_of
+from .shares import SourceShare, replay_share
 from .table_rows import TableRows
 
+Source = SizedDataset | ImageTextStream  # of pairs, new or old
 # Apart from the seeds of the new pairs' epochs, or sets of one length would always meet in pairs; torch uses 32 bits.
 _SEED_OF_OLD = 2**31
-# What all items of a batch must have if some have it, and what those of a table without it get.
-_FILLED: dict[str, Callable[[str], Any]] = {"pair_id": as_pair_id, "skipped": lambda place: 0}
+# Keys that all items of a batch must have or none, and the values that a table without them gets.
+_FILLED: dict[str, Callable[[str], object]] = {"pair_id": as_pair_id, "skipped": lambda place: 0}
 
-Items = list[Any]
 Tag = Mapping[str, Any]
 
 
@@ -41,7 +43,7 @@ class Replayed(IterableDataset[Any]):
 
     Args:
         new, old: an `ImageTextStream`, or any dataset with a length. If only one of them gives ids of its pairs, as a
-            stream does, every pair of the other gets an id of its own.
+            stream does, every pair of the other gets a unique id.
         args: the arguments of the training, which have the share and the batch.
 
     Attributes:
@@ -52,8 +54,11 @@ class Replayed(IterableDataset[Any]):
             has; with ``replay_as="own"``, the processes cannot have equally many old pairs.
     """
 
-    def __init__(self, new: Any, old: Any, args: InfCLTrainingArguments) -> None:
-        self.datasets, self._args = [new, old], args
+    def __init__(
+        self, new: SizedDataset | ImageTextStream, old: SizedDataset | ImageTextStream, args: InfCLTrainingArguments
+    ) -> None:
+        self.datasets: list[Any] = [new, old]
+        self._args = args
         self.check()
 
     @property
@@ -64,11 +69,11 @@ class Replayed(IterableDataset[Any]):
     @property
     def old(self) -> int:
         """The old pairs of a global batch; of the last one if it grows."""
-        return self.old_of(self._args.global_batch_size)
+        return self.old_pairs(self._args.global_batch_size)
 
-    def old_of(self, size: int) -> int:
+    def old_pairs(self, size: int) -> int:
         """The old pairs of a global batch of this size."""
-        return round(size * share_of(self._args.replay_share))
+        return round(size * replay_share(self._args.replay_share))
 
     @property
     def share(self) -> float:
@@ -91,12 +96,12 @@ class Replayed(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """The items of the global batches without end, the new ones of each first."""
-        size, share = self._args.global_batch_size, share_of(self._args.replay_share)
+        size, share = self._args.global_batch_size, replay_share(self._args.replay_share)
         for items, _ in self.batches(BatchPlan.endless(size, size, replay_share=share), list):
             yield from items
 
     def with_datasets(self, datasets: Sequence[Any]) -> Replayed:
-        """The same mixture of other datasets, such as cached features of these."""
+        """Mixes other datasets in the same way, such as these with cached features."""
         new, old = datasets
         return Replayed(new, old, self._args)
 
@@ -105,15 +110,15 @@ class Replayed(IterableDataset[Any]):
         args = self._args
         for batch in BatchSchedule.of_arguments(args).sizes:
             self._check_batch(batch)
-            if args.replay_as == "own" and self.old_of(batch) % args.world_size:
+            if args.replay_as == "own" and self.old_pairs(batch) % args.world_size:
                 raise ValueError(
-                    f"replay_as='own' needs equally many old pairs on each process, but the {self.old_of(batch)} of a "
-                    f"global batch are not a multiple of {args.world_size} processes. Choose another replay_share, or "
-                    "'negatives'."
+                    f"replay_as='own' needs equally many old pairs on each process, but the {self.old_pairs(batch)} "
+                    f"of a global batch are not a multiple of {args.world_size} processes. Choose another "
+                    "replay_share, or 'negatives'."
                 )
 
     def _check_batch(self, batch: int) -> None:
-        old = self.old_of(batch)
+        old = self.old_pairs(batch)
         if not 0 < old < batch:
             raise ValueError(
                 f"replay_share={self._args.replay_share} of a global batch of {batch} pairs is {old} old pairs after "
@@ -141,12 +146,12 @@ class Replayed(IterableDataset[Any]):
     def batches(
         self,
         plan: BatchPlan,
-        collate: Callable[[Items], Any],
+        collate: DataCollator,
         *,
         states: Sequence[Mapping[str, Any]] = (),
         **where: Any,
     ) -> MixedRows:
-        """The micro-batches of one process; the arguments are those of `MixedRows` and `micro_batches_of`."""
+        """The micro-batches of one process; see `MixedRows` and `make_micro_batches` for the arguments."""
         self.check()
         parts: list[MicroBatches] = []
         for number, dataset in enumerate(self.datasets):
@@ -157,11 +162,11 @@ class Replayed(IterableDataset[Any]):
                 "seed": self._args.seed_of_data + number * _SEED_OF_OLD,
                 "filled": {key: make for key, make in _FILLED.items() if gives(self, key) and not gives(dataset, key)},
             }
-            parts.append(micro_batches_of(dataset, share, list, order, states=own, **where))
+            parts.append(make_micro_batches(dataset, share, list, order, states=own, **where))
         return MixedRows(parts, collate, plan, where.get("world_size", 1))
 
 
-def is_own(dataset: Any) -> bool:
+def is_own(dataset: object) -> bool:
     """Whether a training reads a dataset in micro-batches of this package, from any position, or with Trainer's loader.
 
     That is a dataset with a length, an `ImageTextStream` or a `Replayed`.
@@ -169,10 +174,10 @@ def is_own(dataset: Any) -> bool:
     return isinstance(dataset, (ImageTextStream, Replayed)) or not isinstance(dataset, IterableDataset)
 
 
-def micro_batches_of(
-    dataset: Any,
+def make_micro_batches(
+    dataset: Source,
     share: SourceShare,
-    collate: Callable[[Items], Any],
+    collate: DataCollator,
     order: Mapping[str, Any],
     *,
     states: Sequence[Mapping[str, Any]] = (),
@@ -197,7 +202,7 @@ class MixedRows(MicroBatches):
     """The micro-batches of new and old pairs for one process.
 
     Args:
-        parts: those of the new pairs and of the old ones, not collated.
+        parts: the micro-batches of the new pairs and of the old pairs, not collated.
         collate: turns the items of both, the new ones first, into a batch. The batch also gets ``new_images``, the
             number of new ones.
         plan: of the training.
@@ -205,7 +210,7 @@ class MixedRows(MicroBatches):
     """
 
     def __init__(
-        self, parts: Sequence[MicroBatches], collate: Callable[[Items], Any], plan: BatchPlan, world_size: int = 1
+        self, parts: Sequence[MicroBatches], collate: DataCollator, plan: BatchPlan, world_size: int = 1
     ) -> None:
         self._parts, self._collate, self._plan, self._world_size = parts, collate, plan, world_size
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
@@ -229,15 +234,16 @@ class MixedRows(MicroBatches):
         self._consumed += self._world_size
 
     def state(self) -> dict[str, Any]:
-        """Those of both; where the batch grows also ``rows``, the new pairs of the pass, whose share has varied."""
+        """The states of both parts; if the batch grows, also ``rows``, the new pairs of the pass."""
         state: dict[str, Any] = {"parts": [part.state() for part in self._parts]}
         if self._plan.grows:
             step = self._plan.begin.step + self._plan.steps_after(self._consumed)
+            # The samples do not tell it, because the share of new pairs varies with the size of the batch.
             state["rows"] = self._plan.reached(step).rows
         return state
 
     def counts(self) -> dict[str, int]:
-        """As those of `StreamBatches`, with ``skipped`` and ``shards`` of streams only; and ``replayed`` samples."""
+        """As `StreamBatches.counts`, with ``skipped`` and ``shards`` of streams only; and ``replayed`` samples."""
         new, old = (part.counts() for part in self._parts)
         both = {name: new.get(name, 0) + old.get(name, 0) for name in {**new, **old}}
         return {**both, "replayed": old["samples"]}

@@ -8,7 +8,7 @@ from ..data.stream_batches import Shares
 from .batch_plan import BatchPlan, MicroBatchPlace
 
 
-def share_of(option: float | None) -> float:
+def replay_share(option: float | None) -> float:
     """The share of old pairs of a global batch, before rounding, that is meant by ``replay_share``."""
     return 0.5 if option is None else option
 
@@ -67,7 +67,7 @@ class SourceShare(Shares):
         section = place.section
         micro_batches, old = section.micro_batches, self.plan.old(section.size)
         each, left = divmod(old, micro_batches)
-        # The micro-batches from the start on have one more.
+        # `left` micro-batches from `start` on have one more; beyond the last one they go on with the first ones.
         start = random.Random(place.at.step).randrange(micro_batches) if left else 0
         end, again = start + left, start + left - micro_batches
         of_old = each * number + min(number, end) - min(number, start) + max(0, min(number, again))

@@ -1,7 +1,7 @@
-"""Embeddings in files that are mapped into memory, found by the places of their rows: `infcl embed --format npy`.
+"""Embeddings in files that are mapped into memory, looked up by the places of their rows: `infcl embed --format npy`.
 
 A folder has, for its images and for its texts, the embeddings in ``images.npy`` [n, D], and an index of two more
-arrays: the sorted hashes of what the rows are found by, and the number of the row of each. A look-up reads about thirty
+arrays: the sorted hashes of the keys of the rows, and the number of the row of each. A look-up reads about thirty
 values of the index and the row itself, so 10 million rows need no more memory than what was read last.
 """
 
@@ -20,7 +20,7 @@ from ..data.streams import name_of_shard
 from ..shards.opening import content_tag
 
 RECORD = "embeddings.json"
-SAMPLED = 32  # rows that tell a table from others
+SAMPLED = 32  # rows by which a table is recognised
 
 
 class StoredEmbeddings:
@@ -84,7 +84,7 @@ class StoredEmbeddings:
     def _arrays(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sorted hashes, the row of each, and the embeddings."""
         if kind not in self._mapped:
-            paths = index_of(self.folder, kind)
+            paths = index_paths(self.folder, kind)
             try:
                 hashes, rows, values = (np.load(path, mmap_mode="r") for path in paths)
             except (OSError, ValueError) as error:
@@ -102,7 +102,7 @@ class StoredEmbeddings:
 
         Args:
             kind: "images" or "texts".
-            keys: what the rows are found by; see `of_caption`.
+            keys: of the rows; see `of_caption`.
 
         Raises:
             ValueError: an embedding is not finite.
@@ -123,14 +123,14 @@ class StoredEmbeddings:
         return found, known
 
 
-def folders_of(folder: str) -> list[str]:
+def embedding_folders(folder: str) -> list[str]:
     """The folders of embeddings: one for each set that `infcl embed --dataset` has read, or the folder itself."""
     parts = [] if Path(folder, RECORD).exists() else Path(folder).glob(f"*/{RECORD}")
     return sorted(str(path.parent) for path in parts) or [folder]
 
 
 def of_caption(key: str, caption: str) -> str:
-    """What the embedding of a caption is found by: the place of its row, and the caption."""
+    """The key of the embedding of a caption: the place of its row, and the caption."""
     return f"{key}\0{caption}"
 
 
@@ -140,7 +140,7 @@ def hashed(keys: Iterable[str]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 
-def index_of(folder: Path, kind: str) -> tuple[Path, Path, Path]:
+def index_paths(folder: Path, kind: str) -> tuple[Path, Path, Path]:
     """The files of a kind: the sorted hashes, the row of each, and the embeddings, whose file is written last."""
     return folder / f"{kind}.hashes.npy", folder / f"{kind}.rows.npy", folder / f"{kind}.npy"
 
@@ -151,7 +151,7 @@ def index_of(folder: Path, kind: str) -> tuple[Path, Path, Path]:
 def described_table(
     rows: int, encoded: Callable[[int], bytes] | None, captions: Callable[[int], list[str]] | None
 ) -> dict[str, Any]:
-    """What tells a table from others: its length, and hashes of a few images and of a few rows' captions.
+    """By what a table is recognised: its length, and hashes of a few images and of the captions of a few rows.
 
     Args:
         rows: their number.
@@ -168,7 +168,7 @@ def described_table(
 
 
 def described_shards(urls: Iterable[str]) -> dict[str, Any]:
-    """What tells shards from others: the name of each, and its size or its revision on the Hub.
+    """By what shards are recognised: the name of each, and its size or its revision on the Hub.
 
     Raises:
         ValueError: two shards have one name, so that their samples could not be told apart.
@@ -184,11 +184,11 @@ def described_shards(urls: Iterable[str]) -> dict[str, Any]:
     return {"shards": found}
 
 
-def differences(recorded: Mapping[str, Any], found: Mapping[str, Any], kinds: Iterable[str]) -> str:
-    """In which way a table differs from the one that was embedded; empty if it does not.
+def differences(recorded: Mapping[str, object], found: Mapping[str, object], kinds: Iterable[str]) -> str:
+    """How a table differs from the one that was embedded; empty if it does not.
 
     Args:
-        recorded, found: of `described_table`.
+        recorded, found: the results of `described_table` for the two.
         kinds: "images" and "texts", those that are taught.
     """
     names = ["rows", *kinds]

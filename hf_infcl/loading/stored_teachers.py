@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..data import ImageTextDataset, ImageTextStream
-from ..data.wrapped import parts_of
+from ..data.wrapped import all_parts
 from ..windows.setup import Setup
 from ..windows.teachers import StoredTeacher, teacher_words
-from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences, folders_of
+from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences, embedding_folders
 from .teacher_inputs import StoredInputs
 
 logger = logging.getLogger(__name__)
@@ -23,20 +23,19 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
     if not folders:
         return [], False
     sets = [_DataSet(part, number, sides) for number, part in enumerate(_leaves(setup.data))]
-    opened = [StoredEmbeddings(one) for folder in folders for one in folders_of(folder)]
-    kinds = [KINDS[side] for side in sides]
+    opened = [StoredEmbeddings(one) for folder in folders for one in embedding_folders(folder)]
     for stored in opened:
-        if lacking := [kind for kind in kinds if kind not in stored.kinds]:
+        if lacking := [KINDS[side] for side in sides if KINDS[side] not in stored.kinds]:
             raise ValueError(
                 f"{stored.folder} has no embeddings of {' and '.join(lacking)}. Embed data that has them, or choose "
                 f"another teacher_side than {setup.args.teacher_side!r}."
             )
-        if all(one.lacking(stored, kinds) is None for one in sets):
+        if all(one.lacking(stored) is None for one in sets):
             raise ValueError(
                 f"The embeddings in {stored.folder} are of other data than the training set: "
-                f"{'; '.join(one.difference(stored, kinds) for one in sets)}. Embed the training set itself."
+                f"{'; '.join(one.difference(stored) for one in sets)}. Embed the training set itself."
             )
-    without = [told for one in sets if (told := one.told_lacking(opened, kinds))]
+    without = [told for one in sets if (told := one.describe_missing(opened))]
     leaves_out = setup.args.teacher_missing == "contrastive"
     if without and not leaves_out:
         raise ValueError(
@@ -45,14 +44,14 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
         )
     if without and setup.args.process_index == 0:
         logger.warning(f"The contrastive loss alone trains pairs without a stored embedding: {', and '.join(without)}.")
-    partial = leaves_out or any(one.lacking(stored, kinds) for one in sets for stored in opened)
-    partial = partial or any(one.lacking(stored, kinds) is None for one in sets for stored in opened)
+    lacks = [one.lacking(stored) for one in sets for stored in opened]
+    partial = leaves_out or any(lack is None or lack for lack in lacks)
     for one in sets:
-        own_views = [stored.views for stored in opened if one.lacking(stored, kinds) is not None]
+        own_views = [stored.views for stored in opened if one.lacking(stored) is not None]
         one.name_places(own_views if "image" in sides else [], resized=setup.args.image_size_schedule is not None)
     teachers = []
     for number, stored in enumerate(opened):
-        own = [one.number for one in sets if one.lacking(stored, kinds) is not None]
+        own = [one.number for one in sets if one.lacking(stored) is not None]
         inputs = StoredInputs(stored, own, sides, partial=partial, number=number)
         fingerprint = {name: stored.record[name] for name in ("fingerprint", "weights")}
         words = f"{teacher_words(stored.record['model'], stored.record.get('licence'))}, whose embeddings were stored"
@@ -60,13 +59,13 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
     return teachers, partial
 
 
-def _leaves(data: Any) -> Iterator[ImageTextDataset | ImageTextStream]:
+def _leaves(data: object) -> Iterator[ImageTextDataset | ImageTextStream]:
     """The tables and streams of a training set.
 
     Raises:
         ValueError: it has other parts.
     """
-    for part in parts_of(data):
+    for part in all_parts(data):
         if isinstance(part, (ImageTextDataset, ImageTextStream)):
             yield part
         elif not any(getattr(part, name, None) is not None for name in ("dataset", "datasets")):
@@ -76,8 +75,8 @@ def _leaves(data: Any) -> Iterator[ImageTextDataset | ImageTextStream]:
             )
 
 
-def views_of(part: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any] | None:
-    """What decides about so many views of the images of a table or a stream; None for the images as they are."""
+def describe_views(part: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any] | None:
+    """What determines the first ``count`` views of each image of a table or a stream; None for unchanged images."""
     if count is None:
         return None
     seed = part.seed if isinstance(part, ImageTextStream) else part.options["seed"]
@@ -89,7 +88,7 @@ class _DataSet:
 
     Args:
         part: the table or the stream.
-        number: among those of the training set.
+        number: its place among the tables and streams of the training set.
         sides: that are taught.
 
     Raises:
@@ -97,7 +96,7 @@ class _DataSet:
     """
 
     def __init__(self, part: ImageTextDataset | ImageTextStream, number: int, sides: Sequence[str]) -> None:
-        self.part, self.number = part, number
+        self.part, self.number, self._kinds = part, number, [KINDS[side] for side in sides]
         options = part.options
         if "text" in sides and (options.get("text_dropout") or part.negative_caption_column):
             why = "text_dropout leaves words out" if options.get("text_dropout") else "negative captions have none"
@@ -112,9 +111,9 @@ class _DataSet:
             self._described = described_shards(shard.url for shard in part.shards)
 
     def name_places(self, views: Sequence[Mapping[str, Any] | None], *, resized: bool) -> None:
-        """Lets the items say where they are from, and their augmentations come again if the teachers have views."""
+        """Makes the items name their places, and repeats their augmentations if the teachers have stored views."""
         count = next((one["count"] for one in views if one is not None), None)
-        own = views_of(self.part, count)
+        own = describe_views(self.part, count)
         if any(one != own for one in views):
             raise ValueError(
                 "The stored views of images must be those of the training, and the same for all teachers of a set. The "
@@ -128,26 +127,26 @@ class _DataSet:
                 "or embed the images as they are (no --views)."
             )
 
-    def lacking(self, stored: StoredEmbeddings, kinds: Sequence[str]) -> frozenset[str] | int | None:
+    def lacking(self, stored: StoredEmbeddings) -> frozenset[str] | int | None:
         """The shards, or the number of rows, that a folder of this set lacks; None if it is of other data."""
         recorded = stored.record["data"]
         if self._is_table:
-            same = not self.difference(stored, kinds)
+            same = not self.difference(stored)
             return max(0, recorded["rows"] - stored.rows) if same else None
         shards = self._described["shards"]
         found = {name for name, tag in recorded.get("shards", {}).items() if shards.get(name) == tag}
         return frozenset(shards) - found if found else None
 
-    def difference(self, stored: StoredEmbeddings, kinds: Sequence[str]) -> str:
-        """In which way this set differs from the one that was embedded; empty if it does not."""
+    def difference(self, stored: StoredEmbeddings) -> str:
+        """How this set differs from the one that was embedded; empty if it does not."""
         recorded = stored.record["data"]
         if self._is_table:
-            return differences(recorded, self._described, kinds)
+            return differences(recorded, self._described, self._kinds)
         return f"none of the {len(self._described['shards'])} shards is one of the {len(recorded.get('shards', {}))}"
 
-    def told_lacking(self, opened: Sequence[StoredEmbeddings], kinds: Sequence[str]) -> str:
+    def describe_missing(self, opened: Sequence[StoredEmbeddings]) -> str:
         """How many rows or shards no folder has, in words; empty if there are none."""
-        found = [self.lacking(stored, kinds) for stored in opened]
+        found = [self.lacking(stored) for stored in opened]
         if self._is_table:
             missing = min((rows for rows in found if isinstance(rows, int)), default=len(self.part))
             every = f"{len(self.part):,} rows"

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from ..data.keyed import keyed_rows, rows_of
+from ..data.collator import DataCollator
+from ..data.keyed import SizedDataset, keyed_rows, read_rows
 from ..data.stream_batches import MicroBatches, StepSides
 from ..data.wrapped import has_epochs, set_epoch
 from .batch_plan import MicroBatchPlace, Position
@@ -46,14 +47,14 @@ class TableRows(MicroBatches):
         seed: the seed of the shuffling.
         rank, world_size, num_workers, keyed: as for `StreamBatches`.
         filled: makes values of keys that the items lack, from words for the place of a row.
-        state: in a replay, that of the checkpoint to resume from, which any process wrote.
+        state: in a replay, the `state` in the checkpoint to resume from, as any process wrote it.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: SizedDataset,
         share: SourceShare,
-        collate: Callable[[list[Any]], Any],
+        collate: DataCollator,
         *,
         shuffle: bool,
         seed: int,
@@ -61,7 +62,7 @@ class TableRows(MicroBatches):
         world_size: int = 1,
         num_workers: int = 0,
         keyed: bool = False,
-        filled: Mapping[str, Callable[[str], Any]] | None = None,
+        filled: Mapping[str, Callable[[str], object]] | None = None,
         state: Mapping[str, int] | None = None,
     ) -> None:
         self._dataset, self._share, self._collate, self._keyed = dataset, share, collate, keyed
@@ -80,7 +81,7 @@ class TableRows(MicroBatches):
         self._end = at
 
     def _after(self, at: Position, size: int, steps: int) -> Position:
-        """The passes, rows and samples of this table after steps with so many rows each, where a further one fits."""
+        """The passes, rows and samples of this table after steps with ``size`` rows each, where one more step fits."""
         length, samples = len(self._dataset), at.samples + steps * size
         if steps < (fit := (length - at.rows) // size):
             return Position(samples=samples, epoch=at.epoch, rows=at.rows + steps * size)
@@ -88,7 +89,7 @@ class TableRows(MicroBatches):
         return Position(samples=samples, epoch=at.epoch + 1 + passes, rows=left * size)
 
     def _at(self, place: MicroBatchPlace) -> Position:
-        """Those before the step of a micro-batch."""
+        """The passes, rows and samples of this table before the step of a micro-batch."""
         section = place.section
         steps = place.at.step - section.begin.step
         return self._after(self._begins[section.first], self._share.of_batch(section.size), steps)
@@ -127,7 +128,7 @@ class TableRows(MicroBatches):
         return {"samples": at.samples, "windows": step, "pass": at.epoch, "rows": at.rows}
 
     def counts(self) -> dict[str, int]:
-        """In a replay, ``samples``: those consumed by all processes since the run began, on rank 0, 0 on others."""
+        """In a replay, ``samples``: on rank 0 what all processes consumed since the run began, on other ranks 0."""
         state = self.state()
         return {} if state is None else {"samples": state["samples"] if self._rank == 0 else 0}
 
@@ -151,14 +152,14 @@ class TableRows(MicroBatches):
             batch = self._collate(self._items(dataset, number, place))
             yield batch, {"seconds": time.perf_counter() - began, "pairs": place.section.micro_batch}
 
-    def _items(self, dataset: Any, number: int, place: MicroBatchPlace) -> list[Any]:
+    def _items(self, dataset: SizedDataset, number: int, place: MicroBatchPlace) -> list[Any]:
         rows = self._rows(place)
         sides, later = self._sides
         if sides is not None:
             side = sides.smaller_at(later + self._share.step(number))
             rows = [SizedRow(row, side) for row in rows]
         set_epoch(dataset, self._at(place).epoch)
-        items = rows_of(dataset, rows)
+        items = read_rows(dataset, rows)
         for key, make in self._filled.items():
             places = (f"row {row} of {self._share.kind} pairs" for row in rows)
             items = [{**item, key: make(place)} for item, place in zip(items, places, strict=True)]

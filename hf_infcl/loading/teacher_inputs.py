@@ -1,8 +1,8 @@
-"""What the batches of a training have for its teachers, made where the batches are made: in the loader's workers."""
+"""The data collator of a training, and what its batches have for teachers: both run in the loader's workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,48 +10,55 @@ import torch
 from torch import Tensor
 
 from ..data import ContrastiveCollator
+from ..data.collator import DataCollator
+from ..data.keyed import KeyedItem
 from ..encoders.dual_encoder import TEXT_INPUTS
+from ..refusals import check_tokens
 from ..windows.extensions import of_kind
 from ..windows.setup import Setup
 from ..windows.teachers import teacher_prefix
-from ..windows.terms import Inputs, TeacherDistance
+from ..windows.terms import TeacherDistance
 from .stored_embeddings import StoredEmbeddings, of_caption
 
 
-def with_teachers(collate: Callable[[list[Any]], Any], setup: Setup) -> Callable[[list[Any]], Any]:
-    """The data collator of a training, whose batches also have what its teachers need."""
-    teachers = [teacher for term in of_kind(setup.extensions, TeacherDistance) for teacher in term.teachers]
-    inputs = [teacher.inputs for teacher in teachers if teacher.inputs is not None]
-    return TeachingCollator(collate, inputs) if inputs else collate
+class TrainingCollator:
+    """The data collator of a training: its batches also have what the teachers need.
 
-
-class TeachingCollator:
-    """A data collator that adds inputs of teachers to the batches of another one.
+    It checks the tokens against the model's vocabulary while they are in host memory. Of items with keys, the batch
+    gets ``pair_keys`` [images] int64.
 
     Args:
-        collate: the other one.
-        inputs: of each teacher.
+        collate: the data collator of the trainer.
+        setup: names the teachers and the vocabulary.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], inputs: Sequence[Inputs]) -> None:
-        self._collate, self._inputs = collate, inputs
+    def __init__(self, collate: DataCollator, setup: Setup) -> None:
+        teachers = [teacher for term in of_kind(setup.extensions, TeacherDistance) for teacher in term.teachers]
+        self._inputs = [teacher.inputs for teacher in teachers if teacher.inputs is not None]
+        self._collate, self._vocabulary = collate, setup.encoder.vocabulary
 
     def __call__(self, items: list[Any]) -> Any:
-        batch = self._collate(items)
+        keyed = isinstance(items[0], KeyedItem)
+        plain = [one.item for one in items] if keyed else items
+        batch = self._collate(plain)
         if not isinstance(batch, Mapping):
             return batch  # which is refused later
+        if isinstance(tokens := batch.get("input_ids"), Tensor):
+            check_tokens(tokens, self._vocabulary)
         added: dict[str, Tensor] = {}
         for inputs in self._inputs:
-            added |= inputs(items, batch)
-        return {**batch, **added}
+            added |= inputs(plain, batch)
+        if keyed:
+            added["pair_keys"] = torch.tensor([one.key for one in items])
+        return {**batch, **added} if added else batch
 
 
 class ModelInputs:
-    """The inputs of a teacher that is a model: the student's, or those of its own processor.
+    """The inputs of a teacher that is a model: what the student reads, or what the teacher's processor makes.
 
     Args:
         collator: of the teacher; None if it reads what the student reads.
-        images, texts: whether the collator prepares them, because the student's are others.
+        images, texts: whether the collator prepares them, because the student reads different ones.
         number: of the teacher.
     """
 
@@ -61,7 +68,7 @@ class ModelInputs:
         self._collator, self._images, self._texts = collator, images, texts
         self._prefix = teacher_prefix(number)
 
-    def __call__(self, items: Sequence[Any], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Any] = {}
         if self._images:
             assert self._collator is not None
@@ -93,7 +100,7 @@ class StoredInputs:
         self._embeddings, self._sets, self._sides = embeddings, sets, sides
         self._partial, self._prefix = partial, teacher_prefix(number)
 
-    def __call__(self, items: Sequence[Any], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def __call__(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         has_set = np.array([item["place"][0] in self._sets for item in items])
         keys = [item["place"][1] for item in items]
         counts = np.array([len(item["caption"]) for item in items])

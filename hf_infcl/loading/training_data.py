@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
+from ..data.collator import DataCollator
 from ..encoders.dual_encoder import images_of
 from ..micro_batches.rows import split_batches
 from ..options.arguments import InfCLTrainingArguments
@@ -22,7 +24,7 @@ from ..windows.window import Window
 from .batch_checks import check_window
 from .batch_plan import BatchPlan, Position
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
-from .loaders import LoaderParts, of_training
+from .loaders import LoaderParts, training_collator
 
 logger = logging.get_logger(__name__)
 
@@ -59,10 +61,10 @@ class TrainingData:
 
     def __init__(
         self,
-        loader: Any,
+        loader: object,
         args: InfCLTrainingArguments,
         resumed: RunRecord | None = None,
-        collator: Any = None,
+        collator: DataCollator | None = None,
         course: Course | None = None,
         plan: BatchPlan | None = None,
         begin: Position | None = None,
@@ -72,7 +74,9 @@ class TrainingData:
         self._plan = plan or BatchPlan.endless(args.global_batch_size, *division)
         self._images = args.global_batch_size // args.world_size  # of a window
         self._args, self._processes = args, Processes()
-        self._text_padding: Mapping[str, int] | None = getattr(of_training(collator, args), "text_padding", None)
+        self._text_padding: Mapping[str, int] | None = (
+            None if collator is None else getattr(training_collator(collator, args), "text_padding", None)
+        )
         # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if resumed is None else resumed.skipped_samples
         if self._skipped is not None and self._processes.rank > 0:
@@ -94,7 +98,7 @@ class TrainingData:
         else:
             self.source.own.begin_epoch(epoch, windows, step, self._sides, lambda: self.passed_over(epoch))
 
-    def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, Any]) -> dict[str, int]:
+    def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, int]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins.
 
         Args:
@@ -102,7 +106,7 @@ class TrainingData:
             counted: Trainer's numbers of the pass, by their names in ``Trainer._run_epoch``.
 
         Returns:
-            Those of them that are others where the global batch grows, and with it the steps of a pass differ.
+            The numbers that differ if the global batch grows, since passes then have different numbers of steps.
         """
         trained = counted["steps_trained_in_current_epoch"] if epoch == counted["epochs_trained"] else 0
         self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step)
@@ -112,8 +116,8 @@ class TrainingData:
 
     def fetch(
         self,
-        read: Callable[[Any, int, torch.device], tuple[list[Any], Any]],
-        epoch_iterator: Any,
+        read: Callable[[Iterator[object], int, torch.device], tuple[list[dict[str, Tensor]], object]],
+        epoch_iterator: Iterator[object],
         step: int,
         *,
         equal_ids: str,
@@ -125,7 +129,7 @@ class TrainingData:
 
         Args:
             read: takes a number of batches from an iterator: `Trainer.get_batch_samples`.
-            epoch_iterator: that of Trainer's loop. A `TrainingLoader` has one that lasts for the whole training.
+            epoch_iterator: of Trainer's loop; a `TrainingLoader` reads from one that lasts for the whole training.
             step: the number of trained optimizer steps.
             equal_ids: ``"exclude"`` or ``"positive"``.
             interruptions: of the training.
@@ -154,7 +158,7 @@ class TrainingData:
                     announce_failure(error)
                     raise
             else:
-                # The main process reads the stream. The others wait in a broadcast, where they learn of no error.
+                # The main process reads the stream. All others wait in a broadcast, where they learn of no error.
                 if isinstance(error, TypeError) and source.dispatcher._stop_iteration and step == 0:
                     # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
                     raise self._too_short([0] * self._processes.world_size) from error
@@ -225,7 +229,7 @@ class TrainingData:
         """The fields of `RunRecord` that say how far the training has come in the data; collective."""
         loader, stream = self.source.own, None
         if loader is not None:  # for each process, the part of the stream that it has trained on
-            stream = [json.loads(state) for state in self._processes.gather_text(json.dumps(loader.state()))]
+            stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.state()))]
             stream = None if None in stream else stream
         return {
             "epoch": self._epoch.number,
@@ -289,6 +293,6 @@ class TrainingData:
             self.source.own.close()
 
 
-def _without_images(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _without_images(batch: Mapping[str, object]) -> dict[str, object]:
     """What Trainer's loop counts of a batch, and may hold during the step: images would take memory."""
     return {name: v for name, v in batch.items() if name != "pixel_values" and not name.startswith(OF_TEACHERS)}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
+from ..data.collator import DataCollator
 from ..data.stream_batches import MicroBatches, StepSides
 from ..options.arguments import InfCLTrainingArguments
 from .batch_plan import BatchPlan
-from .replay import Replayed, micro_batches_of
+from .replay import Replayed, make_micro_batches
 from .shares import SourceShare
 
 
@@ -27,7 +28,7 @@ class TrainingLoader(DataLoader[Any]):
     workers of its own, and begins with the batch that follows the consumed ones.
 
     Args:
-        dataset: the training set. Of a `Replayed` an epoch is that of its new pairs.
+        dataset: the training set. An epoch of a `Replayed` ends with its new pairs.
         collate: the data collator.
         args: the arguments of the training.
         plan: of its global batches.
@@ -41,7 +42,7 @@ class TrainingLoader(DataLoader[Any]):
     def __init__(
         self,
         dataset: Any,
-        collate: Callable[[list[dict[str, Any]]], Any],
+        collate: DataCollator,
         args: InfCLTrainingArguments,
         plan: BatchPlan,
         *,
@@ -60,7 +61,7 @@ class TrainingLoader(DataLoader[Any]):
             self._batches: MicroBatches = dataset.batches(plan, collate, **where)
         else:
             order = {"shuffle": args.train_sampling_strategy == "random", "seed": args.seed_of_data}
-            self._batches = micro_batches_of(dataset, SourceShare(plan), collate, order, **where)
+            self._batches = make_micro_batches(dataset, SourceShare(plan), collate, order, **where)
         self._lasting: Iterator[Any] | None = None
         self._fetched: list[dict[str, Any]] = []  # the tags of batches that are not consumed yet
         self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their pairs
@@ -121,7 +122,7 @@ class TrainingLoader(DataLoader[Any]):
             generator=generator,
         )
 
-    def _to_device(self, batch: Any) -> Any:
+    def _to_device(self, batch: object) -> object:
         if self._device is None:
             return batch
         return send_to_device(batch, self._device, non_blocking=self._args.dataloader_pin_memory)

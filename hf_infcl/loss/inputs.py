@@ -72,7 +72,7 @@ class Inputs:
 
     def _error_of_all(self, processes: Processes, problem: str) -> ValueError:
         """The error that every process raises. For each process it lists the inputs, or why they are unusable."""
-        texts = processes.gather_text(problem or self._description())
+        texts = processes.gather_objects(problem or self._description())
         listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         return ValueError(
             "contrastive_loss needs the same width and dtype of embeddings, the same logit_scale and logit_bias, and "

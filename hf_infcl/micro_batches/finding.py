@@ -234,4 +234,4 @@ def _machines(args: InfCLTrainingArguments) -> list[str]:
     if own == "cuda":
         device = torch.cuda.get_device_properties(args.device)
         own = f"{device.name}, {device.total_memory} bytes"
-    return Processes().gather_text(own)
+    return Processes().gather_objects(own)

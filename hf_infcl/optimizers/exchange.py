@@ -46,7 +46,7 @@ def orthogonalise_alone(updates: Updates, count: int, shape: tuple[int, int], fu
 def orthogonalise_shared(
     updates: Updates, count: int, shape: tuple[int, int], function: Orthogonalise, processes: Processes
 ) -> Transfers:
-    """The same when all processes have equal matrices: each orthogonalises its share and receives the others'."""
+    """Orthogonalises matrices that all processes hold: each process computes its share and receives the rest."""
     each = -(-count // processes.world_size)
     first = min(count, processes.rank * each)
     mine = updates(slice(first, min(count, first + each)))
@@ -63,7 +63,7 @@ def orthogonalise_shared(
 def orthogonalise_sharded(
     updates: Updates, count: int, shape: tuple[int, int], function: Orthogonalise, group: dist.ProcessGroup
 ) -> Transfers:
-    """The same when each process has some rows of every matrix, split as `torch.chunk` does.
+    """Orthogonalises matrices of which each process holds some rows, split as `torch.chunk` does.
 
     Each process receives the rows of its share of the matrices, orthogonalises these as a whole and returns the rows.
 

@@ -14,6 +14,8 @@ LAYERS, FUSED = "matrices of layers", "fused query, key and value"
 EMBEDDINGS, ADAPTERS, VECTORS = "embeddings and convolutions", "adapters", "vectors and scalars"
 BY_MUON = (LAYERS, FUSED)
 
+Group = dict[str, Any]  # the parameters of an optimizer that share settings, as torch holds them
+
 
 @dataclass(frozen=True)
 class Role:
@@ -87,8 +89,8 @@ def parameter_groups(
     decaying: Collection[str],
     to_muon: Sequence[str] = (),
     to_adamw: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    """The groups of a `MuonAdamW` for the trained parameters of a model, those of AdamW first.
+) -> list[Group]:
+    """The groups of a `MuonAdamW` for the trained parameters of a model, AdamW's before Muon's.
 
     Args:
         model: unwrapped; PEFT adapters inside are fine.
@@ -156,12 +158,12 @@ def matching(names: Iterable[str], use: str, patterns: Sequence[str]) -> set[str
     return chosen
 
 
-def divided(groups: Iterable[dict[str, Any]], parts: Mapping[nn.Parameter, tuple[str, float]]) -> list[dict[str, Any]]:
+def divided(groups: Iterable[Group], parts: Mapping[nn.Parameter, tuple[str, float]]) -> list[Group]:
     """The groups of a new optimizer, divided by parts of the model with rates of their own.
 
     Args:
         groups: of any optimizer before its first step.
-        parts: the name of its part and the factor of its learning rate, by the parameter. The rate of the others stays.
+        parts: the name of its part and the factor of its learning rate, by the parameter. Others keep their rate.
 
     Returns:
         New groups. Those at the full rate come first, because it is the rate of the first one that is logged.
@@ -181,7 +183,7 @@ NAMES = {"muon": "Muon", "adamw": "AdamW"}
 _ALL = "all parameters"  # the name of a group that has none
 
 
-def table_of_groups(groups: Iterable[dict[str, Any]], optimizer: str = "AdamW") -> str:
+def table_of_groups(groups: Iterable[Group], optimizer: str = "AdamW") -> str:
     """Which parameters the groups of an optimizer hold, with their rates and weight decays.
 
     Groups with one name, such as the layers of a tower with their rates, or the matrices and the biases of which only
@@ -209,7 +211,7 @@ def table_of_groups(groups: Iterable[dict[str, Any]], optimizer: str = "AdamW") 
     return "\n".join([*table, *([f"Besides: {'; '.join(single)}."] if single else [])])
 
 
-def words_of_groups(groups: Iterable[dict[str, Any]]) -> dict[str, str]:
+def words_of_groups(groups: Iterable[Group]) -> dict[str, str]:
     """What Muon and AdamW update, in words; nothing for the groups of another optimizer."""
     words: dict[str, list[str]] = {}
     for (name, algorithm), alike in _alike((g for g in groups if "algorithm" in g), "").items():
@@ -218,9 +220,9 @@ def words_of_groups(groups: Iterable[dict[str, Any]]) -> dict[str, str]:
     return {title: "; ".join(named) for title, named in words.items()}
 
 
-def _alike(groups: Iterable[dict[str, Any]], optimizer: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def _alike(groups: Iterable[Group], optimizer: str) -> dict[tuple[str, str], list[Group]]:
     """The groups that are not empty, by name and algorithm."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    found: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         if group["params"]:
             algorithm = NAMES[group["algorithm"]] if "algorithm" in group else optimizer
@@ -228,22 +230,22 @@ def _alike(groups: Iterable[dict[str, Any]], optimizer: str) -> dict[tuple[str, 
     return found
 
 
-def _by_tower_and_rate(named: tuple[tuple[str, str], list[dict[str, Any]]]) -> tuple[str, float]:
+def _by_tower_and_rate(named: tuple[tuple[str, str], list[Group]]) -> tuple[str, float]:
     (name, _), groups = named
     tower = name.split()[0]
     return tower if tower in ("image", "text") else "", min(map(_rate, groups))
 
 
-def _rate(group: Mapping[str, Any]) -> float:
-    return float(group.get("initial_lr", group["lr"]))
+def _rate(group: Group) -> float:
+    return float(group["initial_lr"] if "initial_lr" in group else group["lr"])
 
 
-def _rates(groups: Iterable[dict[str, Any]]) -> str:
+def _rates(groups: Iterable[Group]) -> str:
     rates = sorted(set(map(_rate, groups)))
     return " to ".join(f"{rate:g}" for rate in (rates if len(rates) < 2 else (rates[0], rates[-1])))
 
 
-def _decays(groups: Iterable[dict[str, Any]]) -> str:
+def _decays(groups: Iterable[Group]) -> str:
     """The weight decays, with the number of values that have each if they differ."""
     values: dict[float, int] = {}
     for group in groups:

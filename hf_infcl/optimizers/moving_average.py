@@ -78,7 +78,7 @@ class MovingAverage:
     def _first(self) -> dict[str, Any]:
         return self._optimizer.param_groups[0]
 
-    def _note_step(self, *_: Any) -> None:
+    def _note_step(self, *_: object) -> None:
         """Begins the average of weights that were updated for the first time.
 
         Not earlier, because optimizers take an empty state for that of a new parameter.
@@ -172,7 +172,7 @@ def _remove(optimizer: torch.optim.Optimizer) -> None:
         optimizer.param_groups[0].pop(name, None)
 
 
-def update_average(optimizer: Any) -> None:
+def update_average(optimizer: object) -> None:
     """Updates the moving average of an optimizer, or of the one that was wrapped, if it has one."""
     if callable(update := getattr(unwrapped(optimizer), "update_average", None)):
         update()
@@ -190,5 +190,5 @@ def _in_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
-def _local(tensor: Any) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

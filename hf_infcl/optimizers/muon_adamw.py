@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import ParamsT
 
 from ..processes.collectives import Processes
 from .exchange import Transfers, interleaved, orthogonalise_alone, orthogonalise_sharded, orthogonalise_shared
+from .groups import Group
 from .newton_schulz import STEPS, orthogonalised
 
 MOST_VALUES = 2**26  # that a process orthogonalises at a time: each of a few temporary stacks takes 128 MiB in bf16
-
-Group = dict[str, Any]
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -27,7 +27,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     A group of Muon equals `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, momentum 0.95 and Nesterov's
     momentum (arXiv 2502.16982), but matrices of one shape are orthogonalised together, which takes a fifth of the time.
-    The other groups are those of `torch.optim.AdamW`. Both read the settings of their groups, so schedules, clipping, a
+    `torch.optim.AdamW` updates the other groups. Both read the settings of their groups, so schedules, clipping, a
     GradScaler and checkpoints need nothing else than with any other optimizer.
 
     FSDP2's sharded parameters are orthogonalised as whole matrices: each process gathers its share of them. The result
@@ -54,7 +54,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         *,

@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 MOST_NUMBERS = 15  # the most numbers that `agree` exchanges
 
+T = TypeVar("T")
 Collective = Callable[..., Any]  # collective(group=...): reads and writes tensors that are bound to it
 
 _logger = logging.getLogger(__name__)
@@ -124,13 +125,7 @@ class Processes:
         self.perform(functools.partial(reduce_scatter, total, tensor.contiguous()))
         return total
 
-    def gather_text(self, text: str) -> list[str]:
-        """Every process's text, in the order of the ranks."""
-        if self.world_size == 1:
-            return [text]
-        return self.gather_objects(text)
-
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: T) -> list[T]:
         """Every process's value, which must be one that can be pickled, in the order of the ranks."""
         values = [value] * self.world_size
         if self.world_size > 1:
@@ -165,7 +160,7 @@ class Processes:
             with self._beside_the_queue():
                 rows = self.gather(row.to(self.device)).tolist()
         if any(failed for failed, *_ in rows):
-            reasons = [f"  rank {rank}: {text}" for rank, text in enumerate(self.gather_text(failure)) if text]
+            reasons = [f"  rank {rank}: {text}" for rank, text in enumerate(self.gather_objects(failure)) if text]
             raise OtherRankFailedError("All ranks stop because of an error:\n" + "\n".join(reasons))
         return [values[: len(numbers)] for _, *values in rows]
 
@@ -218,10 +213,10 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.view(tensors[0].dtype) for tensor in tensors])
 
 
-def gather_into(gathered: Tensor, part: Tensor, **options: Any) -> Any:
+def gather_into(gathered: Tensor, part: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
     """`torch.distributed.all_gather_into_tensor`, which torch 2.13 renames; the old name is then deprecated."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return all_gather(gathered, part, **options)
+    return all_gather(gathered, part, group=group, async_op=async_op)
 
 
 def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

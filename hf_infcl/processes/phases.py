@@ -29,6 +29,7 @@ POLL = 1.0  # seconds between two looks at the other processes
 GRACE = 10.0  # seconds that a process may spend without progress after another was lost; torchrun kills it after 30
 # The shares of the timeout after which a process without progress writes its place into the store, and logs all places.
 SHARE_PLACE_AFTER, LOG_PLACES_AFTER = 0.8, 0.9
+ANSWER = 3.0  # seconds in which a process answers after a failed collective, or counts as lost
 _END = "the end of the training"
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Phases:
         """Begins the training; collective."""
         if self._reachable:
             this = psutil.Process()
-            stated = Processes().gather_text(f"{this.pid} {this.create_time()}")
+            stated = Processes().gather_objects(f"{this.pid} {this.create_time()}")
             self.enter("the start")
             threading.Thread(target=self._watch, args=(self._of_this_machine(stated),), daemon=True).start()
         return self
@@ -102,7 +103,7 @@ class Phases:
             logger.error(message)
 
     @contextmanager
-    def errors_of_lost(self) -> Iterator[None]:
+    def naming_lost_processes(self) -> Iterator[None]:
         """Within the context, an error of a collective whose other process is lost names that process and its phase."""
         try:
             yield
@@ -113,7 +114,7 @@ class Phases:
             self.tell(message)
             raise OtherRankFailedError(message) from error
 
-    def describe_lost(self, seconds: float = 3.0) -> str:
+    def describe_lost(self) -> str:
         """A sentence about the processes that do not answer, for a message after a failed collective.
 
         Every remaining process has to call this. A process that does not call it in time counts as lost.
@@ -124,7 +125,7 @@ class Phases:
         lost = []
         try:
             self._store.set(f"left/{self._rank}", "")
-            end = time.monotonic() + seconds
+            end = time.monotonic() + ANSWER
             for rank in range(self._world_size):
                 while not self._store.check([f"left/{rank}"]) and time.monotonic() < end:
                     time.sleep(0.05)

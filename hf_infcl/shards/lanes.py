@@ -29,7 +29,7 @@ class Shard(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a shard (given by its number) dealt to one lane: the samples that begin in start <= position < stop."""
+    """A part of shard number ``shard`` that is dealt to one lane: its samples from ``start`` to before ``stop``."""
 
     shard: int
     start: int = 0
@@ -45,7 +45,7 @@ class SampleOrder:
     shuffle_buffer: int  # samples that a lane permutes at a time
     open_shards: int  # shards that a lane reads in turns
 
-    def random(self, *purpose: Any) -> random.Random:
+    def random(self, *purpose: object) -> random.Random:
         """A generator that is equal for equal purposes, seeded with their SHA-512 hash."""
         return random.Random(f"{self.seed} {purpose}")
 
@@ -144,7 +144,12 @@ class _Turns:
     """Raw samples of pieces. Several pieces are open and yield one sample in turn."""
 
     def __init__(
-        self, shards: Sequence[Shard], pieces: Sequence[Piece], most: int, following: int, reading: Sequence[Any]
+        self,
+        shards: Sequence[Shard],
+        pieces: Sequence[Piece],
+        most: int,
+        following: int,
+        reading: Sequence[tuple[int, int]],
     ) -> None:
         self.pieces = pieces
         self._shards, self._most, self.next = shards, most, following

@@ -15,10 +15,10 @@ class TarMembers(AbstractFileSystem):
 
     protocol = PROTOCOL
 
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> io.BytesIO:
+    def _open(self, path: str, mode: str = "rb", **options: object) -> io.BytesIO:
         if mode != "rb":
             raise ValueError(f"Files in a tar file can only be read, but {path!r} was opened with mode {mode!r}.")
         return io.BytesIO(read_member(path))
 
-    def info(self, path: str, **options: Any) -> dict[str, Any]:
+    def info(self, path: str, **options: object) -> dict[str, Any]:
         return {"name": path, "size": member_size(path), "type": "file"}

@@ -9,14 +9,15 @@ import os
 import posixpath
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from .urls import Url, without_secrets
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _FORMATS = (".tar", ".parquet")
 _MAGIC = re.compile(r"[*?\[]")
 
@@ -88,7 +89,9 @@ def existing_paths_are_literal() -> Iterator[None]:
 
     of_fsspec = LocalFileSystem.glob
 
-    def glob(files: Any, path: str, *args: Any, detail: bool = False, **options: Any) -> Any:
+    def glob(
+        files: LocalFileSystem, path: str, *args: object, detail: bool = False, **options: object
+    ) -> list[str] | dict[str, dict[str, Any]]:
         literal = existing_part(stripped := files._strip_protocol(path))
         if not _MAGIC.search(literal):
             return of_fsspec(files, path, *args, detail=detail, **options)
@@ -238,7 +241,7 @@ class _RetriedFile(io.RawIOBase):
         self._forget()
         super().close()
 
-    def _persist(self, action: Any, *args: Any) -> Any:
+    def _persist(self, action: Callable[..., T], *args: object) -> T:
         """Returns the result of the action, which is repeated if it fails."""
         for tries, seconds in enumerate((*RETRY_SECONDS, None), 1):
             try:

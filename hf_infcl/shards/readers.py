@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +22,8 @@ from .tar_tables import tar_table
 
 if TYPE_CHECKING:
     import datasets
+    from pyarrow import DataType
+    from pyarrow.parquet import ParquetFile
 
 # Number of samples that are inspected to find out where images and captions are.
 _PROBED = 100
@@ -83,7 +85,7 @@ class TarReader:
                 break
         raise ValueError(f"{problem}{apart(_stems(urls[0]))}")
 
-    def _find(self, columns: Columns, sample: dict[str, bytes], fields: dict[str, Any]) -> str:
+    def _find(self, columns: Columns, sample: dict[str, bytes], fields: Mapping[str, object]) -> str:
         """Finds the files and JSON fields of a sample that hold the columns.
 
         Returns:
@@ -100,22 +102,21 @@ class TarReader:
                     return f"No image was found for image_column {image!r}."
                 image = images[0]
             found[columns.image] = False, image
-        if columns.caption is not None:
-            caption = _tar_column(columns.caption, sample, fields)
-            if caption is None and columns.caption == "caption" and "txt" in sample:
-                caption = False, "txt"
-            if caption is None:
-                return f"No caption was found for caption_column {columns.caption!r}."
-            found[columns.caption] = caption
-            self.has_lists = caption[0] and isinstance(fields[columns.caption], list)
-        if columns.pair_id and columns.pair_id != columns.caption:
-            if (pair_id := _tar_column(columns.pair_id, sample, fields)) is None:
-                return f"No pair id was found for pair_id_column {columns.pair_id!r}."
-            found[columns.pair_id] = pair_id
-        if columns.negative_caption:
-            if (negative := _tar_column(columns.negative_caption, sample, fields)) is None:
-                return f"No caption was found for negative_caption_column {columns.negative_caption!r}."
-            found[columns.negative_caption] = negative
+        for what, option, column in (
+            ("caption", "caption_column", columns.caption),
+            ("pair id", "pair_id_column", None if columns.pair_id == columns.caption else columns.pair_id),
+            ("caption", "negative_caption_column", columns.negative_caption),
+        ):
+            if not column:
+                continue
+            place = _tar_column(column, sample, fields)
+            if place is None and column == columns.caption == "caption" and "txt" in sample:
+                place = False, "txt"
+            if place is None:
+                return f"No {what} was found for {option} {column!r}."
+            found[column] = place
+        if columns.caption:
+            self.has_lists = found[columns.caption][0] and isinstance(fields[columns.caption], list)
         self._columns, self._image_column = found, columns.image
         self._any_image = columns.image is not None and columns.image not in sample
         extensions = frozenset("json" if in_json else extension for in_json, extension in found.values())
@@ -179,7 +180,7 @@ def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
     return fields
 
 
-def _tar_column(column: str, sample: dict[str, bytes], fields: dict[str, Any]) -> tuple[bool, str] | None:
+def _tar_column(column: str, sample: dict[str, bytes], fields: Mapping[str, object]) -> tuple[bool, str] | None:
     """(whether it is a field of the JSON, the field or extension) that holds a column."""
     return (True, column) if column in fields else (False, column) if column in sample else None
 
@@ -189,7 +190,7 @@ def _images(sample: dict[str, bytes]) -> list[str]:
     return [extension for extension in sample if extension in IMAGE_EXTENSIONS]
 
 
-def _dotted(extensions: Sequence[str] | dict[str, Any]) -> str:
+def _dotted(extensions: Iterable[str]) -> str:
     return few(f".{extension}" for extension in extensions)
 
 
@@ -277,7 +278,7 @@ class ParquetReader:
             return _pieces(url, range(_parquet_file(file, url).metadata.num_rows), parts)
 
 
-def _parquet_file(file: Any, url: str) -> Any:
+def _parquet_file(file: io.BufferedReader, url: str) -> ParquetFile:
     import pyarrow
     import pyarrow.parquet
 
@@ -287,7 +288,7 @@ def _parquet_file(file: Any, url: str) -> Any:
         raise DamagedShardError(f"The shard {url!r} is truncated or no parquet file: {error}") from error
 
 
-def _rows(file: Any, url: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+def _rows(file: ParquetFile, url: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
     import pyarrow
 
     try:
@@ -297,24 +298,24 @@ def _rows(file: Any, url: str, group: int, columns: list[str]) -> Iterator[dict[
         raise DamagedShardError(f"Row group {group} of the shard {url!r} is damaged: {error}") from error
 
 
-def _are_images(kind: Any) -> bool:
+def _are_images(kind: DataType) -> bool:
     import pyarrow.types as types
 
     is_struct = types.is_struct(kind) and any(kind.get_field_index(name) >= 0 for name in ("bytes", "path"))
     return is_struct or _is_text(kind) or types.is_binary(kind) or types.is_large_binary(kind)
 
 
-def _are_lists(kind: Any) -> bool:
+def _are_lists(kind: DataType) -> bool:
     import pyarrow.types as types
 
     return types.is_list(kind) or types.is_large_list(kind)
 
 
-def _are_texts(kind: Any) -> bool:
+def _are_texts(kind: DataType) -> bool:
     return _is_text(kind.value_type if _are_lists(kind) else kind)
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: DataType) -> bool:
     import pyarrow.types as types
 
     return types.is_string(kind) or types.is_large_string(kind)
@@ -332,12 +333,14 @@ class KeptSamples:
         without: [n] int64 in ascending order, the keys.
     """
 
-    def __init__(self, reader: Any, shard: str, without: np.ndarray) -> None:
-        self.has_lists, self.row, self.pieces = reader.has_lists, reader.row, reader.pieces
+    def __init__(self, reader: Reader, shard: str, without: np.ndarray) -> None:
+        self.has_lists: bool = reader.has_lists
+        self.row: Callable[[dict[str, Any]], dict[str, Any]] = reader.row
+        self.pieces: Callable[[str, int], list[tuple[int, int | None]]] = reader.pieces
         self._reader, self._shard, self._without = reader, shard, without
 
-    def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Any]]:
-        """As the reader's, without some."""
+    def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Sample]]:
+        """The samples of the reader, without those of these keys."""
         for after, name, sample in self._reader.samples(url, position, stop):
             key = sample_key(self._shard, name)
             at = int(np.searchsorted(self._without, key))
@@ -346,9 +349,10 @@ class KeptSamples:
 
 
 Reader = TarReader | ParquetReader | KeptSamples
+Sample = dict[str, Any] | DamagedShardError  # as a reader yields it, for its `row`
 
 
-def reader_of(urls: Sequence[str], columns: Columns) -> Reader:
+def make_reader(urls: Sequence[str], columns: Columns) -> Reader:
     """The reader of shards that are all tar files, or all parquet files."""
     parquet = [url.endswith(".parquet") for url in urls]
     if any(parquet) and not all(parquet):
@@ -360,7 +364,7 @@ def reader_of(urls: Sequence[str], columns: Columns) -> Reader:
     return kind(columns, urls)
 
 
-def features_of(urls: Sequence[str], image_column: str) -> datasets.Features:
+def read_features(urls: Sequence[str], image_column: str) -> datasets.Features:
     """The columns that shards have as a table, as their first samples or their schema show them.
 
     Raises:

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from .members import member_url, register
 from .names import IMAGE_EXTENSIONS
 from .opening import content_tag, digest, open_shard
 from .tar_layout import DamagedShardError, tar_samples
-from .values import ERRORS, cause_of, is_unicode, shortened
+from .values import ERRORS, describe_cause, is_unicode, shortened
 
 if TYPE_CHECKING:
     import datasets
@@ -39,7 +39,7 @@ class _Unread(NamedTuple):
 
 
 class _Indexed(NamedTuple):
-    """Those of a shard. The errors are by column, and that of the whole sample by None."""
+    """The columns of a shard, and each sample's errors by column; None stands for the whole sample."""
 
     columns: dict[str, Any]  # arrow arrays, or lists of values of several types
     errors: list[dict[str | None, str]]
@@ -169,7 +169,7 @@ def _fill(
     sample: dict[str, bytes | _Unread],
     image_column: str,
 ) -> None:
-    """Adds the values of a sample to its row, what is wrong with them to the errors, and what they are to ``found``."""
+    """Adds the values of a sample to its row, what is wrong to the errors, and the kinds of columns to ``found``."""
     for extension, content in sample.items():
         kind = extension.rpartition(".")[2]
         try:
@@ -192,15 +192,15 @@ def _fill(
                 row[extension] = None
                 row[extension] = _integers(content) if kind == "npy" else _READ.get(kind, _text)(content)
         except Exception as error:  # parsers raise exceptions of many classes
-            errors[extension] = cause_of(error)
+            errors[extension] = describe_cause(error)
 
 
 def _holds_image(extension: str, image_column: str) -> bool:
     return extension in ("image", image_column) or extension.rpartition(".")[2] in IMAGE_EXTENSIONS
 
 
-def _flat(fields: dict[str, Any], errors: dict[str | None, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of an object; those of an object in it are called ``outer.inner``.
+def _flat(fields: Mapping[str, object], errors: dict[str | None, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of an object; the fields of an object within it are called ``outer.inner``.
 
     It is an error of the field ``outer``, if this is a column because other samples have another value there.
     """
@@ -250,7 +250,7 @@ def _images(chunks: Sequence[pyarrow.Array]) -> pyarrow.ChunkedArray:
     return pyarrow.chunked_array(structs)
 
 
-def _array(values: list[Any]) -> pyarrow.Array | list[Any]:
+def _array(values: list[object]) -> pyarrow.Array | list[object]:
     """The values as an array, or unchanged if they are not of one type."""
     import pyarrow
 
@@ -261,7 +261,7 @@ def _array(values: list[Any]) -> pyarrow.Array | list[Any]:
 
 
 def _of_one_type(name: str, chunks: Sequence[Any]) -> tuple[pyarrow.ChunkedArray, dict[int, str]]:
-    """The values of a column, of the kind of most of them, and what is wrong with those of another kind, by row."""
+    """The values of a column that are of its most frequent kind, and by row what is wrong with other values."""
     import pyarrow
 
     if not any(isinstance(chunk, list) for chunk in chunks):
@@ -302,7 +302,7 @@ _IS_NOT = {
 }
 
 
-def _kind(value: Any) -> str | None:
+def _kind(value: object) -> str | None:
     """What a value is; None for one that is missing, which pandas writes as NaN."""
     if value is None or value != value:
         return None

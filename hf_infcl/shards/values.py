@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
 ERRORS = "__errors__"
 
@@ -17,12 +15,12 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """How a message shows a value."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def cause_of(error: Exception) -> str:
+def describe_cause(error: Exception) -> str:
     """What a message about a bad sample says of an error that it has met."""
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

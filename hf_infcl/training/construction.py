@@ -15,7 +15,7 @@ from ..checkpoints.formats import check_formats
 from ..checkpoints.lock import check_writable
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ..data.transforms import set_image_size
-from ..data.wrapped import check_has_end, most_captions, parts_of
+from ..data.wrapped import all_parts, check_has_end, most_captions
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed, check_keyed, check_planned, set_sizes
 from ..loading.replay import Replayed
@@ -92,7 +92,7 @@ def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mappin
     pairs, evaluated = others.get("train_dataset"), others.get("eval_dataset")
     sets = list(evaluated.values()) if isinstance(evaluated, Mapping) else [evaluated]
     unprepared = (ImageTextDataset, ImageTextStream, ZeroShotDataset)
-    needs_processor = any(isinstance(part, unprepared) for data in [pairs, *sets] for part in parts_of(data))
+    needs_processor = any(isinstance(part, unprepared) for data in [pairs, *sets] for part in all_parts(data))
     if data_collator is None and others.get("processing_class") is None and needs_processor:
         raise ValueError(
             "Images and captions must be prepared for the model: pass "

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..checkpoints.average_choice import score_if_measured
 from ..data import ContrastiveCollator, ZeroShotDataset
-from ..data.wrapped import parts_of
+from ..data.wrapped import all_parts
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
@@ -33,8 +33,8 @@ from ..evaluation import (
     choices,
     class_places,
     class_scores,
+    count_hits,
     group_by_image,
-    hits_of,
     image_of_captions,
     interval,
     measured,
@@ -210,7 +210,7 @@ class Evaluator:
             prefix: of the names of the metrics.
         """
         if self._args.process_index == 0:
-            self._notices.look(f"evaluation set of {prefix}_*", parts_of(dataloader.dataset), self._collator)
+            self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataloader.dataset), self._collator)
         check_same_size(dataloader.dataset, prefix)
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         batches: Any = dataloader
@@ -249,7 +249,7 @@ class Evaluator:
 
     def metrics(self, dataset: object, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
-        if of_choices := [part for part in parts_of(dataset) if getattr(part, "kind", "") == "choices"]:
+        if of_choices := [part for part in all_parts(dataset) if getattr(part, "kind", "") == "choices"]:
             embeddings: Any = output.predictions
             counts_and_ids: Any = output.label_ids
             images, texts, counts = map(self._on_device, (*embeddings, counts_and_ids[0]))
@@ -267,7 +267,7 @@ class Evaluator:
 
     def _intervals(self, prefix: str) -> dict[str, float]:
         """Intervals of the metrics and, during a training, of the change of the score; on the main process."""
-        if Processes().rank > 0 or self.found is None or not (hits := hits_of(self.found)):
+        if Processes().rank > 0 or self.found is None or not (hits := count_hits(self.found)):
             return {}
         values = dict(zip(hits, resampled(list(hits.values())), strict=True))
         found = bounds(values)
@@ -368,5 +368,5 @@ def check_same_size(dataset: object, prefix: str) -> None:
 def of_main_process(metrics: dict[str, Any]) -> dict[str, float]:
     """The numbers of rank 0. They decide on checkpoints, the learning rate and the end, but rounding may differ."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-    found: dict[str, float] = json.loads(Processes().gather_text(json.dumps(numbers))[0])
+    found: dict[str, float] = json.loads(Processes().gather_objects(json.dumps(numbers))[0])
     return found

@@ -18,7 +18,7 @@ from ..checkpoints.files import choose
 from ..checkpoints.pushes import checkpoint_of_hub_if_named
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
 from ..checkpoints.run_options import options_of_arguments, options_of_data, options_of_model
-from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
+from ..data.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..loading.batch_plan import BatchPlan, Position
 from ..loading.positions import loop_values, make_plan
 from ..loading.replay import Replayed, is_own
@@ -53,7 +53,7 @@ def make_run(setup: Setup) -> Run:
         optimizer=f"{optimizer} of {trained:,} parameters",
         options={
             **options_of_arguments(args, setup.accelerator.mixed_precision),
-            **options_of_data(list(parts_of(data)), setup.collator),
+            **options_of_data(list(all_parts(data)), setup.collator),
             **options_of_model(model),
             "fingerprint of the start": None if setup.start is None else setup.start.fingerprint,
             **{name: value for part in setup.extensions for name, value in part.options.items()},
@@ -120,7 +120,7 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
     of_this |= {**described_run.pop("options"), **described_run}
     of_this["resume_from_checkpoint"] = "a folder" if named else resumes or None
     described = json.dumps(of_this, default=lambda value: type(value).__name__)
-    runs = [json.loads(text) for text in Processes().gather_text(described)]
+    runs = [json.loads(text) for text in Processes().gather_objects(described)]
     for rank, other in enumerate(runs):
         if found := [
             f"{name} is {value!r} on rank 0 and {other.get(name)!r} on rank {rank}"

@@ -11,7 +11,7 @@ from torch import nn
 from ..conversion.models import load, stated_licence
 from ..data import ContrastiveCollator
 from ..encoders.dual_encoder import DualEncoder
-from ..loading.loaders import of_training
+from ..loading.loaders import training_collator
 from ..loading.stored_teachers import stored_teachers
 from ..loading.teacher_inputs import ModelInputs
 from ..options.teacher_options import TeacherOptions
@@ -110,7 +110,7 @@ def _online(given: object, setup: Setup, number: int, sides: Sequence[str]) -> O
     if processor is None:
         same = ModelInputs(None, number=number)
         return OnlineTeacher(encoder, setup.accelerator, same, None, number=number, sides=sides, licence=licence)
-    student = of_training(setup.collator, args)
+    student = training_collator(setup.collator, args)
     if not isinstance(student, ContrastiveCollator):
         raise ValueError(
             f"A teacher with its own processor reads images and captions, but the data collator is a "

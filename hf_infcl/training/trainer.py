@@ -21,7 +21,7 @@ from ..evaluation import Found
 from ..loading import loaders
 from ..loading.batch_plan import BatchPlan
 from ..loading.notices import CaptionNotices
-from ..loading.positions import course_of
+from ..loading.positions import make_course
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import find_micro_batches
 from ..micro_batches.repeating import run_repeating
@@ -137,7 +137,7 @@ class InfCLTrainer(Trainer):
             self.resumption = make_resumption(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = files.make_checkpoints(self.args, self.accelerator, last=self.resumption.checkpoint)
-            with self.interruptions.phases.errors_of_lost():
+            with self.interruptions.phases.naming_lost_processes():
                 try:
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
                 except AskedToEndError as asked:  # between two steps, on all processes alike
@@ -155,7 +155,7 @@ class InfCLTrainer(Trainer):
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
         plan = None if loader is None else self.batch_plan
-        course, begin = course_of(args, self.state, record, plan), self.resumption.begin
+        course, begin = make_course(args, self.state, record, plan), self.resumption.begin
         self.training_data = TrainingData(loader, args, record, self.data_collator, course, plan, begin)
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if own and self.training_data.source.stream is not None:
@@ -172,7 +172,7 @@ class InfCLTrainer(Trainer):
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
         return self.window_step, self.training_data, self.progress
 
-    def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: object) -> None:
+    def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: Any) -> None:
         kept = self.state, self.args, self.control, self._decisions
         methods: Any = {"evaluate": self._evaluate, "determine_best": self._determine_best_metric}
         if not self.resumption.ends_with_evaluation(*kept, epoch, kwargs, **methods):
@@ -239,7 +239,7 @@ class InfCLTrainer(Trainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
         """Trainer's schedule of the learning rate, which runs over samples where the global batch grows."""
         create = partial(super().create_scheduler, *args, **kwargs)
-        course = course_of(self.args, self.state, self.resumption.record, self.batch_plan)
+        course = make_course(self.args, self.state, self.resumption.record, self.batch_plan)
         return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, course)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -256,7 +256,7 @@ class InfCLTrainer(Trainer):
         pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
         if pairs is None or not loaders.is_own(pairs):
             return self._training_loader()
-        collator = loaders.of_training(self.data_collator, self.args)
+        collator = loaders.training_collator(self.data_collator, self.args)
         if hasattr(pairs, "remove_columns"):  # a table of datasets
             pairs = self._remove_unused_columns(pairs, "training")
         elif not isinstance(pairs, IterableDataset):
@@ -265,7 +265,7 @@ class InfCLTrainer(Trainer):
 
     def _training_loader(self) -> DataLoader:
         """Trainer's loader of a stream of another class than `ImageTextStream`."""
-        with replaced(self, data_collator=loaders.of_training(self.data_collator, self.args)):
+        with replaced(self, data_collator=loaders.training_collator(self.data_collator, self.args)):
             return loaders.adapted(super().get_train_dataloader(), self.setup)
 
     def _set_signature_columns_if_needed(self) -> None:

@@ -73,4 +73,4 @@ def parameters_not_finite(model: nn.Module) -> str:
 
 def of_all_ranks(text: str) -> str:
     """`by_rank` of every process's text; collective."""
-    return by_rank(Processes().gather_text(text))
+    return by_rank(Processes().gather_objects(text))

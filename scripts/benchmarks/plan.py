@@ -28,7 +28,7 @@ from typing import NamedTuple
 from transformers import CLIPConfig
 
 from hf_infcl.loss import OBJECTIVES
-from hf_infcl.tools.planning import GIB, GPUS, RATES, Choice, Counts, count, memory, seconds
+from hf_infcl.tools.planning import GIB, GPUS, RATES, Choice, Counts, Setting, count, memory, seconds
 from hf_infcl.tools.planning.costs import loss_flops
 from hf_infcl.tools.planning.prediction import passes
 
@@ -138,8 +138,8 @@ def _counts(row: Row) -> Counts:
 def _counts_of(
     model: str, image_size: int, patch_dropout: float, tokens: int | None, freeze: str | None, in_bf16: bool
 ) -> Counts:
-    options = {"patch_dropout": patch_dropout, "text_tokens": tokens, "freeze": freeze, "bf16_activations": in_bf16}
-    return count(CLIPConfig(**sizes_of(model, image_size)), **options)
+    setting = Setting(freeze=freeze, patch_dropout=patch_dropout, text_tokens=tokens, bf16_activations=in_bf16)
+    return count(CLIPConfig(**sizes_of(model, image_size)), setting)
 
 
 def _memory(row: Row) -> float:

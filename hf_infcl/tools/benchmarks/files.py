@@ -11,7 +11,7 @@ from pathlib import Path
 from .names import BENCHMARKS, folder_name
 
 OWNER = "clip-benchmark"
-_DIGITS = 18  # of a number that others have written
+_DIGITS = 18  # of a number in a file that anyone may have written
 OF_XM3600 = "floschne/xm3600"
 
 
@@ -74,7 +74,7 @@ class Files:
             raise ValueError(
                 f"{self.folder}/test/nshards.txt must hold the number of shards, not {stated[: 2 * _DIGITS]!r}."
             )
-        count = int(stated)  # written by others, so nothing may be as large as it
+        count = int(stated)  # anyone may have written it, so no list may get this long
         numbers = {int(path.stem) for path in self.folder.glob("test/*.tar") if path.stem.isdecimal()}
         present = [n for n in sorted(numbers) if n < count and (self.folder / f"test/{n}.tar").is_file()]
         if len(present) < count:
@@ -86,7 +86,7 @@ class Files:
         return [self.folder / f"test/{n}.tar" for n in present]
 
 
-def files_of(name: str, folder: str | None) -> Files:
+def benchmark_files(name: str, folder: str | None) -> Files:
     """The files of a benchmark.
 
     Args:

@@ -45,7 +45,7 @@ OF_CLIP_BENCHMARK = tuple(
 )
 BENCHMARKS = (*OF_CLIP_BENCHMARK, *SUGARCREPE_PP, *XM3600)
 
-# The metrics whose mean is the score of a benchmark, where it is not that of its kind.
+# The metrics whose mean is the score of a benchmark, where its kind has a different one.
 MAIN_METRICS = dict.fromkeys(
     ("vtab/caltech101", "vtab/flowers", "vtab/pets", "fgvc_aircraft"), ("mean_per_class_recall",)
 )

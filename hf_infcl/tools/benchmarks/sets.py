@@ -6,18 +6,17 @@ import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
 
 from ...data import ImageTextDataset, ZeroShotDataset
+from ...data.pairs import usable_captions
 from ...shards.names import IMAGE_EXTENSIONS
 from ...shards.opening import existing_paths_are_literal
 from ...shards.readers import Columns, TarReader
 from ...shards.tar_layout import DamagedShardError
-from .choices import CaptionChoiceDataset
-from .files import Files, files_of, sugarcrepe_files, xm3600_files
+from .files import Files, benchmark_files, sugarcrepe_files, xm3600_files
 from .names import SUGARCREPE, SUGARCREPE_PP, XM3600, benchmark_key, expanded
 
 _OTHER_SETS = ("pairs", "zero_shot")  # the keys of --eval_dataset and --zero_shot_dataset
@@ -27,6 +26,37 @@ _COLUMNS = {
     "multilabel": ("label", datasets.List(datasets.Value("int64"))),
     "retrieval": ("caption", datasets.List(datasets.Value("string"))),
 }
+
+
+class CaptionChoiceDataset(ImageTextDataset):
+    """Images with lists of captions for evaluation; the first captions are right, the rest are wrong.
+
+    The items are those of an `ImageTextDataset` with ``all_captions``.
+
+    Attributes:
+        kind: the kind of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
+
+    Args:
+        dataset: a map-style `datasets.Dataset` without a transform. Its column ``image`` holds images, paths (strings)
+            or encoded images (binary), and ``caption`` lists of strings, more than are right.
+        right: the number of right captions of each image: 1 as in SugarCrepe, 2 as in SugarCrepe++.
+
+    Raises:
+        ValueError: at construction, for a wrong dataset, column or column type, or a row with an empty caption or
+            no wrong one; on access, for a bad image.
+    """
+
+    kind = "choices"
+
+    def __init__(self, dataset: datasets.Dataset, *, right: int = 1) -> None:
+        super().__init__(dataset, all_captions=True)
+        self.right = right
+        for row, captions in enumerate(self._texts["caption"]):
+            if not isinstance(captions, list) or len(captions) <= right or usable_captions(captions) != captions:
+                of_right = "its right caption" if right == 1 else f"its {right} right captions"
+                raise ValueError(
+                    f"Each row needs {of_right} and at least one wrong one, but row {row} has {captions!r}."
+                )
 
 
 def benchmark_sets(
@@ -57,9 +87,9 @@ def benchmark_sets(
                 raise ValueError(
                     f"Its metrics would have the names eval_{key}_... of another set's. Measure both by two commands."
                 )
-            files = _OF_FILES.get(name, files_of)(name, folder)
+            files = _OF_FILES.get(name, benchmark_files)(name, folder)
             rows = _OF_ROWS.get(name, _rows)(files)
-            dataset = _set_of(files, rows if select is None else select(rows))
+            dataset = _make_set(files, rows if select is None else select(rows))
         except ValueError as error:
             raise ValueError(f"The benchmark {name}: {error}") from error
         dataset.name = f"the benchmark {name} ({files.dataset} at {files.revision[:23]})"
@@ -68,7 +98,7 @@ def benchmark_sets(
     return found
 
 
-def _set_of(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroShotDataset:
+def _make_set(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroShotDataset:
     if files.name in (*SUGARCREPE, *SUGARCREPE_PP):
         return CaptionChoiceDataset(rows, right=1 if files.name in SUGARCREPE else 2)
     if files.name in XM3600:
@@ -109,7 +139,12 @@ def _tables(files: Files) -> datasets.Dataset:
     return rows.select_columns(["image", "captions"]).cast_column("image", datasets.Image(decode=False))
 
 
-def _cached(generate: Callable[..., Iterator[dict[str, Any]]], column: str, values: Any, **options: Any) -> Any:
+def _cached(
+    generate: Callable[..., Iterator[dict[str, object]]],
+    column: str,
+    values: datasets.List | datasets.Value,
+    **options: object,
+) -> datasets.Dataset:
     """The rows of a generator, in a cache that its options tell apart: hence the revision among them."""
     features = datasets.Features({"image": datasets.Image(decode=False), column: values})
     try:
@@ -120,7 +155,7 @@ def _cached(generate: Callable[..., Iterator[dict[str, Any]]], column: str, valu
         raise ValueError(str(error.__cause__ or error)) from error
 
 
-def _samples(shards: tuple[str, ...], kind: str, revision: str) -> Iterator[dict[str, Any]]:
+def _samples(shards: tuple[str, ...], kind: str, revision: str) -> Iterator[dict[str, object]]:
     label = _LABELS[kind]
     reader = TarReader(Columns("image", label, None, None), shards)
     for shard in shards:
@@ -135,7 +170,7 @@ def _samples(shards: tuple[str, ...], kind: str, revision: str) -> Iterator[dict
             yield {"image": {"bytes": images[0], "path": None}, **_label(kind, sample[label], f"{key!r} of {shard}")}
 
 
-def _label(kind: str, content: bytes, where: str) -> dict[str, Any]:
+def _label(kind: str, content: bytes, where: str) -> dict[str, object]:
     try:
         if kind == "retrieval":
             return {"caption": content.decode("utf-8").splitlines()}
@@ -146,7 +181,7 @@ def _label(kind: str, content: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f"Sample {where} has a .{_LABELS[kind]} that cannot be read: {error}") from error
 
 
-def _sugarcrepe(captions: str, revision: str) -> Iterator[dict[str, Any]]:
+def _sugarcrepe(captions: str, revision: str) -> Iterator[dict[str, object]]:
     images = Path(captions).parent.parent / "val2017"
     for key, entry in json.loads(Path(captions).read_text(encoding="utf-8")).items():
         path = images / entry["filename"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from ...data.images import ImageDataset
 from ...evaluation.metrics import METRICS, SCORES
 from .names import GROUPS, MAIN_METRICS, benchmark_key
 
 
-def scores(metrics: Mapping[str, float], sets: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
+def scores(metrics: Mapping[str, float], sets: Mapping[str, ImageDataset]) -> dict[str, tuple[str, float]]:
     """(main metric, its value) of each benchmark by its name.
 
     Args:
@@ -27,7 +27,7 @@ def scores(metrics: Mapping[str, float], sets: Mapping[str, Any]) -> dict[str, t
 
 
 def means_of_groups(
-    metrics: Mapping[str, float], sets: Mapping[str, Any], asked: Sequence[str] | None
+    metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], asked: Sequence[str] | None
 ) -> dict[str, float]:
     """``eval_mean_{group}``: the mean score of each group that was asked for."""
     found = {name: value for name, (_, value) in scores(metrics, sets).items()}
@@ -36,7 +36,7 @@ def means_of_groups(
 
 
 def lines_of_scores(
-    metrics: Mapping[str, float], sets: Mapping[str, Any], asked: Sequence[str] | None
+    metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], asked: Sequence[str] | None
 ) -> Iterator[str]:
     """Lines with the main metric of each benchmark and the mean of each group, in per cent."""
     found = scores(metrics, sets)

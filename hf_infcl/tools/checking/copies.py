@@ -29,7 +29,7 @@ class Print(NamedTuple):
     colours: bytes
 
 
-def print_of(pixels: np.ndarray) -> Print:
+def make_print(pixels: np.ndarray) -> Print:
     """The print of an image, uint8 [H, W, 3]."""
     image = Image.fromarray(pixels)
     grey = np.asarray(image.convert("L").resize((GRID + 1, GRID), Image.Resampling.BOX), dtype=np.int16)

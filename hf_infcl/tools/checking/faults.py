@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from transformers import PretrainedConfig
 
 from ...data import ContrastiveCollator
 from .looking import Look
@@ -37,7 +39,7 @@ class Limits(NamedTuple):
         return 16_000_000
 
 
-def limits_of(config: Any, collator: ContrastiveCollator) -> Limits:
+def make_limits(config: PretrainedConfig, collator: ContrastiveCollator) -> Limits:
     """What a model reads."""
     side = getattr(config.vision_config, "image_size", USUAL_SIDE)
     shorter = min(side) if isinstance(side, (list, tuple)) else side
@@ -82,7 +84,7 @@ FAULTS = {
 }
 
 
-def faults_of(look: Look, limits: Limits) -> Iterator[tuple[str, str]]:
+def find_faults(look: Look, limits: Limits) -> Iterator[tuple[str, str]]:
     """(fault, what it consists in) for each fault of a pair."""
     if look.problem:
         yield ("captionless" if look.is_captionless else "broken"), look.problem

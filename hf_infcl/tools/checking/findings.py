@@ -47,7 +47,7 @@ def findings_of_set(
 
     Args:
         facts: of the set.
-        pair_id_column: that of the training, or None.
+        pair_id_column: of the training, or None.
         caption_column: the name of the column of captions.
         skips_bad: whether the training leaves bad pairs out (``on_bad_sample="skip"``).
     """
@@ -129,10 +129,10 @@ def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list
 def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     """Pairs that do not belong together, as the ledger in a file says."""
     wrong = [int(key) for key in ledger.wrong(WRONG)]
-    rows = tuple(map(ledger.name_of, wrong))
+    rows = tuple(map(ledger.find_name, wrong))
     if not rows:
         return []
-    examples = [(name, ledger.caption_of(key)) for name, key in zip(rows[:3], wrong, strict=False)]
+    examples = [(name, ledger.find_caption(key)) for name, key in zip(rows[:3], wrong, strict=False)]
     kind = "sample" if ledger.sample else "row"
     shown = ", ".join(f"{kind} {name}" + (f" ({_short(caption)})" if caption else "") for name, caption in examples)
     option = f"--exclude {path}:{WRONG:g}"

@@ -22,7 +22,7 @@ from ...data.pairs import as_pair_id, usable_captions
 from ...encoders.pooling import Pooling, Reading
 from ...refusals import check_tokens
 from ...shards.names import IMAGE_EXTENSIONS
-from .copies import Print, is_one_colour, print_of
+from .copies import Print, is_one_colour, make_print
 
 SIDE = 96  # pixels of a thumbnail
 _IMAGE_FILE = re.compile(rf"\.({'|'.join(sorted(IMAGE_EXTENSIONS))})$", re.IGNORECASE)
@@ -76,7 +76,7 @@ class Look:
         nbytes: of the encoded image.
         seconds: to read and decode it and to prepare it for the model.
         is_one_colour: see `copies.is_one_colour`.
-        print: by which copies are found; None if the image has one colour or cannot be decoded.
+        print: from which copies are recognised; None if the image has one colour or cannot be decoded.
         thumbnail: a JPEG.
     """
 
@@ -141,7 +141,7 @@ class Looker:
             nbytes=_size(values["image"]),
             seconds=seconds,
             is_one_colour=one_colour,
-            print=None if one_colour else print_of(image),
+            print=None if one_colour else make_print(image),
             thumbnail=thumbnail(image),
         )
 
@@ -154,45 +154,29 @@ class Looker:
         plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         # The end token of CLIP is its unknown one as well.
         unknown = plain.count(tokenizer.unk_token_id) / max(1, len(plain))
-        nbytes = len(text.encode())
+        nbytes, (read, cut) = len(text.encode()), self._divided(ids)
         few = nbytes <= _FEW_BYTES * len(plain) and _is_of_other_letters(text)
         return Caption(
             text=text[:200],
             id=caption_pair_id(text),
-            seen=self._seen(ids),
+            seen=as_pair_id(" ".join(map(str, read))),
             tokens=len(ids),
             nbytes=nbytes,
-            rest=self._rest(ids),
+            rest=tokenizer.decode(cut).strip() if cut else "",
             unknown=unknown,
             is_foreign=few or unknown >= _MANY_UNKNOWN,
             is_file_name=_is_file_name(text, file),
             is_number=NUMBER.fullmatch(text.strip()) is not None,
-            reading=None if self.pooling is None or not ids else self._reading(ids, self.pooling),
+            reading=None if self.pooling is None or not ids else self.pooling.reading(read, len(read) - 1),
         )
 
-    def _seen(self, ids: list[int]) -> int:
-        return as_pair_id(" ".join(map(str, self._cut(ids))))
-
-    def _reading(self, ids: list[int], pooling: Pooling) -> Reading | None:
-        cut = self._cut(ids)
-        return pooling.reading(cut, len(cut) - 1)
-
-    def _cut(self, ids: list[int]) -> list[int]:
-        """The tokens of a caption that the model reads."""
-        limit, ends = self._collator.max_length, self._ends(ids)
-        return ids if len(ids) <= limit else ids[: limit - ends] + ids[len(ids) - ends :]
-
-    def _ends(self, ids: list[int]) -> int:
-        """The tokens at the end of a caption that stay when it is cut: the end token, if there is one."""
-        return int(ids[-1] in self._collator.processor.tokenizer.all_special_ids)
-
-    def _rest(self, ids: list[int]) -> str:
-        limit, tokenizer = self._collator.max_length, self._collator.processor.tokenizer
+    def _divided(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """The tokens of a caption that the model reads, and those that it does not. An end token is always read."""
+        limit = self._collator.max_length
         if len(ids) <= limit:
-            return ""
-        ends = self._ends(ids)
-        rest: str = tokenizer.decode(ids[limit - ends : len(ids) - ends])
-        return rest.strip()
+            return ids, []
+        ends = int(ids[-1] in self._collator.processor.tokenizer.all_special_ids)
+        return ids[: limit - ends] + ids[len(ids) - ends :], ids[limit - ends : len(ids) - ends]
 
 
 def thumbnail(pixels: np.ndarray) -> bytes:
@@ -205,7 +189,7 @@ def thumbnail(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _size(image: Any) -> int:
+def _size(image: object) -> int:
     """The bytes of an encoded image; 0 if they lie elsewhere."""
     if isinstance(image, bytes):
         return len(image)

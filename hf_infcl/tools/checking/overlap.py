@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
 
 from ...data import ImageTextDataset
 from ...data.images import ImageDataset
@@ -14,10 +13,11 @@ _SAMPLED = 1_000  # images of the evaluation set that are looked for
 _TRAINED = 200_000  # training images among which they are looked for
 
 
-def overlaps(trained: Any, sets: Mapping[str, Any]) -> Iterator[str]:
+def overlaps(trained: object, sets: Mapping[str, ImageDataset]) -> Iterator[str]:
     """A warning for each guard set that has images of the training set; streams are not looked into."""
-    guards = {name: dataset for name, dataset in sets.items() if name.startswith("guard")}
-    for name, guard in guards.items() if isinstance(trained, ImageTextDataset) else ():
+    if not isinstance(trained, ImageTextDataset):
+        return
+    for name, guard in ((name, dataset) for name, dataset in sets.items() if name.startswith("guard")):
         shared, looked_for = shared_images(trained, guard)
         if shared:
             yield (

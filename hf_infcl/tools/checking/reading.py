@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -15,10 +15,12 @@ from transformers.utils.logging import tqdm
 from ...data import ImageTextStream, ZeroShotDataset
 from ...data.images import ImageDataset
 from ...shards.opening import open_shard
+from ...shards.readers import Sample
 from ...shards.tar_layout import DamagedShardError
 from .looking import Look, Looker
 
 ROWS = 32  # of a table, or samples of a shard, that a worker gives back at once
+Unit = TypeVar("Unit")  # what one worker reads at a time
 _OF_SHARD = 256  # samples of each shard that is read for a sample, or more if there are few shards
 
 
@@ -53,7 +55,7 @@ def read(
         ReadError: a shard could not be read after several tries.
         ValueError: the tokenizer does not fit the model.
     """
-    parts: _Parts = (
+    parts: _Parts[Any] = (
         _ShardParts(data, looker, samples) if isinstance(data, ImageTextStream) else _RowParts(data, looker, samples)
     )
     # Without a generator of its own, the loader would draw from torch's random state, and change a training.
@@ -70,11 +72,11 @@ def read(
             yield part
 
 
-def _as_it_is(part: Any) -> Any:
+def _as_it_is(part: object) -> object:
     return part
 
 
-class _Parts(IterableDataset[Part]):
+class _Parts(IterableDataset[Part], Generic[Unit]):
     """The parts of a set; each worker reads every n-th unit.
 
     Attributes:
@@ -82,7 +84,7 @@ class _Parts(IterableDataset[Part]):
         pairs: the number of pairs, if it is known.
     """
 
-    units: Sequence[Any]
+    units: Sequence[Unit]
     pairs: int | None
 
     def __iter__(self) -> Iterator[Part]:
@@ -91,11 +93,11 @@ class _Parts(IterableDataset[Part]):
         for unit in self.units[first::step]:
             yield from self.parts(unit)
 
-    def parts(self, unit: Any) -> Iterator[Part]:
+    def parts(self, unit: Unit) -> Iterator[Part]:
         raise NotImplementedError
 
 
-class _RowParts(_Parts):
+class _RowParts(_Parts[Sequence[int]]):
     def __init__(self, data: ImageDataset, looker: Looker, samples: int | None) -> None:
         self._data, self._looker = data, looker
         every = range(len(data))
@@ -119,7 +121,7 @@ class _RowParts(_Parts):
         return self._looker.look(str(row), known, lambda: self._data[row])
 
 
-class _ShardParts(_Parts):
+class _ShardParts(_Parts[int]):
     def __init__(self, stream: ImageTextStream, looker: Looker, samples: int | None) -> None:
         self._stream, self._looker = stream, looker
         shards = range(len(stream.shards))
@@ -145,7 +147,7 @@ class _ShardParts(_Parts):
                 nbytes = file.seek(0, 2)
         yield Part(looks, unit, nbytes)
 
-    def _look(self, unit: int, key: str, sample: Any) -> Look:
+    def _look(self, unit: int, key: str, sample: Sample) -> Look:
         columns, shard = self._stream.options, self._stream.shards[unit]
         values: dict[str, Any] = {"image": None}
         with suppress(ValueError):  # of a broken sample, which the item tells

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,6 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
         yield f"  {'SPOILS' if finding.spoils else 'note'}: {finding.text}"
     if not findings:
         yield "  Nothing is wrong with it."
-
-
-def options_to_add(options: Iterable[str]) -> str:
-    """The options of `infcl train` that remedy findings, each once."""
-    return " ".join(dict.fromkeys(option for option in options if option))
 
 
 def as_json(results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], options: str) -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ...data import ImageTextStream, ZeroShotDataset
+from ...data.images import ImageDataset
 from ...encoders.pooling import Pooling, Reading
 from .copies import Print
-from .faults import Limits, faults_of
+from .faults import Limits, find_faults
 from .looking import Look, Looker
 from .reading import Part, read
 
@@ -38,18 +38,18 @@ class SetFacts:
         is_trained: whether a training draws from it; otherwise it is measured.
         has_captions: whether its rows are pairs; otherwise they are labelled images.
         pairs: the number of its rows; None for a stream.
-        pooling: that of the `Looker`.
+        pooling: of the `Looker`.
 
     Attributes:
         looks: the number of pairs that were read.
         faults: by the fault, and the name of the pair, what it consists in.
         sizes, nbytes, seconds: of each image that can be decoded, see `Look`.
         tokens, caption_bytes: of each caption.
-        caption_ids: those of each pair that has captions, and their names.
+        caption_ids: the ids of the captions of each pair that has any, by its name.
         seen: the same, one for each caption in their order, by what the model reads (`Caption.seen`).
         texts: the first caption of each of up to `KEPT` ids.
         one_embedding: why two different captions have one embedding, if they have; see `Pooling.fault`.
-        prints: by which copies are found, and the names of their pairs.
+        prints: from which copies are recognised, by the name of the pair.
         thumbnails: the JPEG and the first caption or the class of up to `KEPT` pairs, by their names.
         shards: those that were read, by their number.
     """
@@ -83,7 +83,7 @@ class SetFacts:
         shard.nbytes = shard.nbytes if part.nbytes is None else part.nbytes
         for look in part.looks:
             self.looks += 1
-            for fault, detail in faults_of(look, self.limits):
+            for fault, detail in find_faults(look, self.limits):
                 self.faults.setdefault(fault, {}).setdefault(look.name, detail)
             self._add_captions(look)
             self._add_image(look)
@@ -141,8 +141,15 @@ class SetFacts:
         return self.texts.get(number, ""), count
 
 
-def facts_of(
-    key: str, dataset: Any, looker: Looker, limits: Limits, samples: int | None, workers: int, *, show: bool
+def read_facts(
+    key: str,
+    dataset: ImageDataset | ImageTextStream,
+    looker: Looker,
+    limits: Limits,
+    samples: int | None,
+    workers: int,
+    *,
+    show: bool,
 ) -> SetFacts:
     """Reads a set.
 

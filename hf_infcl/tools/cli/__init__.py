@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -11,7 +12,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from ... import __version__
 from .commands import COMMANDS, PARSERS
@@ -58,35 +58,15 @@ def _run(command: str | None, words: list[str]) -> None:
         words = words[1:]
     if command not in COMMANDS:
         raise ValueError(f"The command must be one of {', '.join(COMMANDS)}, got {command!r}.")
-    reader: Any = PARSERS[command]()
+    reader = PARSERS[command]()
     namespace, given = reader.read(words)
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from ... import training  # noqa: F401  # first, as its error names a torchvision that does not fit
     from .launched import warn_once
 
     warn_once(getattr(namespace, "dataloader_num_workers", None) or 0)
-
-    if command == "train":
-        from .train import train as run
-    elif command == "check":
-        from .check import check as run
-    elif command == "evaluate":
-        from .evaluate import evaluate as run
-    elif command == "compare":
-        from .compare import compare as run
-    elif command == "average":
-        from .average import average as run
-    elif command == "plan":
-        from .plan import plan as run
-    elif command == "embed":
-        from .embed import embed as run
-    elif command == "score":
-        from .score import score as run
-    elif command == "convert":
-        from .convert import convert as run
-    else:
-        from .card import card as run
-    run(reader, namespace, given)
+    module = importlib.import_module(f".{command}", __name__)
+    getattr(module, command)(reader, namespace, given)
 
 
 @contextmanager

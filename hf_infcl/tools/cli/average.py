@@ -132,9 +132,9 @@ def check_options(args: InfCLTrainingArguments, evaluation: EvaluationOptions) -
         )
 
 
-def check_place(output_dir: Any, start: str, end: str) -> None:
+def check_place(output_dir: str | None, start: str, end: str) -> None:
     """Raises a ValueError if the average would be written over a model."""
-    place = Path(output_dir)
+    place = Path(str(output_dir))
     if any(place.resolve() == Path(source).resolve() for source in (start, end)) or any(
         (place / name).exists() for name in ("config.json", "adapter_config.json")
     ):

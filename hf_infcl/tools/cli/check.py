@@ -22,29 +22,24 @@ from ...encoders.image_size import check_sizes_of_config, config_for_images
 from ...encoders.pooling import Pooling
 from ...evaluation.metrics import CEILING
 from ...evaluation.retrieval import recall_ceilings
-from ...loading.loaders import of_training, set_sizes
+from ...loading.loaders import set_sizes, training_collator
 from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
+from ...training.trainer import InfCLTrainer
 from .. import planning
-from ..checking import (
-    REPLAYED,
-    TRAINED,
+from ..checking.faults import make_limits
+from ..checking.findings import (
     Finding,
-    Looker,
-    SetFacts,
-    facts_lines,
-    facts_of,
-    finding_lines,
     findings_of_ceilings,
     findings_of_ledger,
     findings_of_overlap,
     findings_of_set,
-    limits_of,
-    options_to_add,
-    write_report,
 )
-from ..planning import GPUS, choice_of, counts_of
-from ..planning.answers import fitting, line
+from ..checking.looking import Looker
+from ..checking.report import facts_lines, finding_lines, write_report
+from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
+from ..planning import GPUS, count_training, make_choice
+from ..planning.answers import answer_line, choose_answer
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
@@ -71,7 +66,7 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             check_sizes_of_config(config.vision_config, sizes.sizes)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         set_sizes(collator, args)
-        of_training(collator, args)  # only its checks: what is cut on purpose is no finding
+        training_collator(collator, args)  # only its checks: what is cut on purpose is no finding
         text = config.text_config
         looker = Looker(collator, getattr(text, "vocab_size", None), Pooling.of_config(text))
         sets = sets_to_check(data, columns, evaluation, keep, args)
@@ -83,24 +78,28 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     for key, dataset in sets.items():
         began = time.perf_counter()
         with mistakes_in_one_line(parser.prog, of_libraries=False):
-            limits = limits_of(config, collator)
-            facts = facts_of(key, dataset, looker, limits, samples, workers, show=not args.disable_tqdm)
-        findings = findings_of(dataset, facts, data)
+            limits = make_limits(config, collator)
+            facts = read_facts(key, dataset, looker, limits, samples, workers, show=not args.disable_tqdm)
+        findings = find_in_set(dataset, facts, data)
         if facts.is_trained and ledger is not None:
             findings = findings_of_ledger(ledger, options.ledger) + findings
         if not facts.is_trained:
             trained = [one for one, _ in results.values() if one.is_trained]
             findings = [found for one in trained for found in findings_of_overlap(one, facts)] + findings
             if getattr(dataset, "kind", "pairs") == "pairs":
-                findings += findings_of_ceilings(facts, ceilings_of(facts))
+                findings += findings_of_ceilings(facts, reachable_recalls(facts))
         results[key] = facts, findings
         print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
         print(*finding_lines(findings), sep="\n")
-    workers_line, options_of_loading = loading_of(config, args, results[TRAINED][0])
+    workers_line, options_of_loading = predict_workers(config, args, results[TRAINED][0])
     print(workers_line)
     every = [finding for _, findings in results.values() for finding in findings]
-    length = length_of(sets[TRAINED], results[TRAINED][0], data)
-    to_add = options_to_add([*(finding.options for finding in every), *options_of_loading, *length])
+    trained_facts, length = results[TRAINED][0], []
+    if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and data.samples_per_epoch is None:
+        length = [f"--samples_per_epoch {trained_facts.usable}"]
+    # Those that remedy findings, each once.
+    remedies = dict.fromkeys([*(finding.options for finding in every), *options_of_loading, *length])
+    to_add = " ".join(filter(None, remedies))
     write_report(Path(args.output_dir), results, to_add)
     print(line_of_answer(vars(namespace), *results[TRAINED]))
     sys.exit(int(any(finding.spoils for finding in every)))
@@ -127,32 +126,30 @@ def sets_to_check(
     }
 
 
-def findings_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[Finding]:
+def find_in_set(dataset: object, facts: SetFacts, data: DataOptions) -> list[Finding]:
     """What is wrong with one set, in a training with these options."""
-    named = isinstance(dataset, (ImageTextDataset, ImageTextStream))
     return findings_of_set(
         facts,
-        pair_id_column=dataset.pair_id_column if named else None,
-        caption_column=dataset.caption_column if named else "",
+        pair_id_column=getattr(dataset, "pair_id_column", None),
+        caption_column=getattr(dataset, "caption_column", ""),
         skips_bad=data.on_bad_sample == "skip",
     )
 
 
-def ceilings_of(facts: SetFacts) -> dict[str, float]:
+def reachable_recalls(facts: SetFacts) -> dict[str, float]:
     """The highest recalls at 1 that a model can reach on the pairs of a table that were read."""
     ids, rows = map(torch.tensor, facts.captions_by_row())
     found = recall_ceilings(ids, rows, len(facts.seen), [1]) if facts.seen else {}
     return {name.removesuffix(CEILING): value for name, value in found.items()}
 
 
-def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: SetFacts) -> tuple[str, list[str]]:
+def predict_workers(config: PretrainedConfig, args: InfCLTrainingArguments, facts: SetFacts) -> tuple[str, list[str]]:
     """A line about the workers that a GPU needs, and the options to add."""
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = GPUS["h200" if "h200" in name else "h100"]
     try:
-        choice = choice_of(args)
-        of_model = {"checkpointing": choice.checkpointing, "patch_dropout": args.patch_dropout}
-        counts = counts_of(config, args, **of_model)
+        choice = make_choice(args)
+        counts = count_training(config, args, checkpointing=choice.checkpointing, patch_dropout=args.patch_dropout)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
     rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())
@@ -175,31 +172,25 @@ def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: Se
 
 
 def line_of_answer(options: Mapping[str, Any], facts: SetFacts, findings: Sequence[Finding]) -> str:
-    """What to write for such a training set."""
+    """What to write for a training on this set."""
     # Captions of several templates say the same.
     texts = 1 if options.get("caption_templates") else len(facts.tokens) / max(1, len(facts.caption_ids))
     pairs = facts.pairs or options.get("samples_per_epoch") or facts.looks  # a stream has those that were read, or more
     foreign = any(finding.kind == "foreign" and finding.spoils for finding in findings)
-    return line(fitting(options, pairs=pairs, texts=texts, foreign=foreign))
+    return answer_line(choose_answer(options, pairs=pairs, texts=texts, foreign=foreign))
 
 
-def length_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[str]:
-    """The number of pairs of a stream that was read to its end, as an option."""
-    known = facts.is_whole and isinstance(dataset, ImageTextStream) and data.samples_per_epoch is None
-    return [f"--samples_per_epoch {facts.usable}"] if known else []
-
-
-def short_check(trainer: Any, dataset: Any, data: DataOptions) -> Iterator[str]:
+def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, data: DataOptions) -> Iterator[str]:
     """Lines about some pairs of the training set, before the training; those that the trainer tells are left out."""
     samples = SHORT_SAMPLES if data.check_samples is None else data.check_samples
     if samples == 0:
         return
     plain = dataset.plain()
-    collator = trainer.data_collator
+    collator: Any = trainer.data_collator
     looker = Looker(collator, trainer.dual_encoder.vocabulary, trainer.dual_encoder.pooling)
-    limits = limits_of(trainer.dual_encoder.model.config, collator)
-    facts = facts_of(TRAINED, plain, looker, limits, samples, 0, show=False)
-    found = [finding for finding in findings_of(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]
+    limits = make_limits(trainer.dual_encoder.model.config, collator)
+    facts = read_facts(TRAINED, plain, looker, limits, samples, 0, show=False)
+    found = [finding for finding in find_in_set(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]
     yield f"{facts.looks:,} pairs of the training set were checked. `infcl check` reads more, with the same options."
     if found:
         yield from finding_lines(found)

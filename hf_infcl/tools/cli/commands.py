@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ...options.declared import facts_of_training, of_transformers
@@ -47,112 +48,7 @@ OF_EMBEDDED = {"dataset", "split", "streaming", "on_bad_sample", "augmentation",
 OF_PLAN = {name for name, facts in facts_of_training().items() if facts.plans} - _OLD_NAMES
 
 
-def train_parser() -> Parser:
-    """The options of `infcl train`."""
-    return Parser(
-        "train",
-        "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
-        *(TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
-        shown=None,
-        recipes=True,
-    )
-
-
-def check_parser() -> Parser:
-    """The options of `infcl check`, which takes those of a training as they are."""
-    return Parser(
-        "check",
-        "Read the data of a training and tell what would spoil it: faulty images and captions, copies, leaks, slow "
-        "loading. Its whole command may be given. The exit code is 0 if nothing spoils a training, 1 if something "
-        "does, and 2 if an option is wrong.",
-        *(CheckOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
-        shown=OF_CHECK,
-        recipes=True,
-    )
-
-
-def evaluate_parser() -> Parser:
-    """The options of `infcl evaluate`."""
-    return Parser(
-        "evaluate",
-        "Measure a dual encoder: zero-shot classification, or loss and retrieval on image-text pairs, or both.",
-        *(ModelOptions, ColumnOptions, EvaluationOptions),
-        shown=OF_EVALUATION,
-    )
-
-
-def compare_parser() -> Parser:
-    """The options of `infcl compare`."""
-    return Parser(
-        "compare",
-        "Measure two models on the same sets, as `infcl evaluate` does, with the 95% intervals of their differences "
-        "and the pictures on which they differ.",
-        *(ColumnOptions, EvaluationOptions),
-        shown=OF_EVALUATION,
-        places={"first": "A model: a Hub id or a folder.", "second": "The model that is compared with it."},
-    )
-
-
-def average_parser() -> Parser:
-    """The options of `infcl average`."""
-    return Parser(
-        "average",
-        "Average the weights before and after a fine-tuning, which returns most of what was forgotten for a part of "
-        "what was gained.",
-        *(AverageOptions, ColumnOptions, EvaluationOptions, GuardOptions),
-        shown=OF_EVALUATION,
-        places={
-            "start": "The model from which the fine-tuning began: a Hub id or a folder.",
-            "end": "The model after it, or its LoRA adapter.",
-        },
-    )
-
-
-def embed_parser() -> Parser:
-    """The options of `infcl embed`."""
-    return Parser(
-        "embed",
-        "Write the normalised embeddings of images and texts, with their keys, on one process or several. A second run "
-        "computes what the first one has not. For --teacher_embeddings, give the whole command of a training, or its "
-        "file, instead of DATA: its --dataset and --replay_dataset are embedded as the training reads them.",
-        *(EmbedOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
-        shown=OF_EMBEDDING | OF_EMBEDDED,
-        optional={"model", "dataset"},
-        accepts=(TrainedModelOptions, LoraOptions, DataOptions, EvaluationOptions, StartOptions),
-        places={
-            "encoder": "The model that embeds: a Hub id or a folder.",
-            "[data]": "A folder or a Hub id; with --streaming tar or parquet shards.",
-        },
-        recipes=True,
-    )
-
-
-def score_parser() -> Parser:
-    """The options of `infcl score`."""
-    return Parser(
-        "score",
-        "Write how well each image of a training set and its caption belong together, as a model sees it, and draw the "
-        "pairs that do not seem to.",
-        *(ScoreOptions, ColumnOptions),
-        shown=OF_EMBEDDING,
-        places={
-            "model": "The model: a Hub id or a folder.",
-            "data": "The training set: a folder or a Hub id; with --streaming tar or parquet shards.",
-        },
-    )
-
-
-def plan_parser() -> Parser:
-    """The options of `infcl plan`, which takes those of a training as they are."""
-    return Parser(
-        "plan",
-        "Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. Only the model's "
-        "config is read. Options of the training that are given are kept, and its whole command may be given.",
-        *(PlanOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
-        shown=OF_PLAN,
-        optional={"dataset"},
-        recipes=True,
-    )
+_OF_TRAINING = (TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions)
 
 
 def card_parser() -> PlainParser:
@@ -209,15 +105,95 @@ def convert_parser() -> PlainParser:
     return parser
 
 
+# The command check takes the options of a training as they are, and so do plan and embed.
 PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
-    "check": check_parser,
-    "train": train_parser,
-    "evaluate": evaluate_parser,
-    "compare": compare_parser,
-    "average": average_parser,
-    "embed": embed_parser,
-    "plan": plan_parser,
-    "score": score_parser,
+    "check": partial(
+        Parser,
+        "check",
+        "Read the data of a training and tell what would spoil it: faulty images and captions, copies, leaks, slow "
+        "loading. Its whole command may be given. The exit code is 0 if nothing spoils a training, 1 if something "
+        "does, and 2 if an option is wrong.",
+        CheckOptions,
+        *_OF_TRAINING,
+        shown=OF_CHECK,
+        recipes=True,
+    ),
+    "train": partial(
+        Parser,
+        "train",
+        "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
+        *_OF_TRAINING,
+        shown=None,
+        recipes=True,
+    ),
+    "evaluate": partial(
+        Parser,
+        "evaluate",
+        "Measure a dual encoder: zero-shot classification, or loss and retrieval on image-text pairs, or both.",
+        *(ModelOptions, ColumnOptions, EvaluationOptions),
+        shown=OF_EVALUATION,
+    ),
+    "compare": partial(
+        Parser,
+        "compare",
+        "Measure two models on the same sets, as `infcl evaluate` does, with the 95% intervals of their differences "
+        "and the pictures on which they differ.",
+        *(ColumnOptions, EvaluationOptions),
+        shown=OF_EVALUATION,
+        places={"first": "A model: a Hub id or a folder.", "second": "The model that is compared with it."},
+    ),
+    "average": partial(
+        Parser,
+        "average",
+        "Average the weights before and after a fine-tuning, which returns most of what was forgotten for a part of "
+        "what was gained.",
+        *(AverageOptions, ColumnOptions, EvaluationOptions, GuardOptions),
+        shown=OF_EVALUATION,
+        places={
+            "start": "The model from which the fine-tuning began: a Hub id or a folder.",
+            "end": "The model after it, or its LoRA adapter.",
+        },
+    ),
+    "plan": partial(
+        Parser,
+        "plan",
+        "Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. Only the model's "
+        "config is read. Options of the training that are given are kept, and its whole command may be given.",
+        PlanOptions,
+        *_OF_TRAINING,
+        shown=OF_PLAN,
+        optional={"dataset"},
+        recipes=True,
+    ),
+    "embed": partial(
+        Parser,
+        "embed",
+        "Write the normalised embeddings of images and texts, with their keys, on one process or several. A second run "
+        "computes what the first one has not. For --teacher_embeddings, give the whole command of a training, or its "
+        "file, instead of DATA: its --dataset and --replay_dataset are embedded as the training reads them.",
+        EmbedOptions,
+        *_OF_TRAINING,
+        shown=OF_EMBEDDING | OF_EMBEDDED,
+        optional={"model", "dataset"},
+        accepts=(TrainedModelOptions, LoraOptions, DataOptions, EvaluationOptions, StartOptions),
+        places={
+            "encoder": "The model that embeds: a Hub id or a folder.",
+            "[data]": "A folder or a Hub id; with --streaming tar or parquet shards.",
+        },
+        recipes=True,
+    ),
+    "score": partial(
+        Parser,
+        "score",
+        "Write how well each image of a training set and its caption belong together, as a model sees it, and draw the "
+        "pairs that do not seem to.",
+        *(ScoreOptions, ColumnOptions),
+        shown=OF_EMBEDDING,
+        places={
+            "model": "The model: a Hub id or a folder.",
+            "data": "The training set: a folder or a Hub id; with --streaming tar or parquet shards.",
+        },
+    ),
     "card": card_parser,
     "convert": convert_parser,
 }

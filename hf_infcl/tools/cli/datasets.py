@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import ConcatDataset
 
@@ -13,7 +13,7 @@ from ...checkpoints.average_choice import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ...data.columns import find_caption_column, find_image_column, find_label_column
 from ...data.images import few_names, is_string
-from ...data.labelled import captions_of_classes, lines_of, names_by_label
+from ...data.labelled import captions_of_classes, names_by_label, read_lines
 from ...data.tables import Table
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
@@ -24,6 +24,11 @@ from ..publishing import source_name
 from ..scoring.excluding import rows_kept, stream_kept
 from .command_options import ColumnOptions, DataOptions
 
+if TYPE_CHECKING:
+    import datasets
+
+Named = TypeVar("Named", bound=ImageTextDataset | ImageTextStream | ZeroShotDataset)
+
 _CLASSES = ("label_column", "class_names", "templates")  # facts of a set of classes, not of pairs
 
 
@@ -31,11 +36,11 @@ def training_set(
     data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
 ) -> ImageTextDataset | ImageTextStream:
     """The pairs to train on: a table, or a stream of shards."""
-    own = facts_of(data.dataset[0])
-    named = {name: own[name] for name in (*columns.of_pairs, "negative_caption_column") if name in own}
+    facts = facts_of(data.dataset[0])
+    named = {name: facts[name] for name in (*columns.of_pairs, "negative_caption_column") if name in facts}
     options = {**_options_of_items(data, args), **columns.of_pairs, **named}
-    place = {"split": own.get("split", data.split), "name": own.get("name", data.dataset_name)}
-    weights = weights_of(data)
+    place = {"split": facts.get("split", data.split), "name": facts.get("name", data.dataset_name)}
+    weights = mixture_weights(data)
     if data.streaming:
         _check_alike("dataset", data.dataset)
         if data.caption_templates:
@@ -59,9 +64,9 @@ def training_set(
             raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
         rows = load_pairs(data.dataset[0], **place, image_column=options["image_column"])
         if data.caption_templates:
-            labels = find_label_column(rows.features, own.get("label_column", "label"))
-            class_names = lines_of(own["class_names"]) if "class_names" in own else None
-            templates = lines_of(data.caption_templates)
+            labels = find_label_column(rows.features, facts.get("label_column", "label"))
+            class_names = read_lines(facts["class_names"]) if "class_names" in facts else None
+            templates = read_lines(data.caption_templates)
             rows = captions_of_classes(rows, templates, label_column=labels, class_names=class_names)
             options |= {"caption_column": "caption", "pair_id_column": options["pair_id_column"] or labels}
         for option, find in (("image_column", find_image_column), ("caption_column", find_caption_column)):
@@ -96,23 +101,23 @@ def replay_set(
         tables = [_old_pairs(source, data, columns, options) for source in data.replay_dataset]
         return tables[0] if len(tables) == 1 else ConcatDataset(tables)
     _check_alike("replay_dataset", data.replay_dataset)
-    own = _own(data.replay_dataset[0], data, "replay")
-    images, captions = own["image_column"] or columns.image_column, own["caption_column"] or columns.caption_column
-    options |= {"image_column": images, "caption_column": captions, "pair_id_column": _ids(own, captions, columns)}
+    facts = _facts(data.replay_dataset[0], data, "replay")
+    images, captions = facts["image_column"] or columns.image_column, facts["caption_column"] or columns.caption_column
+    options |= {"image_column": images, "caption_column": captions, "pair_id_column": _ids(facts, captions, columns)}
     with _named("replay_dataset", " ".join(data.replay_dataset)) as name:
         order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
-        order |= {"split": own["split"], "name": own.get("name")}
+        order |= {"split": facts["split"], "name": facts.get("name")}
         return _with_name(ImageTextStream(data.replay_dataset, **order, **options), name)
 
 
-def weights_of(data: DataOptions) -> list[float] | None:
+def mixture_weights(data: DataOptions) -> list[float] | None:
     """The proportions in which the sets of a training are mixed, from the option or from the sets themselves."""
-    own: list[Any] = [facts_of(source).get("weight") for source in data.dataset]
-    if all(weight is None for weight in own):
+    weights: list[Any] = [facts_of(source).get("weight") for source in data.dataset]
+    if all(weight is None for weight in weights):
         return data.dataset_weights
-    if None in own or data.dataset_weights is not None:
+    if None in weights or data.dataset_weights is not None:
         raise ValueError("Give every --dataset its weight, or all of them with --dataset_weights.")
-    return own
+    return weights
 
 
 def _check_alike(option: str, sources: Sequence[str]) -> None:
@@ -126,28 +131,28 @@ def _check_alike(option: str, sources: Sequence[str]) -> None:
             )
 
 
-def _own(source: str, options: Any, of: str) -> dict[str, Any]:
+def _facts(source: str, options: object, of: str) -> dict[str, Any]:
     """The facts of a set, and those that the options state for it or for all of its kind, such as ``guard_split``."""
     names = ("split", "image_column", "caption_column")
     return facts_of(source, **{name: getattr(options, f"{of}_{name}", None) for name in names})
 
 
-def _ids(own: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str | None:
-    """The column of pair ids that a set states, or else that of the training, also where this is its captions."""
+def _ids(facts: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str | None:
+    """The column of pair ids that a set states, or else the training's, which may be the column of captions."""
     ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
-    found: str | None = own.get("pair_id_column", ids)
+    found: str | None = facts.get("pair_id_column", ids)
     return found
 
 
 def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
     """A table of old pairs. It need not have ids, negative captions or lists of captions, as the new pairs do."""
-    own = _own(source, data, "replay")
+    facts = _facts(source, data, "replay")
     with _named("replay_dataset", source) as name:
-        named = own["image_column"] or columns.image_column
-        rows = load_pairs(source, split=own["split"], name=own.get("name"), image_column=named)
-        images = _column(rows, "replay", "image_column", own, columns.image_column, find_image_column)
-        captions = _column(rows, "replay", "caption_column", own, columns.caption_column, find_caption_column)
-        ids = _ids(own, captions, columns)
+        named = facts["image_column"] or columns.image_column
+        rows = load_pairs(source, split=facts["split"], name=facts.get("name"), image_column=named)
+        images = _column(rows, "replay", "image_column", facts, columns.image_column, find_image_column)
+        captions = _column(rows, "replay", "caption_column", facts, columns.caption_column, find_caption_column)
+        ids = _ids(facts, captions, columns)
         options = {**options, "image_column": images, "caption_column": captions, "pair_id_column": ids}
         for option in ("pair_id_column", "negative_caption_column"):
             options[option] = options[option] if options[option] in rows.column_names else None
@@ -192,15 +197,15 @@ def guard_datasets(
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
         with _named("guard_dataset", source) as shown:
-            own = _own(source, guards, "guard")
-            rows = _rows(source, own, columns, data)
+            facts = _facts(source, guards, "guard")
+            rows = _rows(source, facts, columns, data)
             rows = rows if half is None else halves(rows)[half]
-            captions = find_caption_column(rows.features, own["caption_column"] or columns.caption_column)
+            captions = find_caption_column(rows.features, facts["caption_column"] or columns.caption_column)
             labels = find_label_column(rows.features, evaluation.label_column)
-            if own.keys() & set(_CLASSES) or (captions not in rows.column_names and labels in rows.column_names):
-                found[name] = _labelled(rows, "guard", own, columns, evaluation)
+            if facts.keys() & set(_CLASSES) or (captions not in rows.column_names and labels in rows.column_names):
+                found[name] = _labelled(rows, "guard", facts, columns, evaluation)
             else:
-                found[name] = _pairs(rows, "guard", own, columns)
+                found[name] = _pairs(rows, "guard", facts, columns)
             _with_name(found[name], shown)
     chosen = None if half is None else lambda rows: halves(rows)[half]
     return found | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
@@ -213,20 +218,20 @@ def evaluation_datasets(
 
     Args:
         columns: the columns of the training set. A set that does not have them is read by its usual ones.
-        options: those of the evaluation.
-        data: the training data, which must not be taken for that of the evaluation; None without a training.
+        options: of the evaluation.
+        data: the training data, on which no set may be evaluated; None without a training.
     """
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:
         with _named("eval_dataset", options.eval_dataset) as shown:
-            own = _own(options.eval_dataset, options, "eval")
-            rows = _rows(options.eval_dataset, own, columns, data)
-            found["pairs"] = _with_name(_pairs(rows, "eval", own, columns), shown)
+            facts = _facts(options.eval_dataset, options, "eval")
+            rows = _rows(options.eval_dataset, facts, columns, data)
+            found["pairs"] = _with_name(_pairs(rows, "eval", facts, columns), shown)
     if options.zero_shot_dataset:
         with _named("zero_shot_dataset", options.zero_shot_dataset) as shown:
-            own = {"class_names": options.class_names} | _own(options.zero_shot_dataset, options, "zero_shot")
-            rows = _rows(options.zero_shot_dataset, own, columns, data)
-            found["zero_shot"] = _with_name(_labelled(rows, "zero_shot", own, columns, options), shown)
+            facts = {"class_names": options.class_names} | _facts(options.zero_shot_dataset, options, "zero_shot")
+            rows = _rows(options.zero_shot_dataset, facts, columns, data)
+            found["zero_shot"] = _with_name(_labelled(rows, "zero_shot", facts, columns, options), shown)
     return found | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
@@ -243,7 +248,7 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
         yield line
 
 
-def what_was_measured(sets: Mapping[str, Any]) -> dict[str, Any]:
+def what_was_measured(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> dict[str, Any]:
     """For the results, the first three prompts of each set of classes and the revision of each benchmark."""
     prompts = {f"eval_{key}_prompts": s.prompts()[:3] for key, s in sets.items() if isinstance(s, ZeroShotDataset)}
     return prompts | {f"eval_{key}_revision": s.benchmark.revision for key, s in sets.items() if s.benchmark}
@@ -265,28 +270,28 @@ def _named(option: str, source: str) -> Iterator[str]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _with_name(dataset: Any, name: str) -> Any:
+def _with_name(dataset: Named, name: str) -> Named:
     dataset.name = name
     return dataset
 
 
-def _rows(source: str, own: Mapping[str, Any], columns: ColumnOptions, data: DataOptions | None) -> Any:
-    table = Table(source, own.get("name"))
-    split = own["split"] or table.split_to_evaluate()
+def _rows(source: str, facts: Mapping[str, Any], columns: ColumnOptions, data: DataOptions | None) -> datasets.Dataset:
+    table = Table(source, facts.get("name"))
+    split = facts["split"] or table.split_to_evaluate()
     trained = [] if data is None else [(one, facts_of(one, split=data.split)["split"]) for one in data.dataset]
-    if own["split"] is None and (source, split) in trained:
+    if facts["split"] is None and (source, split) in trained:
         raise ValueError(f"Its only split, {split!r}, is trained on. Name another set, or the split if this is meant.")
-    return table.load(split, own["image_column"] or columns.image_column)
+    return table.load(split, facts["image_column"] or columns.image_column)
 
 
-def _pairs(rows: Any, option: str, own: Mapping[str, Any], columns: ColumnOptions) -> ImageTextDataset:
-    captions = _column(rows, option, "caption_column", own, columns.caption_column, find_caption_column)
-    ids = _ids(own, captions, columns)
-    if ids not in rows.column_names and "pair_id_column" not in own:
+def _pairs(rows: datasets.Dataset, option: str, facts: Mapping[str, Any], columns: ColumnOptions) -> ImageTextDataset:
+    captions = _column(rows, option, "caption_column", facts, columns.caption_column, find_caption_column)
+    ids = _ids(facts, captions, columns)
+    if ids not in rows.column_names and "pair_id_column" not in facts:
         ids = None
     return ImageTextDataset(
         rows,
-        image_column=_column(rows, option, "image_column", own, columns.image_column, find_image_column),
+        image_column=_column(rows, option, "image_column", facts, columns.image_column, find_image_column),
         caption_column=captions,
         pair_id_column=ids,
         all_captions=True,
@@ -294,11 +299,11 @@ def _pairs(rows: Any, option: str, own: Mapping[str, Any], columns: ColumnOption
 
 
 def _labelled(
-    rows: Any, option: str, own: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
+    rows: datasets.Dataset, option: str, facts: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
 ) -> ZeroShotDataset:
-    images = _column(rows, option, "image_column", own, columns.image_column, find_image_column)
-    labels = _column(rows, "", "label_column", own, options.label_column, find_label_column)
-    class_names = None if own.get("class_names") is None else lines_of(own["class_names"])
+    images = _column(rows, option, "image_column", facts, columns.image_column, find_image_column)
+    labels = _column(rows, "", "label_column", facts, options.label_column, find_label_column)
+    class_names = None if facts.get("class_names") is None else read_lines(facts["class_names"])
     if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
         class_names = names_by_label(class_names, known)
     return ZeroShotDataset(
@@ -306,19 +311,19 @@ def _labelled(
         image_column=images,
         label_column=labels,
         class_names=class_names,
-        templates=lines_of(own.get("templates", options.templates)),
+        templates=read_lines(facts.get("templates", options.templates)),
     )
 
 
 def _column(
-    rows: Any, option: str, fact: str, own: Mapping[str, Any], of_training: str, find: Callable[..., str]
+    rows: datasets.Dataset, option: str, fact: str, facts: Mapping[str, Any], of_training: str, find: Callable[..., str]
 ) -> str:
-    """The column that the set or an option names; or else that of the training set, or the usual one.
+    """The column that the set or an option names; else the one of the training set, else one of a usual name.
 
     Raises:
         ValueError: the set has none of these.
     """
-    column: str = own.get(fact) or find(rows.features, of_training)
+    column: str = facts.get(fact) or find(rows.features, of_training)
     if column not in rows.column_names:
         raise ValueError(
             f"It has no column {column!r}. Its columns are {few_names(rows.column_names)}. Name the right one with "

@@ -11,6 +11,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ...checkpoints.average_options import check_average
+from ...data.images import ImageDataset
 from ...evaluation.metrics import METRICS, metrics_of_kind
 from ...loading.positions import make_plan
 from ...loading.replay import Replayed
@@ -63,7 +64,7 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     return chosen
 
 
-def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, Any] | None = None) -> None:
+def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, ImageDataset] | None = None) -> None:
     """Raises a ValueError if a checkpoint or the learning rate is to be chosen by a metric that is not measured.
 
     Args:
@@ -97,7 +98,7 @@ def check_training(
     *,
     of_optimizer: bool,
 ) -> None:
-    """Raises a ValueError for options of a training that contradict each other, or with ``of_optimizer`` its own."""
+    """Raises a ValueError if options of a training contradict each other; ``of_optimizer`` checks the optimizer too."""
     check_command(data, args)
     check_average(keep, evaluation, args)
     if of_optimizer and args.optimizer is None:
@@ -111,8 +112,8 @@ def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
     return [f"{way}{benchmark_key(n)}" for way, names in named.items() for n in expanded(names or (), folder)]
 
 
-def steps_of(args: InfCLTrainingArguments, pairs: int) -> int:
-    """The number of steps of a training on so many pairs per epoch."""
+def count_steps(args: InfCLTrainingArguments, pairs: int) -> int:
+    """The number of steps of a training whose epochs have this number of pairs."""
     if args.max_steps > 0:
         return args.max_steps
     if args.global_batch_schedule is not None:
@@ -121,7 +122,7 @@ def steps_of(args: InfCLTrainingArguments, pairs: int) -> int:
 
 
 def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
-    """The chosen options as words, with intervals in steps where they are shares of a run of so many steps."""
+    """The chosen options as words; intervals that are shares of a run become steps."""
     values = dict(chosen)
     for name in ("logging_steps", "save_steps", "eval_steps"):
         if name in values:
@@ -130,7 +131,7 @@ def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
 
 
-def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs: Any) -> None:
+def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs: object) -> None:
     """Prints the options that `intervals` has chosen, and the factors of the global batch.
 
     Args:
@@ -139,7 +140,7 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
     plan = None if args.global_batch_schedule is None else make_plan(args, pairs)
     if chosen:
         epoch = len(pairs) if has_length(pairs) else 0
-        print("Chosen by default:", in_steps(chosen, steps_of(args, epoch) if plan is None else plan.steps))
+        print("Chosen by default:", in_steps(chosen, count_steps(args, epoch) if plan is None else plan.steps))
     if plan is not None:
         stages = (f"{size:,} pairs for {number(n, 'step')}" for size, _, _, n in plan.stages())
         print("The global batch grows:", ", ".join(stages))

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from torch import nn
 from transformers.utils import logging
 
 from ...conversion.pretrained import base_of_adapters
 from ...data import ImageTextDataset, ZeroShotDataset
+from ...data.images import ImageDataset
 from ...encoders.adapters import has_adapters, layers_of_adapters, words_of_adapters
 from ...encoders.dual_encoder import DualEncoder
 from ...loading.replay import Replayed
@@ -22,7 +24,7 @@ from ...training.trainer import InfCLTrainer
 from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
 from ..publishing.markdown import code, joined
 from .command_options import ColumnOptions, DataOptions
-from .datasets import weights_of
+from .datasets import mixture_weights
 
 logger = logging.get_logger(__name__)
 
@@ -49,7 +51,7 @@ def describe_run(
         trainer,
         model_class=model_class,
         start=(base or model.model).removeprefix("hf-hub:"),
-        sources=sources_of(data),
+        sources=describe_sources(data),
         replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
@@ -70,13 +72,13 @@ def describe_run(
 
 
 def _excluded(asked: Sequence[str]) -> str:
-    """Of ``exclude``; only the names of the files, because a card is public."""
+    """Describes ``exclude`` by the names of the files alone, because a card is public."""
     parts = [one.rpartition(":") for one in asked]
     return joined([f"wrong with at least {least} by {code(Path(file).name)}" for file, _, least in parts])
 
 
-def trained_part(model: Any, start: str) -> tuple[dict[str, str], str | None]:
-    """The card's rows on adapters, if only they train, and if they are those of the start, the model under them."""
+def trained_part(model: nn.Module, start: str) -> tuple[dict[str, str], str | None]:
+    """The card's rows on adapters, if only they train; and the model under them, if the start came with them."""
     if not has_adapters(model):
         return {}, None
     words, base = words_of_adapters(model), base_of_adapters(start)
@@ -93,9 +95,9 @@ def _frozen_temperature(encoder: DualEncoder) -> dict[str, str]:
     return {"logit_scale": f"{encoder.scale_and_bias()[0].item():.4g}, frozen"}
 
 
-def sources_of(options: DataOptions) -> list[Source]:
+def describe_sources(options: DataOptions) -> list[Source]:
     """The training data for the card, with the licences that the Hub states."""
-    weights = weights_of(options)
+    weights = mixture_weights(options)
     shares = [None] * len(options.dataset) if weights is None else [weight / sum(weights) for weight in weights]
     return [_source(dataset, options.split, share) for dataset, share in zip(options.dataset, shares, strict=True)]
 
@@ -119,7 +121,9 @@ def _licence(dataset: str) -> str | None:
     return ", ".join(stated) if isinstance(stated, list) else stated
 
 
-def _evaluations(options: EvaluationOptions, guards: GuardOptions, datasets: Mapping[str, Any]) -> list[Evaluation]:
+def _evaluations(
+    options: EvaluationOptions, guards: GuardOptions, datasets: Mapping[str, ImageDataset]
+) -> list[Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""
     sources = iter(guards.guard_dataset or [])
     found = []

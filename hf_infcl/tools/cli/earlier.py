@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
@@ -47,7 +46,7 @@ def weights_of_other_kind(folder: Path, adapters: bool) -> list[Path]:
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
-def holds_earlier_run(folder: Any, earlier: Sequence[Path]) -> ValueError:
+def holds_earlier_run(folder: str | None, earlier: Sequence[Path]) -> ValueError:
     """The error of a run that would be mixed with these results of an earlier one."""
     return ValueError(
         f"{folder} holds an earlier run ({', '.join(path.name for path in earlier)}). Continue it with "
@@ -65,13 +64,15 @@ class EarlierDeleted(TrainerCallback):
     def __init__(self, results: Sequence[Path]) -> None:
         self._results = results
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         for path in self._results if args.should_save else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def has_results(trainer: InfCLTrainer) -> bool:
-    """Whether the results in output_dir belong to the current step, on all processes alike."""
+    """Whether the results in output_dir belong to the current step; the same answer on all processes."""
     path = Path(str(trainer.args.output_dir), TRAINER_STATE_NAME)
     try:
         written = TrainerState.load_from_json(str(path)).global_step == trainer.state.global_step
@@ -81,10 +82,10 @@ def has_results(trainer: InfCLTrainer) -> bool:
 
 
 def check_output_folder(
-    output_dir: Any, model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, guards: GuardOptions
+    output_dir: str | None, model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, guards: GuardOptions
 ) -> None:
     """Raises a ValueError if the results would overwrite the model, or be written among the files of a dataset."""
-    place = Path(output_dir).resolve()
+    place = Path(str(output_dir)).resolve()
     datasets = [
         *(("dataset", name) for name in data.dataset),
         *(("replay_dataset", name) for name in data.replay_dataset or []),

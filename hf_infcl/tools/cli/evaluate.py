@@ -9,7 +9,7 @@ from ...conversion.models import load
 from ...training.set_by_set import evaluate_sets
 from ...training.trainer import InfCLTrainer
 from ..benchmarks import lines_of_scores, means_of_groups
-from ..publishing import PicturesCallback, quieten, rows_of, table_of
+from ..publishing import PicturesCallback, make_rows, quieten, table_lines
 from ..publishing.settings import precision
 from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
@@ -40,7 +40,7 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> 
     computed = precision(trainer)
     trainer.save_metrics("eval", metrics | what_was_measured(datasets) | {"eval_precision": computed}, combined=False)
     if trainer.is_world_process_zero():
-        print(*table_of(rows_of(metrics, datasets, every=True)), sep="\n")
+        print(*table_lines(make_rows(metrics, datasets, every=True)), sep="\n")
         print(*lines_of_scores(metrics, datasets, evaluation.eval_benchmark), sep="\n")
         print(f"Measured in {computed}; another precision rounds otherwise, and changes a few answers.")
         print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")

@@ -78,7 +78,7 @@ _OF_ONE_PROCESS = ("hf_infcl.data.stream_batches", "hf_infcl.shards", "hf_infcl.
 
 
 def warn_once(workers: int = 0) -> None:
-    """Leaves the warnings that all launched processes have alike to the first of them.
+    """Lets only the first launched process print warnings that all of them would print.
 
     Args:
         workers: of the data loaders of each process. That they are more than the cores, torch says for each loader.

@@ -61,7 +61,7 @@ RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "reci
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows one spelling of an option, and its default unless that is None or False or the text tells it."""
 
-    def __init__(self, prog: str, **settings: Any) -> None:
+    def __init__(self, prog: str, **settings: bool) -> None:
         super().__init__(prog, max_help_position=34, **settings)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -87,7 +87,9 @@ class PlainParser(argparse.ArgumentParser):
 
 
 class _PrintHelp(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: object, option: str | None = None
+    ) -> None:
         assert isinstance(parser, Parser)
         if value != "all":
             parser.shorten()
@@ -105,7 +107,7 @@ class Parser(HfArgumentParser):
         shown: the options of the training that ``--help`` lists beside those of the dataclasses; ``--help all`` lists
             every one. None lists those that have a place in the short help of a training, and no others.
         optional: required options of the dataclasses that this command can do without.
-        accepts: those of the dataclasses of which ``--help`` also lists only the options that are shown.
+        accepts: dataclasses whose options ``--help`` lists only if they are among ``shown``.
         places: what each word means that stands before the options, by its name; one in brackets may be left out.
         recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
     """
@@ -114,10 +116,10 @@ class Parser(HfArgumentParser):
         self,
         command: str,
         description: str,
-        *options: Any,
+        *options: type,
         shown: Collection[str] | None,
         optional: Collection[str] = (),
-        accepts: Collection[Any] = (),
+        accepts: Collection[type] = (),
         places: Mapping[str, str] | None = None,
         recipes: bool = False,
     ) -> None:
@@ -162,7 +164,7 @@ class Parser(HfArgumentParser):
             self.add_argument_group("The training (transformers.TrainingArguments)"),
         )
 
-    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
         """Adds an option of the training. These have no group of their own, so they go into one of two."""
         ours, theirs = self._of_training
         name = _name(names[0])
@@ -213,7 +215,7 @@ class Parser(HfArgumentParser):
         """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
 
         Returns:
-            All options, and the names of those that the user has set.
+            All options, and the names of the options that the user has set.
         """
         asked = list(words)
         values: dict[str, Any] = {}
@@ -264,8 +266,8 @@ class Parser(HfArgumentParser):
 
         Args:
             namespace: all options; those that give way are changed in place.
-            given: for a training: the names of the options that the user has set, without which `intervals` chooses;
-                those that give way are removed.
+            given: for a training: the names of the options that the user has set. `intervals` chooses the rest, and
+                names that give way are removed.
             computes: whether anything is trained or evaluated. If not, options that only concern the machine that does
                 so have no effect.
         """
@@ -341,7 +343,7 @@ class Parser(HfArgumentParser):
         return kinds
 
     def _with_recipe(self, words: list[str]) -> list[str]:
-        """The words, with the file of the recipe that --recipe names in place of this option, before the others."""
+        """The words, in which the file of a recipe, put first, replaces the option --recipe that names it."""
         if "--recipe" not in self._option_string_actions:
             return words
         reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

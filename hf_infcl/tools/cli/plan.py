@@ -9,11 +9,11 @@ import torch
 
 from ...conversion.models import load_config
 from ...conversion.pretrained import base_of_adapters
-from ...data.text_positions import text_positions
+from ...data.collator import text_positions
 from ...options.declared import training_options
 from ...options.facts import check_values
 from ..planning import GPUS, Planner
-from ..planning.answers import fitting, line
+from ..planning.answers import answer_line, choose_answer
 from ..planning.report import report
 from .launched import mistakes_in_one_line
 from .parser import Parser
@@ -37,8 +37,8 @@ def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None
         in_words = "num_train_epochs" in given and "epochs" not in given
         epochs = namespace.num_train_epochs if in_words else namespace.epochs
         has_adapters = base_of_adapters(namespace.model) is not None
-        answer = fitting(vars(namespace), pairs=namespace.dataset_size)
-        print(*report(planner, epochs, has_adapters=has_adapters), "", line(answer), sep="\n")
+        answer = choose_answer(vars(namespace), pairs=namespace.dataset_size)
+        print(*report(planner, epochs, has_adapters=has_adapters), "", answer_line(answer), sep="\n")
 
 
 def check_options(options: argparse.Namespace) -> None:

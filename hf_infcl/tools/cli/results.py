@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.average_search import Averaged, described
+from ...data import ImageTextDataset, ZeroShotDataset
 from ...options.arguments import InfCLTrainingArguments
 from ...training.ending import measured_last
 from ...training.trainer import InfCLTrainer
@@ -20,7 +20,7 @@ from .datasets import what_was_measured
 def save_results(
     trainer: InfCLTrainer,
     metrics: dict[str, float],
-    eval_datasets: Mapping[str, Any],
+    eval_datasets: Mapping[str, ImageTextDataset | ZeroShotDataset],
     average: AverageWithStart | None = None,
     start: str = "",
 ) -> Averaged | None:

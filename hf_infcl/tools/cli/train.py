@@ -23,7 +23,7 @@ from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
 from ..planning import check_memory
-from ..publishing import CardCallback, PicturesCallback, Told, doubtful_rate, lines_of_changes, outcome
+from ..publishing import CardCallback, PicturesCallback, ProgressPrinter, doubtful_rate, lines_of_changes, outcome
 from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set
@@ -90,7 +90,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
     describe = describe_run(trainer, model_class, model_options, data, columns, evaluation, keep, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
-    Told(trainer)
+    ProgressPrinter(trainer)
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, trainer.train_dataset)

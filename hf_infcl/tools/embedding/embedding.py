@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from ...checkpoints.run_options import as_json
@@ -18,12 +21,14 @@ from ...data import ContrastiveCollator
 from ...encoders.adapters import weight_fingerprint
 from ...encoders.dual_encoder import DualEncoder
 from ...loading.feature_cache import fingerprint, for_each_missing
-from ...loading.stored_embeddings import index_of
+from ...loading.stored_embeddings import index_paths
 from ...processes.collectives import Processes, failures_announced
 from .output import Rows, begin, join, write
-from .sources import Collator, ItemSource
+from .sources import Batch, Collator, ItemSource
 
 logger = logging.get_logger(__name__)
+
+Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def embed(
@@ -32,14 +37,15 @@ def embed(
     encoder: DualEncoder,
     collator: ContrastiveCollator,
     *,
-    prepare: Callable[[dict[str, Any]], dict[str, Any]],
-    autocast: Callable[[], Any],
+    prepare: Prepare,
+    autocast: Callable[[], AbstractContextManager[object]],
     dtype: str,
     format: str = "parquet",
     half: bool = False,
     licence: str | None = None,
     batch_size: int = 64,
-    **loading: Any,
+    num_workers: int = 0,
+    pin_memory: bool = False,
 ) -> dict[str, int]:
     """Writes the embeddings of images and texts, with their keys. Collective: every process calls it.
 
@@ -58,7 +64,7 @@ def embed(
         half: whether npy has fp16 instead of fp32.
         licence: of the model, for the record of npy.
         batch_size: images, and texts, of one forward.
-        **loading: options of the DataLoader.
+        num_workers, pin_memory: of the data loader.
 
     Returns:
         The numbers of images and texts that this call has embedded and of the rows that it has left out, over all
@@ -93,17 +99,16 @@ def embed(
     missing = [
         part
         for part in range(processes.rank, source.parts, processes.world_size)
-        if not all(names[kind][part].exists() or index_of(place, kind)[-1].exists() for kind in source.kinds)
+        if not all(names[kind][part].exists() or index_paths(place, kind)[-1].exists() for kind in source.kinds)
     ]
 
-    def encode(batches: Iterator[Any]) -> dict[str, Rows]:
-        with torch.no_grad(), autocast():
-            return _encoded(batches, encoder, prepare, batch_size, counts)
-
-    parts = source.read(missing, batch_size, collate_fn=Collator(collator), **loading)
+    load = partial(DataLoader, collate_fn=Collator(collator), num_workers=num_workers, pin_memory=pin_memory)
+    parts = source.read(missing, batch_size, load)
 
     def compute(part: int) -> None:
-        for kind, rows in encode(next(parts)).items():
+        with torch.no_grad(), autocast():
+            encoded = _encoded(next(parts), encoder, prepare, batch_size, counts)
+        for kind, rows in encoded.items():
             if kind in source.kinds:
                 values = rows.embeddings.astype(np.float16) if half else rows.embeddings
                 write(names[kind][part], replace(rows, embeddings=values))
@@ -134,9 +139,9 @@ def _told(
 
 
 def _encoded(
-    batches: Iterator[Any],
+    batches: Iterator[Batch],
     encoder: DualEncoder,
-    prepare: Callable[[dict[str, Any]], dict[str, Any]],
+    prepare: Prepare,
     batch_size: int,
     counts: dict[str, int],
 ) -> dict[str, Rows]:
@@ -147,15 +152,12 @@ def _encoded(
         for reason in bad:
             logger.warning(f"Left out: {reason}")
         counts["skipped"] += len(bad)
+        for kind, inputs, encode in (("images", images, encoder.encode_images), ("texts", texts, encoder.encode_texts)):
+            if inputs is not None:
+                vectors[kind] += [_of_length_1(encode(prepare(part))) for part in _split(inputs, batch_size)]
         if images is not None:
-            vectors["images"] += [
-                _of_length_1(encoder.encode_images(prepare(part))) for part in _split(images, batch_size)
-            ]
             items["images"] += [(item["row"], item["key"], None, place) for item in kept for place in item["images"]]
         if texts is not None:
-            vectors["texts"] += [
-                _of_length_1(encoder.encode_texts(prepare(part))) for part in _split(texts, batch_size)
-            ]
             items["texts"] += [(item["row"], item["key"], c, item["place"]) for item in kept for c in item["caption"]]
     found = {}
     for kind, described in items.items():
@@ -176,11 +178,11 @@ def _encoded(
 
 
 def _of_length_1(embeddings: Tensor) -> Tensor:
-    """In fp32: a division in bf16 leaves lengths of up to 0.3% more or less."""
+    """Normalises in fp32: a division in bf16 leaves lengths that are up to 0.3% off."""
     return F.normalize(embeddings.float(), dim=-1)
 
 
 def _split(inputs: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """Those of at most ``size`` images or texts at a time: an item may have many captions or views."""
+    """Splits inputs into at most ``size`` images or texts: an item may have many captions or views."""
     for first in range(0, len(next(iter(inputs.values()))), size):
         yield {name: values[first : first + size] for name, values in inputs.items()}

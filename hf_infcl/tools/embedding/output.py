@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...loading.stored_embeddings import RECORD, hashed, index_of, of_caption
+from ...loading.stored_embeddings import RECORD, hashed, index_paths, of_caption
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Rows:
     Args:
         keys: of the rows that they belong to.
         captions: the texts; None for images.
-        places: what each row is found by in a training: the number of the row, the names of shard and sample, or the
+        places: by what a training looks up each row: the number of the row, the names of shard and sample, or the
             seed of an augmentation.
         embeddings: [n, D] float32, of length 1.
     """
@@ -38,12 +38,8 @@ def write(path: Path, rows: Rows) -> None:
     _WRITERS[path.suffix](partial, rows)
     if path.suffix == ".npy":  # whose keys are there first
         captions = rows.places if rows.captions is None else map(of_caption, rows.places, rows.captions)
-        np.save(keys_of(path), hashed(captions))
+        np.save(keys_path(path), hashed(captions))
     os.replace(partial, path)
-
-
-def _write_npy(path: Path, rows: Rows) -> None:
-    np.save(path, rows.embeddings)
 
 
 def _write_parquet(path: Path, rows: Rows) -> None:
@@ -67,22 +63,26 @@ def _write_safetensors(path: Path, rows: Rows) -> None:
     save_file({"embeddings": rows.embeddings}, path, names)
 
 
-_WRITERS = {".parquet": _write_parquet, ".safetensors": _write_safetensors, ".npy": _write_npy}
+_WRITERS: dict[str, Callable[[Path, Rows], None]] = {
+    ".parquet": _write_parquet,
+    ".safetensors": _write_safetensors,
+    ".npy": lambda path, rows: np.save(path, rows.embeddings),
+}
 
 
 def join(folder: Path, kind: str, parts: Sequence[Path]) -> None:
     """Makes one file of the embeddings of all parts, with its index, and removes the parts.
 
     Args:
-        folder: that of the files.
+        folder: of the files.
         kind: "images" or "texts".
-        parts: in order, files of embeddings; beside each, the file of `keys_of` has the hashes of its keys.
+        parts: in order, files of embeddings; beside each, the file of `keys_path` has the hashes of its keys.
     """
-    hashes_path, rows_path, path = index_of(folder, kind)
+    hashes_path, rows_path, path = index_paths(folder, kind)
     if path.exists():
         return
     pieces = [piece for part in parts if len(piece := np.load(part, mmap_mode="r"))]
-    hashes = np.concatenate([np.empty(0, np.uint64), *[np.load(keys_of(part)) for part in parts]])
+    hashes = np.concatenate([np.empty(0, np.uint64), *[np.load(keys_path(part)) for part in parts]])
     order = hashes.argsort(kind="stable")
     np.save(hashes_path, hashes[order])
     np.save(rows_path, order.astype(np.uint32 if len(order) < 2**32 else np.int64))
@@ -97,15 +97,15 @@ def join(folder: Path, kind: str, parts: Sequence[Path]) -> None:
     os.replace(partial, path)
     for part in parts:
         part.unlink()
-        keys_of(part).unlink()
+        keys_path(part).unlink()
 
 
-def keys_of(part: Path) -> Path:
+def keys_path(part: Path) -> Path:
     """The file of the hashes of the keys of a part."""
     return part.with_name(f"_keys.{part.name}")
 
 
-def begin(folder: Path, record: dict[str, Any]) -> None:
+def begin(folder: Path, record: Mapping[str, object]) -> None:
     """Writes the record of what is embedded into the folder, or compares it with the one that is there.
 
     Raises:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, get_worker_info
 
 from ...data import ContrastiveCollator, ImageTextDataset, ImageTextStream, load_pairs
 from ...data.columns import find_caption_column, find_image_column
-from ...data.images import BadSampleError, ImageDataset, error_of, with_errors
+from ...data.images import BadSampleError, ImageDataset, find_error, with_errors
 from ...data.pairs import usable_captions
-from ...data.streams import place_of
+from ...data.streams import sample_place
 from ...loading.stored_embeddings import described_shards, described_table
-from ...loading.stored_teachers import views_of
+from ...loading.stored_teachers import describe_views
 from ...shards.names import IMAGE_EXTENSIONS
 from ...shards.opening import find_shards
-from ...shards.readers import features_of
+from ...shards.readers import read_features
 
 if TYPE_CHECKING:
     import datasets
 
 # Its row, its key, its place, perhaps its images by their places and its captions; or its row and what makes it bad.
 Item = dict[str, Any]
+Batch = tuple[list[Item], list[str], dict[str, Tensor] | None, dict[str, Tensor] | None]  # see `Collator`
+MakeLoader = Callable[..., Iterable[Batch]]  # a DataLoader of a dataset and its options
 ROWS_OF_PART = 8192  # of a table
 
 
@@ -39,8 +42,8 @@ class ItemSource(Protocol):
     kinds: tuple[str, ...]
     parts: int
 
-    def read(self, parts: Sequence[int], batch_size: int, **loading: Any) -> Iterator[Iterator[Any]]:
-        """For each of the parts, its batches; see `Collator`. `loading` are options of the DataLoader."""
+    def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
+        """Yields the batches of each part; see `Collator`, with which ``load`` makes a DataLoader."""
         ...
 
     def image_fingerprint(self) -> str:
@@ -48,12 +51,12 @@ class ItemSource(Protocol):
         ...
 
     def described(self) -> dict[str, Any]:
-        """What tells the data from others, by which a training recognises it."""
+        """By what a training recognises the data."""
         ...
 
 
 def found_columns(
-    features: Mapping[str, Any], image_column: str, caption_column: str, named: Sequence[str]
+    features: datasets.Features, image_column: str, caption_column: str, named: Sequence[str]
 ) -> tuple[str | None, str | None]:
     """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `TableSource`."""
     for option, column in (("image_column", image_column), ("caption_column", caption_column)):
@@ -75,8 +78,8 @@ def _absent(option: str, column: str, names: Sequence[str]) -> str:
 def shard_columns(
     shards: Sequence[str], image_column: str, caption_column: str, named: Sequence[str]
 ) -> tuple[str | None, str | None]:
-    """As `found_columns`, of the table that shards are, in the names that `ImageTextStream` has for them."""
-    features = features_of(shards, image_column)
+    """The columns of images and captions in shards, by the names that `ImageTextStream` takes; see `found_columns`."""
+    features = read_features(shards, image_column)
     if shards[0].endswith(".parquet"):
         return found_columns(features, image_column, caption_column, named)
     several = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
@@ -98,7 +101,7 @@ def make_source(
     split: str,
     name: str | None,
     streaming: bool,
-    on_bad_sample: Any,
+    on_bad_sample: str,
 ) -> ItemSource:
     """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `TableSource`.
 
@@ -111,11 +114,15 @@ def make_source(
     if key_column:
         raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
     images, captions = shard_columns(find_shards(data, split=split), image_column, caption_column, named)
-    chosen: dict[str, Any] = {"image_column": images, "caption_column": captions}
-    return ShardSource(ImageTextStream(data, split=split, on_bad_sample=on_bad_sample, **chosen))
+    options: dict[str, Any] = {"image_column": images, "caption_column": captions, "on_bad_sample": on_bad_sample}
+    return ShardSource(ImageTextStream(data, split=split, **options))
 
 
-def make_sources(new: Any, old: Any, views: int | None) -> dict[str, ItemSource]:
+def make_sources(
+    new: ImageTextDataset | ImageTextStream,
+    old: ImageTextDataset | ImageTextStream | ConcatDataset[Item] | None,
+    views: int | None,
+) -> dict[str, ItemSource]:
     """The sets of a training, by the names of their folders.
 
     Args:
@@ -129,7 +136,7 @@ def make_sources(new: Any, old: Any, views: int | None) -> dict[str, ItemSource]
     return {name: kind(one, views) for name, kind, one in zip(names, kinds, sets, strict=True)}
 
 
-class TableSource:
+class TableSource(Dataset[Item]):
     """A table: images, captions or both.
 
     Args:
@@ -139,7 +146,7 @@ class TableSource:
         key_column: see `EmbedOptions`.
         folder: the folder of the table, to which paths of images become relative if they are keys.
         skips: whether a bad row is left out.
-        named: the options of columns that must exist, because the user has given them.
+        named: the options of columns that must exist, because the user has set them.
 
     Raises:
         ValueError: the table lacks a column that was named, or has neither images nor captions.
@@ -163,44 +170,9 @@ class TableSource:
         images, captions = found_columns(table.features, image_column, caption_column, named)
         others = {"caption_column": captions, "key_column": key_column}
         dataset = ImageDataset(table, images, others) if images else None
-        self._rows = _TableRows(table, dataset, captions, key_column, folder=folder, skips=skips)
-        self.kinds = tuple(kind for kind, column in (("images", images), ("texts", captions)) if column)
-        self.parts = -(-len(table) // ROWS_OF_PART)
+        self._prepare(table, dataset, captions, key_column, folder=folder, skips=skips)
 
-    def read(self, parts: Sequence[int], batch_size: int, **loading: Any) -> Iterator[Iterator[Any]]:
-        ends = [(part * ROWS_OF_PART, min(len(self._rows), (part + 1) * ROWS_OF_PART)) for part in parts]
-        cuts = [
-            [list(range(i, min(i + batch_size, end))) for i in range(begin, end, batch_size)] for begin, end in ends
-        ]
-        # One loader for all parts, whose workers prepare the next part while one is written.
-        batches = iter(DataLoader(self._rows, batch_sampler=[*itertools.chain(*cuts)], **loading))
-        for part in cuts:
-            yield itertools.islice(batches, len(part))
-
-    def image_fingerprint(self) -> str:
-        return self._rows.image_fingerprint()
-
-    def described(self) -> dict[str, Any]:
-        return self._rows.described()
-
-
-class TrainedTable(TableSource):
-    """The images and captions of a training set that is a table.
-
-    Args:
-        dataset: the set.
-        views: the number of its epochs whose augmented images are embedded; None for the images as they are.
-    """
-
-    def __init__(self, dataset: ImageTextDataset, views: int | None = None) -> None:
-        skips = dataset.options["on_bad_sample"] == "skip"
-        self._rows = _TableRows(dataset.table, dataset, dataset.caption_column, None, skips=skips, views=views)
-        self.kinds = "images", "texts"
-        self.parts = -(-len(dataset) // ROWS_OF_PART)
-
-
-class _TableRows(Dataset[Item]):
-    def __init__(
+    def _prepare(
         self,
         table: datasets.Dataset,
         images: ImageDataset | None,
@@ -216,6 +188,18 @@ class _TableRows(Dataset[Item]):
         self._texts = table.with_format(None).select_columns(with_errors(table, columns))
         self._caption_column, self._key_column = caption_column, key_column
         self._folder, self._skips = os.path.abspath(folder), skips
+        self.kinds = (*(["images"] if images else []), *(["texts"] if caption_column else []))
+        self.parts = -(-len(table) // ROWS_OF_PART)
+
+    def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
+        ends = [(part * ROWS_OF_PART, min(len(self), (part + 1) * ROWS_OF_PART)) for part in parts]
+        cuts = [
+            [list(range(i, min(i + batch_size, end))) for i in range(begin, end, batch_size)] for begin, end in ends
+        ]
+        # One loader for all parts, whose workers prepare the next part while one is written.
+        batches = iter(load(self, batch_sampler=[*itertools.chain(*cuts)]))
+        for part in cuts:
+            yield itertools.islice(batches, len(part))
 
     def __len__(self) -> int:
         return len(self._images or self._texts)
@@ -238,7 +222,7 @@ class _TableRows(Dataset[Item]):
 
     def __getitem__(self, row: int) -> Item:
         value = self._texts[row] if self._texts.column_names else {}
-        if error := error_of(value):
+        if error := find_error(value):
             problem = BadSampleError(
                 f"Row {row} of the data is bad: {error}. Repair or drop it, or pass --on_bad_sample skip.", error
             )
@@ -266,6 +250,19 @@ class _TableRows(Dataset[Item]):
         return item
 
 
+class TrainedTable(TableSource):
+    """The images and captions of a training set that is a table.
+
+    Args:
+        dataset: the set.
+        views: the number of its epochs whose augmented images are embedded; None for the images as they are.
+    """
+
+    def __init__(self, dataset: ImageTextDataset, views: int | None = None) -> None:
+        skips = dataset.options["on_bad_sample"] == "skip"
+        self._prepare(dataset.table, dataset, dataset.caption_column, None, skips=skips, views=views)
+
+
 class ShardSource:
     """Image-text pairs in tar or parquet shards, each of which is a part.
 
@@ -280,9 +277,9 @@ class ShardSource:
         self.kinds = tuple(kind for kind, column in columns.items() if column is not None)
         self.parts = len(stream.shards)
 
-    def read(self, parts: Sequence[int], batch_size: int, **loading: Any) -> Iterator[Iterator[Any]]:
+    def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
         for part in parts:
-            yield iter(DataLoader(_Samples(self._stream, part, self._views), batch_size=batch_size, **loading))
+            yield iter(load(_Samples(self._stream, part, self._views), batch_size=batch_size))
 
     def image_fingerprint(self) -> str:
         of_views = _of_views(self._stream, self._views) or ""
@@ -294,7 +291,7 @@ class ShardSource:
 
 def _of_views(data: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any]:
     """What the description of the data says of augmented images, if these are embedded."""
-    return {} if count is None else {"views": views_of(data, count)}
+    return {} if count is None else {"views": describe_views(data, count)}
 
 
 class _Samples(IterableDataset[Item]):
@@ -315,7 +312,7 @@ class _Samples(IterableDataset[Item]):
                     raise
                 yield {"row": row, "bad": str(error)}
                 continue
-            place = place_of(shard.url, key)
+            place = sample_place(shard.url, key)
             item: Item = {"row": row, "key": place, "place": place}
             if image is not None:
                 item["images"] = {place: {"image": image}}
@@ -339,7 +336,7 @@ class Collator:
     def __init__(self, collator: ContrastiveCollator) -> None:
         self._collator = collator
 
-    def __call__(self, items: Sequence[Item]) -> tuple[list[Item], list[str], Any, Any]:
+    def __call__(self, items: Sequence[Item]) -> Batch:
         bad = [item["bad"] for item in items if "bad" in item]
         good = [item for item in items if "bad" not in item]
         images = [image for item in good for image in item.get("images", {}).values()]

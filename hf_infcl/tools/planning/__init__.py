@@ -5,8 +5,8 @@ the launches of the host, and within 25% for most of the measured steps (scripts
 """
 
 from .costs import COSTS, GPUS, RATES, USABLE, Choice, Cost
-from .counting import Counts, Tower, Work, count, measure
-from .planner import Planner, check_memory, choice_of, counts_of
+from .counting import Counts, Setting, Tower, Work, count, measure
+from .planner import Planner, check_memory, count_training, make_choice
 from .prediction import GIB, best, choices, memory, seconds
 
 __all__ = [
@@ -19,14 +19,15 @@ __all__ = [
     "Cost",
     "Counts",
     "Planner",
+    "Setting",
     "Tower",
     "Work",
     "best",
     "check_memory",
-    "choice_of",
     "choices",
     "count",
-    "counts_of",
+    "count_training",
+    "make_choice",
     "measure",
     "memory",
     "seconds",

@@ -139,7 +139,7 @@ def table() -> str:
     return "\n".join(["| I have | write | measured gain | price |", "|---|---|---|---|", *rows])
 
 
-def fitting(options: Mapping[str, Any], *, pairs: int | None, texts: float = 1, foreign: bool = False) -> Answer:
+def choose_answer(options: Mapping[str, Any], *, pairs: int | None, texts: float = 1, foreign: bool = False) -> Answer:
     """The answer for a training.
 
     Args:
@@ -169,7 +169,7 @@ def fitting(options: Mapping[str, Any], *, pairs: int | None, texts: float = 1, 
     return ANSWERS[next((name for name, holds in reasons.items() if holds), "batch")]
 
 
-def line(answer: Answer) -> str:
+def answer_line(answer: Answer) -> str:
     """The answer as a line of a command's output."""
     gain, price = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for text in (answer.gain, answer.price))
     return f"For {answer.have}: {answer.write}\n  Measured: {gain}. Price: {price}. All answers: {PAGE}."

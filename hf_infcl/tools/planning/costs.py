@@ -42,7 +42,7 @@ class Rate:
 # operator of the eager model, and the optimizer's share is that of the steps.
 RATES = {"eager": Rate(0.23, 45e-6), "compiled": Rate(0.27, 32e-6), "loss": Rate(0.61)}
 USABLE = 0.92  # share of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
-COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
+COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the rest
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Choice:
         micro_batch, accumulation: ``per_device_train_batch_size`` and ``gradient_accumulation_steps``.
         retain, offload: ``retain_graphs`` and ``offload_inputs``.
         checkpointing, compiled: ``gradient_checkpointing`` and ``torch_compile``.
-        options: all others that are declared with ``plans=True`` and do not have their default, by name.
+        options: by name, the other options that are declared with ``plans=True`` and do not have their default.
     """
 
     gpus: int
@@ -82,7 +82,7 @@ class Choice:
 
     @property
     def dealt(self) -> int:
-        """The micro-batches whose texts may be encoded together; with several GPUs the last one has its own."""
+        """The micro-batches whose texts may be encoded together; with several GPUs the last one encodes its own."""
         return self.accumulation - (self.gpus > 1)
 
 
@@ -106,7 +106,7 @@ class Cost:
     update: float = 0.0
 
 
-def cost_of(counts: Counts, choice: Choice) -> Cost:
+def total_cost(counts: Counts, choice: Choice) -> Cost:
     """The sum of what all options of a choice cost."""
     costs = [COSTS[name](counts, choice, value) for name, value in choice.options.items() if name in COSTS]
     parts = {one.name: [getattr(cost, one.name) for cost in (Cost(), *costs)] for one in fields(Cost)}
@@ -142,7 +142,7 @@ def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
 
 
 @functools.cache
-def _counts_of_teacher(name: str) -> Counts:
+def _count_teacher(name: str) -> Counts:
     try:
         return count(load_config(name))
     except ValueError as error:
@@ -152,7 +152,7 @@ def _counts_of_teacher(name: str) -> Counts:
 def _teacher(counts: Counts, choice: Choice, names: Sequence[str]) -> Cost:
     """Frozen models, each with a forward in every micro-batch of which no activations are kept."""
     side, weights, features, forward = choice.options.get("teacher_side", "both"), 0.0, 0.0, Work()
-    for teacher in map(_counts_of_teacher, names):
+    for teacher in map(_count_teacher, names):
         towers = [getattr(teacher, tower) for tower in ("image", "text") if side in ("both", tower)]
         weights += 4.0 * teacher.parameters
         features += len(towers) / 2 * pair_bytes(teacher.dim, choice)
@@ -164,6 +164,8 @@ def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
     """Fewer, larger forwards of the text tower; a graph that is kept may hold the texts of other micro-batches."""
     text, first = counts.text, min(choice.kept, choice.dealt)
     fewer, fewer_kept = choice.dealt - math.ceil(choice.dealt / at_once), first - math.ceil(first / at_once)
+    # The kept graphs of texts are fewer, but each holds the texts of several micro-batches, also of such whose images
+    # are encoded again in the second pass.
     more = min(choice.dealt, (first - fewer_kept) * at_once) - first
     return Cost(
         activations=more * choice.micro_batch * text.graph,
@@ -185,7 +187,7 @@ COSTS: dict[str, Callable[[Counts, Choice, Any], Cost]] = {
     "teacher_embeddings": lambda m, c, folders: Cost(features=len(folders) * pair_bytes(m.dim, c)),
     "texts_at_once": _texts_at_once,
 }
-# What is not predicted: options, with those of their values that matter, or none for all.
+# Options that the prediction ignores, with the values that it ignores; without values, it ignores all.
 LEFT_OUT: dict[str, Sequence[Any]] = {
     "strategy": ("disco", "local", "gather"),
     "backend": ("torch",),

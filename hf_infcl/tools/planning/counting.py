@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -92,12 +92,12 @@ class Counts:
 
     @property
     def graph(self) -> float:
-        """As `Tower.graph`, of both towers."""
+        """`Tower.graph` of both towers together."""
         return self.image.graph + self.text.graph
 
     @property
     def peak(self) -> float:
-        """As `Tower.peak`: the images run forward before the texts, and backward after them."""
+        """`Tower.peak` of both towers together: the images run forward before the texts, and backward after them."""
         return max(self.image.peak, self.image.graph + self.text.peak)
 
 
@@ -122,14 +122,14 @@ class Setting:
     bf16_activations: bool = False
 
 
-def count(config: PretrainedConfig, **options: Any) -> Counts:
-    """Counts a micro-batch of the model that a config describes, of a training with the options of a `Setting`.
+def count(config: PretrainedConfig, setting: Setting | None = None) -> Counts:
+    """Counts a micro-batch of the model that a config describes, by default that of a training without options.
 
     Raises:
         ValueError: the model is not a dual encoder, has fewer layers or no patches to drop, or its forward needs the
             content of tensors.
     """
-    setting, meta = Setting(**options), torch.device("meta")
+    setting, meta = setting or Setting(), torch.device("meta")
     encoder, inputs = _build(config, meta, setting), _example_inputs(config, ROWS, meta, setting)
     model, casts = encoder.model, _Autocast(setting)
     for parameter in model.parameters():
@@ -183,10 +183,12 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, int]]:
             yield from [(rows // role.parts, columns)] * role.parts
 
 
-def measure(config: PretrainedConfig, rows: int, device: torch.device, **options: Any) -> tuple[float, int]:
+def measure(
+    config: PretrainedConfig, rows: int, device: torch.device, setting: Setting | None = None
+) -> tuple[float, int]:
     """Runs two micro-batches forward and backward under autocast with random weights, and measures the second.
 
-    The options are as for `count`. The model is not compiled.
+    The model is not compiled.
 
     Returns:
         The seconds, and the peak GPU memory in bytes including the weights and their gradients (0 on a CPU).
@@ -200,7 +202,7 @@ def measure(config: PretrainedConfig, rows: int, device: torch.device, **options
         torch.cuda.reset_peak_memory_stats(device)
     seconds = 0.0
     try:
-        setting = Setting(**options)
+        setting = setting or Setting()
         encoder, batch = _build(config, device, setting), _example_inputs(config, rows, device, setting)
         for _ in range(2):
             synchronize()
@@ -238,18 +240,20 @@ def _build(config: PretrainedConfig, device: torch.device, setting: Setting) -> 
         enable({"use_reentrant": True, "preserve_rng_state": False})
         for module in model.modules():
             if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-                module._gradient_checkpointing_func = partial(_checkpoint_of_leaf, checkpoint)
+                module._gradient_checkpointing_func = partial(_checkpoint_leaf, checkpoint)
         if setting.freeze_layers is not None:
             encoder.stop_gradients_at_frozen_layers()
     return encoder
 
 
-def _checkpoint_of_leaf(checkpoint: Callable[..., Any], forward: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
+def _checkpoint_leaf(
+    checkpoint: Callable[..., Tensor], forward: Callable[..., Tensor], hidden: Tensor, *args: object
+) -> Tensor:
     """Reentrant checkpointing above frozen layers: without an input that requires a gradient there would be none."""
     return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)
 
 
-def _example_inputs(config: Any, rows: int, device: torch.device, setting: Setting) -> dict[str, Tensor]:
+def _example_inputs(config: PretrainedConfig, rows: int, device: torch.device, setting: Setting) -> dict[str, Tensor]:
     """The inputs of a micro-batch: black images, and captions of full length that consist of the token 0."""
     vision = config.vision_config
     if not hasattr(vision, "image_size"):
@@ -292,7 +296,13 @@ class _Autocast(TorchFunctionMode):
         self._copies.clear()
         return size
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
             query, key, value = (self._cast(tensor, self._dtype) for tensor in args[:3])
@@ -307,7 +317,7 @@ class _Autocast(TorchFunctionMode):
             kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}
         return function(*args, **kwargs)
 
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+    def _cast(self, value: object, dtype: torch.dtype) -> object:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
             return value
         if not isinstance(value, nn.Parameter):
@@ -325,7 +335,13 @@ class _Operations(TorchDispatchMode):
         self.work = Work()
         self.live = self.peak = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if function is torch.ops.aten._local_scalar_dense.default:
             return True  # the models ask whether all tokens are to be attended to

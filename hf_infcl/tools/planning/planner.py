@@ -1,7 +1,8 @@
-"""Plans a training: what its options decide, the fastest choice of the others, and its stages."""
+"""Plans a training: keeps the options that were set, chooses the fastest values of the rest, and plans its stages."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 from collections.abc import Collection
@@ -12,17 +13,17 @@ import torch
 from transformers import PretrainedConfig
 
 from ...encoders.image_size import check_sizes_of_config, config_for_images
-from ...loading.shares import share_of
+from ...loading.shares import replay_share
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_schedule import BatchSchedule, divided_batch
 from ...options.declared import training_options
 from ...options.facts import changed_options
 from ...options.image_sizes import ImageSizes
 from .costs import GPUS, USABLE, Choice
-from .counting import Counts, count, measure
+from .counting import Counts, Setting, count, measure
 from .prediction import GIB, best, choices, memory, seconds
 
-# The options that a plan chooses unless they are given, and the attributes of `Choice` that hold them.
+# The options that a plan chooses unless the user sets them, and the attributes of `Choice` that hold them.
 CHOSEN = {
     "per_device_train_batch_size": "micro_batch",
     "gradient_accumulation_steps": "accumulation",
@@ -38,6 +39,7 @@ CURES = (
     "shard the weights with --fsdp, or use more GPUs or GPUs with more memory."
 )
 SMALL = 32  # below this micro-batch gradient checkpointing is considered
+Options = argparse.Namespace | InfCLTrainingArguments
 
 
 @dataclass(frozen=True)
@@ -47,33 +49,44 @@ class PlannedStage:
     Attributes:
         share: of the samples of the training.
         choice: the composition of the batch.
-        counts: of the model.
         seconds: of a step.
         words: what is different from the last stage.
     """
 
     share: float
     choice: Choice
-    counts: Counts
     seconds: float
     words: str
 
 
-def counts_of(config: PretrainedConfig, options: Any, **changes: Any) -> Counts:
-    """`count` of a training in its last steps, which need the most memory, but for what ``changes``."""
-    config = config_for_images(config, changes.pop("image_size", options.image_size))
-    return count(config, **_counted(options) | changes)
+def count_training(
+    config: PretrainedConfig, options: Options, *, image_size: int | None = None, **changes: Any
+) -> Counts:
+    """Counts a training in its last steps, which need the most memory.
+
+    Args:
+        config: of the model.
+        options: of the training.
+        image_size: of other steps.
+        changes: the attributes of their `Setting` that differ.
+    """
+    setting = replace(_last_setting(options), **changes)
+    return count(config_for_images(config, image_size or options.image_size), setting)
 
 
-def _counted(options: Any) -> dict[str, Any]:
-    """The options of a training that `count` takes."""
-    share = None if options.full_tokens_last else options.patch_dropout
-    found = {"freeze": options.freeze, "freeze_layers": options.freeze_layers, "patch_dropout": share}
-    return found | {"text_tokens": options.max_text_tokens, "bf16_activations": options.bf16_activations}
+def _last_setting(options: Options) -> Setting:
+    """What a training decides about the micro-batches of its last steps."""
+    return Setting(
+        freeze=options.freeze,
+        freeze_layers=options.freeze_layers,
+        patch_dropout=None if options.full_tokens_last else options.patch_dropout,
+        text_tokens=options.max_text_tokens,
+        bf16_activations=options.bf16_activations,
+    )
 
 
-def options_of(options: Any) -> dict[str, Any]:
-    """`Choice.options` of the options of a training."""
+def planned_options(options: Options) -> dict[str, Any]:
+    """The options of a training that `Choice.options` holds."""
     found = changed_options(options, lambda facts: facts.plans, training_options())
     if (texts := found.pop("texts_at_once", "auto")) not in ("auto", "1"):
         found["texts_at_once"] = int(texts)
@@ -84,8 +97,8 @@ class Planner:
     """The plan of a training.
 
     Args:
-        options: those of `infcl plan`, among them all options of the training.
-        given: the names of those that the user has set.
+        options: of `infcl plan`, which include all options of the training.
+        given: the names of the options that the user has set.
         config: of the model.
 
     Attributes:
@@ -98,7 +111,7 @@ class Planner:
         ValueError: the options contradict each other, or nothing fits into memory.
     """
 
-    def __init__(self, options: Any, given: Collection[str], config: PretrainedConfig) -> None:
+    def __init__(self, options: argparse.Namespace, given: Collection[str], config: PretrainedConfig) -> None:
         self.options, self._config = options, config
         self.gpu = GPUS[options.gpu]
         self.memory_gib: float = options.gpu_memory or self.gpu.memory_gib
@@ -109,40 +122,35 @@ class Planner:
         self.growth = None if words is None else BatchSchedule.of(words)
         batch = self._given_batch() if self.growth is None else self._last_batch(self.growth)
         asked = bool(self.decided.get("checkpointing"))
-        self._counts = {asked: counts_of(config, options, checkpointing=asked)}
+        self._counts = {asked: count_training(config, options, checkpointing=asked)}
         found = self.find(batch)
         wanted = min(SMALL, batch // options.gpus, self.decided.get("micro_batch", SMALL))
         if "checkpointing" not in self.decided and (found is None or found[1].micro_batch < wanted):
-            self._counts[True] = counts_of(config, options, checkpointing=True)
+            self._counts[True] = count_training(config, options, checkpointing=True)
             found = self.find(batch)
         if found is None:
             raise ValueError(self._why_nothing_fits(batch // options.gpus))
         self.choice = found[1]
         self.counts = self._counts[self.choice.checkpointing]
-        share = share_of(options.replay_share)
+        share = replay_share(options.replay_share)
         self.old = round(batch * share) if options.replay_dataset else 0
         self.stages = self._stages()
 
     def find(self, batch: int, *, compiled: bool | None = None) -> tuple[float, Choice] | None:
         """The best choice for a global batch, with the seconds of its last steps; None if nothing fits."""
         decided = self.decided | {"compiled": self.options.torch_compile if compiled is None else compiled}
-        decided["options"] = options_of(self.options)
+        decided["options"] = planned_options(self.options)
         setting: dict[str, Any] = {"gpus": self.options.gpus, "gpu": self.gpu, "memory_gib": self.memory_gib}
         return best(choices(self._counts, global_batch=batch, decided=decided, **setting))
 
     def measure(self) -> tuple[float, int]:
         """`measure` of a micro-batch of the choice, on this machine's GPU."""
-        config, counted = config_for_images(self._config, self.options.image_size), _counted(self.options)
-        counted["checkpointing"] = self.choice.checkpointing
-        return measure(config, self.choice.micro_batch, torch.device("cuda"), **counted)
-
-    def mean_seconds(self) -> float:
-        """Of all steps."""
-        steps = [stage.share / stage.choice.global_batch for stage in self.stages]
-        return sum(n * stage.seconds for n, stage in zip(steps, self.stages, strict=True)) / sum(steps)
+        config = config_for_images(self._config, self.options.image_size)
+        setting = replace(_last_setting(self.options), checkpointing=self.choice.checkpointing)
+        return measure(config, self.choice.micro_batch, torch.device("cuda"), setting)
 
     def _given_batch(self) -> int:
-        """The global batch that is given, or the product of its factors."""
+        """The global batch that the user asks for, or the product of its factors."""
         batch: int | None = self.options.global_batch
         factors = {"gpus": self.options.gpus}
         factors |= {name: self.decided[CHOSEN[name]] for name in FACTORS if CHOSEN[name] in self.decided}
@@ -176,14 +184,14 @@ class Planner:
 
     def _why_nothing_fits(self, rows: int) -> str:
         size = self.decided.get("micro_batch") or rows // self.decided.get("accumulation", rows)
-        way = {"offload": True, "checkpointing": True, **self.decided, "options": options_of(self.options)}
+        way = {"offload": True, "checkpointing": True, **self.decided, "options": planned_options(self.options)}
         way |= {"micro_batch": size, "accumulation": rows // size, "compiled": self.options.torch_compile}
         parts = memory(self._counts[way["checkpointing"]], Choice(self.options.gpus, **way))
         what = "Not even micro-batches of one pair fit" if size == 1 else f"Micro-batches of {size:,} pairs do not fit"
         return f"{what} into {USABLE:.0%} of {self.memory_gib:g} GiB. In GiB, they take {parts.words}. {CURES}"
 
     def _stages(self) -> list[PlannedStage]:
-        """By ``global_batch_schedule``, ``image_size_schedule`` and ``full_tokens_last``."""
+        """Divides the training by ``global_batch_schedule``, ``image_size_schedule`` and ``full_tokens_last``."""
         options, found = self.options, []
         sizes = ImageSizes((options.image_size,), ())
         if options.image_size_schedule is not None:
@@ -202,14 +210,14 @@ class Planner:
                 micro_batch, accumulation = divided_batch(batch, way.micro_batch, way.gpus)
                 way = replace(way, micro_batch=micro_batch, accumulation=accumulation)
             changes = {"image_size": size, "patch_dropout": share, "checkpointing": way.checkpointing}
-            counts = self.counts if not words else counts_of(self._config, options, **changes)
+            counts = self.counts if not words else count_training(self._config, options, **changes)
             time = sum(seconds(counts, way, self.gpu).values())
-            found.append(PlannedStage(end - begin, way, counts, time, " and ".join(words)))
+            found.append(PlannedStage(end - begin, way, time, " and ".join(words)))
         return found
 
 
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
-    """Compares the predicted memory of a training with that of its GPU, before the training begins.
+    """Compares the predicted memory of a training with the memory of its GPU, before the training begins.
 
     Trainings that shard the weights (FSDP, DeepSpeed), read the image features from a cache, or find out by themselves
     what fits (``global_batch_size``) are not predicted.
@@ -223,9 +231,9 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     """
     if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
         return None
-    choice = choice_of(args)
+    choice = make_choice(args)
     try:
-        counts = counts_of(config, args, checkpointing=choice.checkpointing, autocast=args.bf16 or args.fp16)
+        counts = count_training(config, args, checkpointing=choice.checkpointing, autocast=args.bf16 or args.fp16)
         parts = memory(counts, choice)
     except ValueError as error:
         return f"The memory of the training was not predicted. {error}"
@@ -247,7 +255,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     return message
 
 
-def choice_of(args: InfCLTrainingArguments) -> Choice:
+def make_choice(args: InfCLTrainingArguments) -> Choice:
     """The composition of the global batch of a training; of its last one, which is the largest."""
     return Choice(
         args.world_size,
@@ -256,5 +264,5 @@ def choice_of(args: InfCLTrainingArguments) -> Choice:
         offload=args.offload_inputs,
         checkpointing=bool(args.gradient_checkpointing),
         compiled=args.torch_compile,
-        options=options_of(args),
+        options=planned_options(args),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...loss.strategies import GATHERED_BYTES, gathered_bytes
-from .costs import COMPILED_GRAPH, GPU, RATES, USABLE, Choice, cost_of, loss_flops, pair_bytes
+from .costs import COMPILED_GRAPH, GPU, RATES, USABLE, Choice, loss_flops, pair_bytes, total_cost
 from .counting import Counts, Work
 
 GIB = 1 << 30
@@ -23,7 +23,7 @@ class Memory:
         optimizer: the two moments of Adam in fp32, or for a matrix of Muon one; and the average of the weights.
         activations: the kept graphs and, at the peak of a backward, its temporary tensors.
         images: the inputs of the window.
-        features: the embeddings of the window or their gradients, and those of teachers, in fp32.
+        features: the embeddings of the window or their gradients, and the embeddings of teachers, in fp32.
         loss: the memory of the loss, if the peak occurs in it.
     """
 
@@ -52,7 +52,7 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
         choice: the composition of the batch.
         pixel_bytes: bytes per image value: 1 with the trainer's own collator, 4 with images in fp32.
     """
-    cost, share = cost_of(counts, choice), COMPILED_GRAPH if choice.compiled else 1.0
+    cost, share = total_cost(counts, choice), COMPILED_GRAPH if choice.compiled else 1.0
     graph, peak = (share * choice.micro_batch * part + counts.weight_copies for part in (counts.graph, counts.peak))
     more = share * cost.activations
     images = choice.micro_batch * min(2, choice.accumulation) if choice.offload else choice.rows
@@ -80,7 +80,7 @@ def loss_bytes(dim: int, choice: Choice) -> float:
 
 def passes(counts: Counts, choice: Choice) -> dict[str, Work]:
     """The operations of the two passes over a window."""
-    cost, towers, times = cost_of(counts, choice), (counts.image, counts.text), choice.accumulation
+    cost, towers, times = total_cost(counts, choice), (counts.image, counts.text), choice.accumulation
     first = [tower.forward * times for tower in towers]
     second = [tower.backward * times + tower.again * (times - choice.kept) for tower in towers]
     return {"first pass": sum(first, cost.first_pass), "second pass": sum(second, cost.second_pass)}
@@ -92,7 +92,7 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     A pass takes as long as its operations at the measured share of the GPU's peak, or as the host's launches. The loss
     of few pairs on several GPUs takes up to 3 ms longer, and AdamW 2 ms for 150 million weights.
     """
-    rate, cost = RATES["compiled" if choice.compiled else "eager"], cost_of(counts, choice)
+    rate, cost = RATES["compiled" if choice.compiled else "eager"], total_cost(counts, choice)
     loss = loss_flops(counts.dim, choice, counts.objective) + cost.loss
     first, second = (
         max(choice.micro_batch * work.flops / (rate.share * gpu.peak), work.launches * rate.launch)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -50,11 +50,11 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
             f"Replay: {planner.old:,} of the {batch:,} pairs are old, {batch - planner.old:,} new. Both take the same "
             "memory and time. An epoch ends with the new ones."
         )
-    yield f"\nChoose  {words_of(choice)}"
+    yield f"\nChoose  {command_words(choice)}"
     if not ({"micro_batch", "accumulation"} & planner.decided.keys() or options.fsdp or options.deepspeed):
         simplest = replace(choice, retain=planner.decided.get("retain", 1))
         pairs = "" if planner.growth is not None else f"--global_batch_size {batch} "
-        yield f"Simplest  {pairs}{words_of(simplest, DIVISION)}  (finds what fits before the first step)"
+        yield f"Simplest  {pairs}{command_words(simplest, DIVISION)}  (finds what fits before the first step)"
     yield "\nMemory per GPU at the peak of a step, GiB"
     parts = memory(counts, choice)
     graphs = "1 micro-batch" if choice.kept == 1 else f"{choice.kept} micro-batches, whose graphs are kept"
@@ -75,7 +75,7 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     other = planner.find(batch, compiled=not choice.compiled)
     if other is not None:
         how = "Without" if choice.compiled else "With"
-        yield f"  {how} --torch_compile it is {duration(other[0])}: choose {words_of(other[1])}"
+        yield f"  {how} --torch_compile it is {duration(other[0])}: choose {command_words(other[1])}"
     if choice.compiled or other is not None:
         yield "  With --torch_compile the first step takes tens of seconds longer, because the model is compiled."
     rate = max(stage.choice.rows / stage.seconds for stage in planner.stages)
@@ -89,7 +89,7 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     yield from _length(planner, epochs)
 
 
-def words_of(choice: Choice, without: Collection[str] = ()) -> str:
+def command_words(choice: Choice, without: Collection[str] = ()) -> str:
     """The options of `infcl train`, but for some."""
     words = {name: getattr(choice, attribute) for name, attribute in CHOSEN.items() if name not in without}
     del words["activation_checkpointing"]  # the newer name of the other
@@ -102,8 +102,8 @@ def words_of(choice: Choice, without: Collection[str] = ()) -> str:
     return " ".join(f"--{name}{'' if v is True else f' {v}'}" for name, v in texts.items() if v not in (None, False))
 
 
-def _left_out(options: Any) -> Iterator[str]:
-    """The given options whose effect the prediction leaves out."""
+def _left_out(options: argparse.Namespace) -> Iterator[str]:
+    """The options that the user has set and whose effect the prediction leaves out."""
     for name, values in LEFT_OUT.items():
         value = getattr(options, name)
         if (value in values) if values else value:
@@ -127,7 +127,8 @@ def _length(planner: Planner, epochs: float) -> Iterator[str]:
     """The stages, the length of the training, and whether it has enough steps: a rule of thumb."""
     pairs, max_steps, stages = planner.options.dataset_size, planner.options.max_steps, planner.stages
     new = 1 - planner.old / planner.choice.global_batch  # share of a batch; old pairs come in addition to the set
-    steps_per_pair = sum(stage.share / (stage.choice.global_batch * new) for stage in stages)
+    each = [stage.share / stage.choice.global_batch for stage in stages]  # steps for a pair of the batches
+    steps_per_pair = sum(each) / new
     if len(stages) > 1:
         yield "The training has stages; the memory above is that of the last one."
     for stage in stages if len(stages) > 1 else ():
@@ -136,7 +137,7 @@ def _length(planner: Planner, epochs: float) -> Iterator[str]:
             f"  {stage.share:.0%} of the samples: {way.global_batch:,} pairs, {way.accumulation} × {way.micro_batch} "
             f"per GPU{words}: {duration(stage.seconds)}, {way.global_batch / stage.seconds:,.0f} per second"
         )
-    mean = planner.mean_seconds()
+    mean = sum(n * stage.seconds for n, stage in zip(each, stages, strict=True)) / sum(each)
     if len(stages) > 1:
         yield f"  The mean of all steps is {duration(mean)}."
     per_epoch = 0 if pairs is None else math.floor(pairs * steps_per_pair + 1e-6)

@@ -9,7 +9,7 @@ from .front import FRONT_FILE, plot_front, write_averages
 from .markdown import escaped
 from .outcome import doubtful_rate, outcome
 from .pictures import PICTURES_FILE, PicturesCallback
-from .telling import Told, quieten, rows_of, table_of
+from .telling import ProgressPrinter, make_rows, quieten, table_lines
 
 __all__ = [
     "CURVES_FILE",
@@ -20,21 +20,21 @@ __all__ = [
     "Change",
     "Evaluation",
     "PicturesCallback",
+    "ProgressPrinter",
     "Source",
-    "Told",
     "TrainingFacts",
     "changes",
     "doubtful_rate",
     "escaped",
     "lines_of_changes",
+    "make_rows",
     "model_card",
     "outcome",
     "plot_curves",
     "plot_front",
     "quieten",
-    "rows_of",
     "source_name",
-    "table_of",
+    "table_lines",
     "training_facts",
     "write_averages",
     "write_publication",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from .cards import model_card, write_eval_results
@@ -41,23 +40,13 @@ class CardCallback(TrainerCallback):
         self._written = 0, 0  # the step and the number of log entries that the card tells of
         self.first_step = 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.first_step = state.global_step
         self._written = 0, 0  # an earlier training may have ended at the same step
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._update(args, state)
-
-    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._update(args, state)
-
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._update(args, state)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._update(args, state)
-
-    def _update(self, args: Any, state: TrainerState) -> None:
+    def _update(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if (state.global_step, len(state.log_history)) == self._written:
             return
         try:
@@ -65,10 +54,12 @@ class CardCallback(TrainerCallback):
         except OSError as error:
             logger.error(f"The card of step {state.global_step} could not be written to {args.output_dir}: {error}")
 
-    def write(self, args: Any, state: TrainerState) -> None:
+    on_evaluate = on_push_begin = on_save = on_train_end = _update
+
+    def write(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes all files for the current state, if this is the main process and a step has been trained."""
         if state.is_world_process_zero and state.global_step > self.first_step:
-            folder = Path(args.output_dir)
+            folder = Path(str(args.output_dir))
             folder.mkdir(parents=True, exist_ok=True)
             facts = self._describe()
             facts.save(folder)

@@ -342,7 +342,7 @@ def _prompts(evaluation: Evaluation) -> str:
 
 
 def _when(facts: TrainingFacts) -> Iterator[str]:
-    """Of which weights the results are, if the sets were measured several times."""
+    """Says which weights were measured, if the sets were measured several times."""
     steps = {evaluation.step for evaluation in facts.evaluations} - {None}
     if not facts.measured_during_training or len(steps) != 1:
         return
@@ -359,7 +359,7 @@ def _when(facts: TrainingFacts) -> Iterator[str]:
 
 
 def _zero_shot(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
-    """Labels and a prompt for an example: those of a zero-shot evaluation, if there was one."""
+    """Labels and a prompt for an example, from a zero-shot evaluation if there was one."""
     for evaluation in evaluations:
         if evaluation.templates:
             return list(evaluation.class_names[:3]), evaluation.templates[0]

@@ -26,6 +26,7 @@ from ..checking.looking import thumbnail
 from ..checking.sheet import draw_rows
 
 PICTURES = 16  # of the images that only one of the models gets right
+AnySet = ImageTextDataset | ZeroShotDataset
 _CLASSES = 10  # lines of classes; the JSON has all
 
 
@@ -35,12 +36,12 @@ class Comparison:
 
     Attributes:
         dataset: the set.
-        ranks: what was found for the first model, and for the second.
+        ranks: the ranks of the first model, and of the second.
         metrics: the difference of each metric.
         classes: the difference of the recall of each class that occurs, by its number; empty for pairs.
     """
 
-    dataset: ImageTextDataset | ZeroShotDataset
+    dataset: AnySet
     ranks: tuple[Found, Found]
     metrics: Mapping[str, Difference]
     classes: Mapping[int, Difference]
@@ -59,7 +60,7 @@ class Comparison:
         return rows[order].tolist()
 
 
-def comparison(dataset: ImageTextDataset | ZeroShotDataset, first: Found, second: Found) -> Comparison:
+def comparison(dataset: AnySet, first: Found, second: Found) -> Comparison:
     """Compares two models by their ranks on a set."""
     both = isinstance(first, ClassRanks) and isinstance(second, ClassRanks)
     classes = differences_by_class(first, second) if both else {}  # type: ignore[arg-type]
@@ -71,7 +72,7 @@ def write_comparison(folder: str | Path, found: Mapping[str, Comparison], first:
 
     Args:
         folder: is made if there is none.
-        found: by the name of the set.
+        found: the comparisons, by the name of the set.
         first, second: the names of the models.
     """
     folder = Path(folder)
@@ -129,17 +130,18 @@ def _pictures(key: str, found: Comparison) -> Iterator[tuple[str, Sequence[tuple
         wrong: Any = found.ranks[1 - model]
         shown = []
         for row in rows[:PICTURES]:
-            right, answer = _words_of(found.dataset, wrong, row)
+            right, answer = _right_and_answer(found.dataset, wrong, row)
             shown.append((thumbnail(found.dataset.image(row)), f"{right} / {loser} model: {answer}"))
         if shown:
             yield f"{key}: right by the {winner} model alone, {len(rows):,} of {len(found.dataset):,} images", shown
 
 
-def _words_of(dataset: Any, ranks: PairRanks | ClassRanks | Choices, row: int) -> tuple[str, str]:
+def _right_and_answer(dataset: AnySet, ranks: PairRanks | ClassRanks | Choices, row: int) -> tuple[str, str]:
     """The class or first caption of a row, and what the model answers."""
     answer = int(ranks.answers[row])
     if isinstance(ranks, ClassRanks):
         return _class_name(dataset, int(ranks.labels[row])), _class_name(dataset, answer)
+    assert isinstance(dataset, ImageTextDataset)
     if isinstance(ranks, Choices):
         captions = dataset.without_image(row)["caption"]
         return captions[0], captions[answer]
@@ -148,6 +150,6 @@ def _words_of(dataset: Any, ranks: PairRanks | ClassRanks | Choices, row: int) -
     return dataset.without_image(row)["caption"][0], dataset.without_image(owner)["caption"][number]
 
 
-def _class_name(dataset: Any, label: int) -> str:
-    name: str = dataset.class_names[label]
-    return name
+def _class_name(dataset: AnySet, label: int) -> str:
+    assert isinstance(dataset, ZeroShotDataset)
+    return dataset.class_names[label]

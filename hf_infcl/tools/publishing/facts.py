@@ -26,6 +26,7 @@ from ...options.batch_schedule import divided_batch
 from ...shards.urls import Url, without_secrets
 from ...training.progress import trained_seconds
 from .settings import highest_rates, training_settings
+from .trained import Trained
 
 FACTS_FILE = "training_record.json"
 _END = "train_runtime"  # Trainer logs it when a training has ended, before it loads the best weights
@@ -68,7 +69,7 @@ class Evaluation:
         split: the split.
         size: the number of images.
         key: the name of the dataset in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``.
-        metrics: those of `InfCLTrainer.evaluate` without their prefixes: zero-shot accuracies, or loss and recalls.
+        metrics: what `InfCLTrainer.evaluate` returns, without prefixes: zero-shot accuracies, or loss and recalls.
         templates: the prompts of a zero-shot classification; empty for image-text pairs.
         class_names: the names of its classes; empty for image-text pairs.
         guard: whether the set serves to show what the training makes worse.
@@ -230,7 +231,7 @@ class TrainingFacts:
 
 
 def training_facts(
-    trainer: Any,
+    trainer: Trained,
     *,
     model_class: str,
     start: str,
@@ -359,7 +360,7 @@ def _check_name(dataset: str, on_hub: bool) -> None:
             raise ValueError(f"{dataset!r} is not the id of a dataset on the Hub. Use on_hub=False.") from error
 
 
-def _last(state: TrainerState, key: str, default: Any) -> Any:
+def _last(state: TrainerState, key: str, default: int | None) -> Any:
     return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
 
 
@@ -377,7 +378,7 @@ def _measured(evaluations: Iterable[Evaluation], state: TrainerState, best: bool
     evaluations = list(evaluations)
     for evaluation in evaluations:
         prefix = f"eval_{evaluation.key}_"
-        # Some names of sets begin with that of another: voc2007 and voc2007_multilabel.
+        # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
         others = tuple(p for e in evaluations if (p := f"eval_{e.key}_").startswith(prefix) and p != prefix)
         _, first = next(_metrics(before, prefix, others), (0, {}))
         for step, last in itertools.islice(_metrics(after, prefix, others), 1):
@@ -401,7 +402,7 @@ def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
 def _metrics(
     history: Sequence[Mapping[str, Any]], prefix: str, others: tuple[str, ...]
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, metrics with the prefix, and with none of the others) of the entries that have some, the newest first."""
+    """(step, metrics) of the entries with metrics of this prefix but none of the other ones, the newest first."""
     for entry in reversed(history):
         names = [name for name in entry if name.startswith(prefix) and not name.startswith(others)]
         if names:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
+from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
+
+from ...data import ImageTextDataset, ZeroShotDataset
+from .trained import Trained
 
 PICTURES_FILE = "pictures.png"
 CAPTIONS = 3  # different captions shown for each image
 SEARCHED = 50  # captions with the highest cosines; the different ones are taken from them
 SIDE, WIDTH, LINE = 96, 900, 25  # pixels: the longer side of an image, the largest width, the height of a line
+_LETTERS = 14  # pixels
 _RIGHT, _WRONG = "#00693e", "#a6341b"
 
 logger = logging.get_logger(__name__)
@@ -31,18 +36,18 @@ class PicturesCallback(TrainerCallback):
 
     Args:
         trainer: an `InfCLTrainer`.
-        dataset: the `ImageTextDataset` with all captions that the trainer evaluates.
+        dataset: the pairs with all captions that the trainer evaluates as "pairs".
         count: the number of images, evenly spread over the dataset.
-        key: the name of the dataset in the trainer's ``eval_dataset``.
 
     Raises:
         ValueError: the trainer already has ``compute_metrics``.
     """
 
-    def __init__(self, trainer: Any, dataset: Any, count: int, key: str = "pairs") -> None:
+    def __init__(self, trainer: Trained, dataset: ImageTextDataset | ZeroShotDataset, count: int) -> None:
         if trainer.compute_metrics is not None:
             raise ValueError("PicturesCallback replaces compute_metrics. Use only one of the two.")
-        self._trainer, self._dataset, self._key = trainer, dataset, key
+        assert isinstance(dataset, ImageTextDataset)
+        self._trainer, self._dataset = trainer, dataset
         count = min(count, len(dataset))
         self._rows = [number * len(dataset) // count for number in range(count)]
         self._measured: EvalPrediction | None = None  # from compute_metrics to on_evaluate
@@ -54,7 +59,7 @@ class PicturesCallback(TrainerCallback):
         return {}
 
     def best_captions(self, measured: EvalPrediction) -> list[list[tuple[str, float, bool]]]:
-        """For each image its best captions, their cosines, and whether they are its own."""
+        """The best captions of each image, their cosines, and whether they belong to the image."""
         labels: Any = measured.label_ids
         ends = np.cumsum(labels[0])  # the number of captions up to each row
         images, texts = (e / np.linalg.norm(e, axis=1, keepdims=True) for e in measured.predictions)
@@ -70,15 +75,22 @@ class PicturesCallback(TrainerCallback):
             found.append([(text, cosine, text in own) for text, cosine in list(best.items())[:CAPTIONS]])
         return found
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         measured, self._measured = self._measured, None
-        wanted = f"eval_{self._key}_loss" in kwargs["metrics"]
+        wanted = "eval_pairs_loss" in (metrics or {})
         if measured is None or not (wanted and state.is_world_process_zero):
             return
         images = [self._dataset[row]["image"] for row in self._rows]
         right = [self._dataset.without_image(row)["caption"] for row in self._rows]
         picture = draw(images, self.best_captions(measured), right)
-        path = Path(args.output_dir, PICTURES_FILE)
+        path = Path(str(args.output_dir), PICTURES_FILE)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             picture.save(path)
@@ -90,17 +102,18 @@ class PicturesCallback(TrainerCallback):
         except Exception as error:  # a tracker's, of any kind: raised here, it would end this process alone
             logger.error(f"The picture of step {state.global_step} did not reach all trackers: {error!r}")
 
-    def _pass_on(self, path: Path, picture: Image.Image, args: Any, state: TrainerState) -> None:
+    def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
         """Gives the picture to the trackers that can show it."""
-        if "wandb" in args.report_to:
+        trackers = args.report_to or ()
+        if "wandb" in trackers:
             import wandb
 
             wandb.log({"pictures": wandb.Image(str(path))})
-        if "trackio" in args.report_to:
+        if "trackio" in trackers:
             import trackio
 
             trackio.log({"pictures": trackio.Image(str(path))})
-        if "mlflow" in args.report_to:
+        if "mlflow" in trackers:
             import mlflow
 
             mlflow.log_artifact(str(path))
@@ -119,7 +132,7 @@ def draw(
         captions: for each image the captions, their cosines, and whether they are its own, the best first.
         right: the captions of each image, of which the first is shown.
     """
-    font = _font(14)
+    font = _font()
     height = SIDE + 20
     picture = Image.new("RGB", (WIDTH, height * len(images)), "white")
     pen = ImageDraw.Draw(picture)
@@ -143,13 +156,13 @@ def draw(
     return picture.crop((0, 0, min(WIDTH, round(furthest) + 8), picture.height))
 
 
-def _font(size: int) -> Any:
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """The font that comes with matplotlib, if it is installed: Pillow's own has neither accents nor other scripts."""
     if importlib.util.find_spec("matplotlib") is None:
-        return ImageFont.load_default(size=size)
+        return ImageFont.load_default(size=_LETTERS)
     import matplotlib
 
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), size)
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), _LETTERS)
 
 
 def _cut(text: str) -> str:

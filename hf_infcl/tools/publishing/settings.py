@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...optimizers import words_of_groups
+from ...optimizers import unwrapped, words_of_groups
 from ...options.combinations import WITHOUT_WARM_UP
 from ...options.facts import values_of_card
 from .markdown import code, joined
+from .trained import Trained
 
 
-def training_settings(trainer: Any) -> dict[str, str]:
-    """The rows by name; those of the optimizer only once an `InfCLTrainer` has one."""
+def training_settings(trainer: Trained) -> dict[str, str]:
+    """The rows by name; an `InfCLTrainer` without an optimizer has no rows about it."""
     rows = {"seed": str(trainer.args.seed), "precision": precision(trainer), **dict(_options(trainer))}
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
@@ -33,7 +34,7 @@ def training_settings(trainer: Any) -> dict[str, str]:
     return {"optimizer": ", ".join(_optimizer(trainer)), **groups, **_learning_rates(trainer), **rows}
 
 
-def _options(trainer: Any) -> Iterator[tuple[str, str]]:
+def _options(trainer: Trained) -> Iterator[tuple[str, str]]:
     """The rows that options declare."""
     for name, row, value in values_of_card(trainer.args):
         if isinstance(value, list):
@@ -45,10 +46,10 @@ def _options(trainer: Any) -> Iterator[tuple[str, str]]:
         yield row, sentence.format(text) if sentence else text
 
 
-def highest_rates(trainer: Any) -> dict[str, float]:
+def highest_rates(trainer: Trained) -> dict[str, float]:
     """The highest learning rates at the peak of the schedule, but for the temperature's, of "adamw" and "muon".
 
-    They are those of optimizers whose steps have about the size of the rate: Muon, and those of Adam's kind, which have
+    Only optimizers whose steps are about as large as the rate count: Muon, and optimizers of Adam's kind, which have
     β. Prodigy and D-Adaptation have β as well, but estimate the rate (d). A schedule that follows a metric overwrites
     the rates that it began with, so they are not known.
     """
@@ -60,8 +61,8 @@ def highest_rates(trainer: Any) -> dict[str, float]:
     return rates
 
 
-def precision(trainer: Any) -> str:
-    """In which precision the trainer's forwards compute."""
+def precision(trainer: Trained) -> str:
+    """The precision in which the trainer's forwards compute."""
     mixed = trainer.accelerator.mixed_precision
     if mixed == "fp16" and trainer.args.device.type == "cpu":
         mixed = "no"  # on CPUs accelerate then computes in the precision of the weights
@@ -71,10 +72,8 @@ def precision(trainer: Any) -> str:
     return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")
 
 
-def _optimizer(trainer: Any) -> Iterator[str]:
-    optimizer = trainer.optimizer
-    while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and DeepSpeed
-        optimizer = optimizer.optimizer
+def _optimizer(trainer: Trained) -> Iterator[str]:
+    optimizer = unwrapped(trainer.optimizer)
     muon = "Muon and " if trainer.args.optimizer == "muon" else ""
     yield muon + _value(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
     groups = optimizer.param_groups
@@ -90,12 +89,12 @@ def _first(groups: Sequence[Mapping[str, Any]], name: str) -> Any:
     return next((group[name] for group in groups if name in group), None)
 
 
-def _learning_rates(trainer: Any) -> dict[str, str]:
+def _learning_rates(trainer: Trained) -> dict[str, str]:
     args = trainer.args
     if trainer.optimization.creates_optimizer:
         rate = f"{args.learning_rate * args.learning_rate_factor:g}"
     else:
-        groups = [group for group in trainer.optimizer.param_groups if group.get("name") != "temperature"]
+        groups = [group for group in unwrapped(trainer.optimizer).param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
     scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
@@ -104,7 +103,7 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
     return rows
 
 
-def _schedule(trainer: Any) -> Iterator[str]:
+def _schedule(trainer: Trained) -> Iterator[str]:
     if not trainer.optimization.creates_scheduler:
         scheduler = trainer.lr_scheduler
         while hasattr(scheduler, "scheduler"):
@@ -116,6 +115,6 @@ def _schedule(trainer: Any) -> Iterator[str]:
         yield f"{trainer.args.get_warmup_steps(trainer.state.max_steps)} steps of warm-up"
 
 
-def _value(option: Any) -> str:
+def _value(option: object) -> str:
     """The text of an option that may be an enum."""
     return str(getattr(option, "value", option))

@@ -7,18 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ...checkpoints.average_choice import score_if_measured
 from ...evaluation import Difference
 from ...evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES
+from .trained import Trained
 
 HEAD = ("set", "metric", "value", "95% interval", "before", "change")
 # In a line of the log they would only repeat others, which all are in trainer_state.json.
 UNTOLD = {"samples_seen", "train_seconds", "total_flos", "epoch"}
 
 
-def quieten(trainer: Any) -> None:
+def quieten(trainer: Trained) -> None:
     """Keeps Trainer from printing its logs as dicts; its progress bars stay."""
     trainer.remove_callback(PrinterCallback)
     for callback in trainer.callback_handler.callbacks:
@@ -27,7 +35,7 @@ def quieten(trainer: Any) -> None:
             bar.on_log = lambda *args, **kwargs: None
 
 
-class Told(TrainerCallback):
+class ProgressPrinter(TrainerCallback):
     """Prints the groups of the optimizer, a line for each log of the training and a table for each evaluation.
 
     A value that stays the same is told once. The tables have the loss and the score of each set, and the metric that
@@ -37,18 +45,27 @@ class Told(TrainerCallback):
         trainer: an `InfCLTrainer` whose ``eval_dataset``, if any, is a dict.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trained) -> None:
         quieten(trainer)
         self._trainer = trainer
         self._last: dict[str, Any] = {}  # the values that were told last
         self._headed: int | None = None  # the step of the last table, to which the next set may belong
         trainer.add_callback(self)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if state.is_world_process_zero and (table := self._trainer.optimization.table_of_groups):
             print(table)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if any(name.startswith("eval_") for name in logs):
@@ -66,15 +83,15 @@ class Told(TrainerCallback):
         words = [f"{name} {short(value)}" for name, value in logs.items() if name not in same | UNTOLD]
         return f"step {state.global_step:,} of {state.max_steps:,}: {', '.join(words)}"
 
-    def _tell_evaluation(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _tell_evaluation(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
         names = list(self._trainer.eval_dataset)
         before: dict[str, Any] = {}
         for entry in state.log_history:
             if entry["step"] == 0 < state.global_step:
                 before |= entry
         deciding = args.metric_for_best_model or ""
-        rows = rows_of(logs, names, before, also=deciding.removeprefix("eval_"))
-        lines = table_of(rows, names)
+        rows = make_rows(logs, names, before, also=deciding.removeprefix("eval_"))
+        lines = table_lines(rows, names)
         if self._headed == state.global_step:
             lines = lines[1:]
         else:
@@ -84,12 +101,12 @@ class Told(TrainerCallback):
             tqdm.write(line)
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A logged value with four digits that count."""
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def rows_of(
+def make_rows(
     metrics: Mapping[str, Any],
     names: Iterable[str],
     before: Mapping[str, Any] | None = None,
@@ -103,7 +120,7 @@ def rows_of(
 
     Args:
         metrics: of an evaluation, named ``eval_{set}_{metric}``, with their bounds.
-        names: those of the sets.
+        names: of the sets.
         before: the metrics before the training.
         also: a further metric to show, as ``{set}_{metric}``.
         every: show all metrics, not only the loss and the parts of the score.
@@ -140,12 +157,12 @@ def _cells(
     return shown[0], interval, shown[1], Difference(old, value, *bounds).words(factor, digits)
 
 
-def table_of(rows: Sequence[tuple[str, ...]], names: Iterable[str] = ()) -> list[str]:
+def table_lines(rows: Sequence[tuple[str, ...]], names: Iterable[str] = ()) -> list[str]:
     """The lines of a table with its head; columns without any entry are left out, and a set is named once.
 
     Args:
-        rows: of `rows_of`.
-        names: those of all sets, for tables with columns of one width.
+        rows: of `make_rows`.
+        names: of all sets, so that several tables have columns of one width.
     """
     used = [n for n, _ in enumerate(HEAD) if any(row[n] for row in rows)]
     cells = [HEAD, *rows]

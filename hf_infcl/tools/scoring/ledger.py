@@ -51,12 +51,12 @@ class Ledger:
         """The places of the pairs with the lowest scores, the lowest first."""
         return np.argsort(self.score, kind="stable")[:count]
 
-    def name_of(self, key: int) -> str:
-        """What a person finds the pair with a key by: the name of a stream's sample if it is known, or else the key."""
+    def find_name(self, key: int) -> str:
+        """The name by which a person knows the pair with a key: of a stream's sample if it is known, or the key."""
         place = int(np.searchsorted(self.key, key))
         return self.sample[place] if place < len(self.sample) and self.key[place] == key else str(key)
 
-    def caption_of(self, key: int) -> str:
+    def find_caption(self, key: int) -> str:
         """The caption of the pair with a key; empty if it is not in the ledger."""
         place = int(np.searchsorted(self.key, key))
         return self.caption[place] if place < len(self) and self.key[place] == key else ""
@@ -78,7 +78,7 @@ class Ledger:
         columns: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
         columns["caption"] = pa.array(self.caption, pa.string())
         for name, keys in (("prefers_text", self.text_key), ("prefers_image", self.image_key)):
-            columns[name] = pa.array([self.caption_of(int(key)) for key in keys], pa.string())
+            columns[name] = pa.array([self.find_caption(int(key)) for key in keys], pa.string())
         if self.sample:
             columns["sample"] = pa.array(self.sample, pa.string())
         table = pa.table(columns).replace_schema_metadata({_RECORD: json.dumps({"content": self.content})})
@@ -145,7 +145,7 @@ def _read_as_ledger(path: str | Path) -> Iterator[None]:
 
 
 def check_data(recorded: str, content: str, path: str | Path) -> None:
-    """Raises a ValueError if the ledger in a file, of the data ``recorded``, is not of that of this fingerprint."""
+    """Raises a ValueError if the ledger in a file was written for data of another fingerprint."""
     if recorded != content:
         raise ValueError(
             f"The ledger {path} is of other data: it was written for {recorded}, and this is {content}. Its "
@@ -161,7 +161,7 @@ def make_ledger(
     caption: list[str] | None = None,
     sample: list[str] | None = None,
 ) -> Ledger:
-    """The ledger of pairs in any order; the arguments are those of `Ledger`, ``prefers`` its two keys."""
+    """The ledger of pairs in any order; the arguments as for `Ledger`, ``prefers`` has its text and image keys."""
     order = np.argsort(key, kind="stable")
     text_key, image_key = (np.full(len(key), -1), np.full(len(key), -1)) if prefers is None else prefers
     captions = [""] * len(key) if caption is None else [caption[place] for place in order]

@@ -1,10 +1,11 @@
-"""Scores each pair of a training set among others, window by window."""
+"""Scores each pair of a training set against the other pairs of a window."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...data import ImageTextDataset, ImageTextStream
+from ...data.collator import DataCollator
 from ...data.keyed import NO_KEY, KeyedItem, KeyedRows
 from ...encoders.dual_encoder import DualEncoder
 from ...loss.pair_scores import pair_scores
@@ -24,109 +26,68 @@ from .sheet import SHOWN, small_jpeg
 _ROWS = 1024  # of the cosines that are compared at a time
 
 
-class _ReadPairs(NamedTuple):
-    """Pairs as they are read."""
-
-    inputs: Any  # of the collator
-    keys: list[int]
-    captions: list[str]  # one of each pair
-    pictures: list[bytes]  # small JPEGs
-    names: list[str]  # of the samples of a stream
+# [n] of each pair: its key, a caption, a small JPEG and the name of a stream's sample; then what it scores.
+Columns = dict[str, np.ndarray]
 
 
 class _Collated:
-    """Collates keyed items."""
+    """Collates keyed items: the model's inputs, and the columns of the pairs."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate: DataCollator) -> None:
         self._collate = collate
 
-    def __call__(self, items: list[Any]) -> _ReadPairs:
-        keyed: list[KeyedItem] = items
-        plain = [one.item for one in keyed]
-        pictures = [small_jpeg(item["image"]) for item in plain]
-        captions = [item["caption"][0] for item in plain]
-        return _ReadPairs(
-            self._collate(plain), [one.key for one in keyed], captions, pictures, [one.name for one in keyed]
-        )
+    def __call__(self, items: list[KeyedItem]) -> tuple[dict[str, Tensor], Columns]:
+        plain = [one.item for one in items]
+        words = {
+            "caption": [item["caption"][0] for item in plain],
+            "picture": [small_jpeg(item["image"]) for item in plain],
+            "name": [one.name for one in items],
+        }
+        columns = {name: np.array(values, object) for name, values in words.items()}
+        return self._collate(plain), {"key": np.array([one.key for one in items]), **columns}
 
 
-@dataclass
-class _Embedded:
-    """The same with their embeddings.
+class _Embedded(NamedTuple):
+    """Pairs with their embeddings.
 
-    Args:
-        pairs: without the inputs.
+    Attributes:
+        columns: of the pairs.
         images, texts: [images, D] and [texts, D] fp32, of length 1.
         belongs: [texts] int64, the image of each text.
         pair_ids: [images] int64, or None.
     """
 
-    pairs: _ReadPairs
+    columns: Columns
     images: Tensor
     texts: Tensor
     belongs: Tensor
     pair_ids: Tensor | None
 
-    def __len__(self) -> int:
-        return len(self.images)
 
-    @classmethod
-    def joined(cls, parts: Sequence[_Embedded]) -> _Embedded:
-        firsts = itertools.accumulate(map(len, parts), initial=0)
-        ids = [part.pair_ids for part in parts if part.pair_ids is not None]
-        return cls(
-            _ReadPairs(
-                None,
-                [key for part in parts for key in part.pairs.keys],
-                [caption for part in parts for caption in part.pairs.captions],
-                [picture for part in parts for picture in part.pairs.pictures],
-                [name for part in parts for name in part.pairs.names],
-            ),
-            torch.cat([part.images for part in parts]),
-            torch.cat([part.texts for part in parts]),
-            torch.cat([part.belongs + first for part, first in zip(parts, firsts, strict=False)]),
-            torch.cat(ids) if ids else None,
-        )
+def _joined(parts: Sequence[Columns]) -> Columns:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-@dataclass
-class _Scored:
-    """What is found out about pairs: arrays and words of the `Ledger`, and pictures of some by their keys."""
-
-    key: np.ndarray
-    score: np.ndarray
-    text_key: np.ndarray
-    image_key: np.ndarray
-    caption: list[str]
-    name: list[str]
-    pictures: dict[int, bytes]
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Scored]) -> _Scored:
-        return cls(
-            np.concatenate([part.key for part in parts]),
-            np.concatenate([part.score for part in parts]),
-            np.concatenate([part.text_key for part in parts]),
-            np.concatenate([part.image_key for part in parts]),
-            [caption for part in parts for caption in part.caption],
-            [name for part in parts for name in part.name],
-            {key: picture for part in parts for key, picture in part.pictures.items()},
-        )
-
-    def only(self, kept: np.ndarray) -> _Scored:
-        """Some of the pairs, [n] bool, with all pictures."""
-        arrays = self.key[kept], self.score[kept], self.text_key[kept], self.image_key[kept]
-        caption, name = (list(itertools.compress(words, kept)) for words in (self.caption, self.name))
-        return _Scored(*arrays, caption, name, self.pictures)
+def _window(parts: Sequence[_Embedded]) -> _Embedded:
+    """The pairs of several batches, which are compared with each other."""
+    firsts = itertools.accumulate((len(part.images) for part in parts), initial=0)
+    ids = [part.pair_ids for part in parts if part.pair_ids is not None]
+    return _Embedded(
+        _joined([part.columns for part in parts]),
+        torch.cat([part.images for part in parts]),
+        torch.cat([part.texts for part in parts]),
+        torch.cat([part.belongs + first for part, first in zip(parts, firsts, strict=False)]),
+        torch.cat(ids) if ids else None,
+    )
 
 
 def score_pairs(
     dataset: ImageTextDataset | ImageTextStream,
     encoder: DualEncoder,
-    collate: Callable[[list[Any]], Any],
+    collate: DataCollator,
     *,
-    prepare: Callable[[dict[str, Any]], dict[str, Any]],
-    autocast: Callable[[], Any],
+    prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    autocast: Callable[[], AbstractContextManager[object]],
     window: int = 4096,
     batch_size: int = 64,
     num_workers: int = 0,
@@ -155,83 +116,81 @@ def score_pairs(
     """
     processes = Processes()
     shown = None if averages is None else averages[0][averages[1].argsort(stable=True)[:SHOWN]].tolist()
-    loading = {"num_workers": num_workers, "pin_memory": pin_memory}
-    parts: list[_Scored] = []
+    load = partial(DataLoader, num_workers=num_workers, pin_memory=pin_memory)
+    parts: list[Columns] = []
     waiting: list[_Embedded] = []
     with failures_announced(), torch.no_grad(), autocast():
-        for pairs in _read(dataset, _Collated(collate), processes, batch_size, loading):
-            waiting.append(_embedded(pairs, encoder, prepare))
-            if sum(map(len, waiting)) >= 2 * window:
+        for inputs, columns in _read(dataset, _Collated(collate), processes, batch_size, num_workers, load):
+            waiting.append(_embedded(prepare(inputs), columns, encoder))
+            if sum(len(one.images) for one in waiting) >= 2 * window:
                 whole = -(-window // batch_size)
-                parts.append(_scored(_Embedded.joined(waiting[:whole]), shown))
+                parts.append(_scored(_window(waiting[:whole]), shown))
                 waiting = waiting[whole:]
-        if sum(map(len, waiting)) < 2:
+        if sum(len(one.images) for one in waiting) < 2:
             raise ValueError("There are fewer than two pairs for each process, so none can be compared.")
-        parts.append(_scored(_Embedded.joined(waiting), shown))
-    found = _Scored.joined(processes.gather_objects(_Scored.joined(parts)))
+        parts.append(_scored(_window(waiting), shown))
+    found = _joined(processes.gather_objects(_joined(parts)))
+    pictures = {int(key): picture for key, picture in zip(found["key"], found.pop("picture"), strict=True) if picture}
     if averages is not None:
         known, scores = (part.numpy() for part in averages)
-        found = found.only(np.isin(found.key, known))
-        found.score = scores[np.searchsorted(known, found.key)]
+        kept = np.isin(found["key"], known)
+        found = {name: values[kept] for name, values in found.items()}
+        found["score"] = scores[np.searchsorted(known, found["key"])]
+    caption, name = found["caption"].tolist(), found["name"].tolist()
+    prefers = found["text_key"], found["image_key"]
     content = dataset.content_fingerprint()
-    name = None if not any(found.name) else found.name
-    ledger = make_ledger(content, found.key, found.score, (found.text_key, found.image_key), found.caption, name)
-    return ledger, found.pictures
+    ledger = make_ledger(content, found["key"], found["score"], prefers, caption, name if any(name) else None)
+    return ledger, pictures
 
 
 def _read(
-    dataset: Any, collate: _Collated, processes: Processes, batch_size: int, loading: dict[str, Any]
-) -> Iterator[_ReadPairs]:
+    dataset: ImageTextDataset | ImageTextStream,
+    collate: _Collated,
+    processes: Processes,
+    batch_size: int,
+    num_workers: int,
+    load: Callable[..., Iterable[Any]],
+) -> Iterator[tuple[dict[str, Tensor], Columns]]:
     """The pairs of this process, every one once."""
     rank, count = processes.rank, processes.world_size
     if not isinstance(dataset, ImageTextStream):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
         rows = order.tensor_split(count)[rank].tolist()
-        yield from DataLoader(KeyedRows(dataset), batch_size, sampler=rows, collate_fn=collate, **loading)
+        yield from load(KeyedRows(dataset), batch_size, sampler=rows, collate_fn=collate)
         return
-    lanes, seen, without_new = max(1, loading["num_workers"]), set[int](), 0
-    where = {"rank": rank, "world_size": count, "num_workers": loading["num_workers"], "keyed": True}
-    for pairs, _ in DataLoader(dataset.batches(batch_size, collate, **where), batch_size=None, **loading):
-        new = [key not in seen for key in pairs.keys]
-        seen.update(pairs.keys)
+    lanes, seen, without_new = max(1, num_workers), set[int](), 0
+    where = {"rank": rank, "world_size": count, "num_workers": num_workers, "keyed": True}
+    for (inputs, columns), _ in load(dataset.batches(batch_size, collate, **where), batch_size=None):
+        new = [key not in seen for key in columns["key"].tolist()]
+        seen.update(columns["key"].tolist())
         # One batch comes from each lane in turn: when all of them have only known samples, the pass is over.
         without_new = 0 if any(new) else without_new + 1
         if without_new == lanes:
             return
         if any(new):
-            yield pairs._replace(keys=[key if first else NO_KEY for key, first in zip(pairs.keys, new, strict=True)])
+            yield inputs, {**columns, "key": np.where(new, columns["key"], NO_KEY)}
 
 
-def _embedded(
-    pairs: _ReadPairs, encoder: DualEncoder, prepare: Callable[[dict[str, Any]], dict[str, Any]]
-) -> _Embedded:
-    inputs = prepare(pairs.inputs)
+def _embedded(inputs: dict[str, Tensor], columns: Columns, encoder: DualEncoder) -> _Embedded:
     images, texts = (F.normalize(rows.float(), dim=-1) for rows in encoder.embed(encoder.model, inputs))
     belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
-    return _Embedded(
-        pairs._replace(inputs=None), images, texts[belongs >= 0], belongs[belongs >= 0], inputs.get("pair_ids")
-    )
+    return _Embedded(columns, images, texts[belongs >= 0], belongs[belongs >= 0], inputs.get("pair_ids"))
 
 
-def _scored(window: _Embedded, shown: Collection[int] | None) -> _Scored:
-    """The pairs of a window, and the pictures of some of them: those that are shown, or with the lowest scores."""
-    images, texts, belongs = window.images, window.texts, window.belongs
-    score = pair_scores(images, texts, belongs, window.pair_ids, Processes(alone=True))
-    key = torch.tensor(window.pairs.keys, device=images.device)
+def _scored(window: _Embedded, shown: Collection[int] | None) -> Columns:
+    """The pairs of a window, with the pictures of some: those that are shown, or else those with the lowest scores."""
+    columns, images, texts, belongs, pair_ids = window
+    score = pair_scores(images, texts, belongs, pair_ids, Processes(alone=True))
+    key = torch.from_numpy(columns["key"]).to(images.device)
     # ---- What each image and each text prefers, a part of the rows at a time ----
     text_key = key[belongs[torch.cat([(rows @ texts.T).argmax(1) for rows in images.split(_ROWS)])]]
     of_texts = torch.cat([(rows @ images.T).argmax(1) for rows in texts.split(_ROWS)])
     first = torch.full_like(key, len(texts)).scatter_reduce(
         0, belongs, torch.arange(len(texts), device=key.device), "amin"
     )
-    image_key = key[of_texts[first]]  # of the first text of each pair
-    every = _Scored(
-        *(key.cpu().numpy(), score.cpu().numpy(), text_key.cpu().numpy(), image_key.cpu().numpy()),
-        window.pairs.captions,
-        window.pairs.names,
-        dict(zip(window.pairs.keys, window.pairs.pictures, strict=True)),
-    )
-    found = every.only(every.key != NO_KEY)
-    wanted = found.key[found.score.argsort()[:SHOWN]].tolist() if shown is None else set(shown) & {*found.key.tolist()}
-    found.pictures = {one: every.pictures[one] for one in wanted}
+    scores = {"score": score, "text_key": text_key, "image_key": key[of_texts[first]]}  # of the first text of each pair
+    every = columns | {name: values.cpu().numpy() for name, values in scores.items()}
+    found = {name: values[every["key"] != NO_KEY] for name, values in every.items()}
+    wanted = found["key"][found["score"].argsort()[:SHOWN]] if shown is None else list(shown)
+    found["picture"][~np.isin(found["key"], wanted)] = b""
     return found

@@ -47,7 +47,7 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
         facts = [f"score {ledger.score[place]:.2f}", f"wrong {ledger.p_wrong[place]:.0%}", *_lines(name, _BESIDE, 5)]
         pen.text((left + _SIDE + 8, top), "\n".join(facts), "#555555", font)
         lines = [("#00693e", ledger.caption[place])]
-        if ledger.text_key[place] != key and (instead := ledger.caption_of(int(ledger.text_key[place]))):
+        if ledger.text_key[place] != key and (instead := ledger.find_caption(int(ledger.text_key[place]))):
             lines.append(("#b03000", f"prefers: {instead}"))
         below = top + _SIDE + 6
         for colour, text in lines:
@@ -58,6 +58,6 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
 
 
 def _lines(text: str, letters: int, most: int) -> list[str]:
-    """So many lines at most of a text; "…" stands for the rest."""
+    """At most this many lines of a text; "…" stands for the rest."""
     lines = textwrap.wrap(text, letters)
     return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: letters - 2]} …"]

@@ -14,7 +14,7 @@ _FEWEST = 2  # pairs of a word that is listed
 
 
 class Word(NamedTuple):
-    """A word of captions, the pairs that have it, and how many of those are chosen."""
+    """A word of captions, how many pairs have it, and how many of these pairs are chosen."""
 
     word: str
     chosen: int
@@ -38,7 +38,7 @@ def most_chosen_words(captions: Sequence[str], chosen: np.ndarray) -> list[Word]
 
 
 def lines_of_words(captions: Sequence[str], chosen: np.ndarray) -> Iterator[str]:
-    """The same for a person, and how often pairs with a word of their own are chosen, if more often than others."""
+    """The same in sentences; and how often pairs with a unique word are chosen, if more often than the rest."""
     if not chosen.any() or chosen.all():
         return
     if words := most_chosen_words(captions, chosen):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...data import ImageTextStream
+from ...data import ImageTextDataset, ImageTextStream
 from ...windows.selection import WithoutNoisyPairs
 from .ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
 from .options import ScoreOptions
@@ -19,7 +19,12 @@ from .words import lines_of_words
 CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
 
 
-def write_ledger(trainer: Any, dataset: Any, window: int, averages: tuple[Tensor, Tensor] | None = None) -> Ledger:
+def write_ledger(
+    trainer: Any,
+    dataset: ImageTextDataset | ImageTextStream,
+    window: int,
+    averages: tuple[Tensor, Tensor] | None = None,
+) -> Ledger:
     """Reads and scores a training set, and writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``; collective.
 
     Args:
@@ -50,8 +55,8 @@ def write_ledger(trainer: Any, dataset: Any, window: int, averages: tuple[Tensor
     return ledger
 
 
-def write_ledger_of_training(trainer: Any, dataset: Any) -> Ledger | None:
-    """The same with the averages of a training that had ``leave_out``; None if it had not; collective.
+def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageTextStream) -> Ledger | None:
+    """Writes a ledger with the averages of a training that had ``leave_out``; None if it had not; collective.
 
     A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
     has keys, scores and probabilities only.
