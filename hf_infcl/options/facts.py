@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .declaring import ExclusiveOptionsError, Facts, Listing, declared_facts, declared_listing
 from .theirs import facts_of_theirs, listing_of_theirs
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-
-def facts_by_name(kind: DataclassInstance | type[DataclassInstance]) -> dict[str, Facts]:
+def facts_by_name(kind: Any | type[Any]) -> dict[str, Facts]:
     """The facts of each field of a dataclass of options, or of an instance of one."""
     return {one.name: declared_facts(one) or facts_of_theirs(one.name) for one in fields(kind)}
 
 
-def listings_by_name(kind: type[DataclassInstance]) -> dict[str, Listing]:
+def listings_by_name(kind: type[Any]) -> dict[str, Listing]:
     """How the help lists each field of a dataclass of options, whether of the training or of a command."""
     return {one.name: declared_listing(one) or listing_of_theirs(one.name) for one in fields(kind)}
 
 
 def check_values(
-    options: Any, declared: type[DataclassInstance] | None = None, chosen: Callable[[Facts], bool] = lambda facts: True
+    options: Any, declared: type[Any] | None = None, chosen: Callable[[Facts], bool] = lambda facts: True
 ) -> None:
     """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs.
 
@@ -56,7 +53,7 @@ def check_values(
 
 
 def changed_options(
-    options: Any, chosen: Callable[[Facts], object], declared: type[DataclassInstance] | None = None
+    options: Any, chosen: Callable[[Facts], object], declared: type[Any] | None = None
 ) -> dict[str, Any]:
     """The values of those chosen options that do not have their default, by name; arguments as in `check_values`."""
     by = options if declared is None else declared
@@ -68,7 +65,7 @@ def changed_options(
     return found
 
 
-def values_of_card(args: DataclassInstance) -> Iterator[tuple[str, str, Any]]:
+def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:
     """(name, row, value) of each option that is set and has a row in a model card."""
     facts = facts_by_name(args)
     for name, value in changed_options(args, lambda of_one: of_one.card).items():
