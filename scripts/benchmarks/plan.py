@@ -89,7 +89,7 @@ def _newest(table: str, keys: tuple[str, ...], wanted: str) -> Iterator[Row]:
 def steps() -> Iterator[Compared]:
     """The steps of InfCLTrainer."""
     for row in _newest("step", SETTING, "hf_infcl"):
-        if row["model"] == "tiny" or "found" in row["implementation"]:  # whose peak is that of what was tried
+        if row["model"] == "tiny" or "by default" in row["implementation"]:  # whose peak is that of what was tried
             continue
         counts, choice, gpu, ms = _counts(row), _choice(row), GPUS[_gpu(row)], float(row["ms"])
         kind = "compiled" if choice.compiled else "eager"

@@ -82,7 +82,7 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl leave_out 0.5": {"retain_graphs": "1", "leave_out": "0.5"},
     "hf_infcl texts at once": {"retain_graphs": "1", "texts_at_once": "all"},
     "hf_infcl texts at once, retain auto": {"retain_graphs": "auto", "texts_at_once": "all"},
-    "hf_infcl found": {"global_batch_size": "all"},  # as if the user had said nothing else
+    "hf_infcl by default": {"global_batch_size": "all"},  # as if the user had said nothing else
 }
 LOSSES: dict[str, Any] = {
     OURS: contrastive_loss,
