@@ -294,6 +294,15 @@ def folder(tmp_path_factory):
 PLAIN = ["--use_cpu", "true", "--report_to", "none", "--disable_tqdm", "true"]
 
 
+def test_scores_under_bf16_are_products_in_fp32(folder, tmp_path):
+    scores = []
+    for name, precision in (("fp32", []), ("bf16", ["--bf16"])):
+        words = ["--output_dir", tmp_path / name, "--window", 48, *precision, *PLAIN]
+        infcl("score", folder / "model", folder / "pictures", *words)
+        scores.append(Ledger.read(tmp_path / name / LEDGER_FILE).score)
+    assert np.corrcoef(scores)[0, 1] > 0.99, "what bf16 rounds are the embeddings"
+
+
 def test_score_check_and_exclude(folder, capsys, tmp_path):
     data, out = folder / "pictures", tmp_path / "out"
     infcl("score", folder / "model", data, "--output_dir", out, "--window", 48, *PLAIN)

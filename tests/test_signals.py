@@ -1,7 +1,10 @@
 """Signals around each change of a growing global batch, and before evaluations on which a training depends."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +140,30 @@ def test_an_evaluation_of_several_sets_is_repeated_from_its_begin(tmp_path):
         if name in entry
     ]
     assert evaluated == [(step, name) for step in (3, 6, 7) for name in ("eval_first_loss", "eval_second_loss")]
+
+
+# ---- Signals to all processes ----
+
+
+class SignalToAll(TrainerCallback):
+    """Lets another process send a signal to this one and its workers, as `timeout` and a terminal do."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"], check=True, start_new_session=True)
+            time.sleep(0.5)  # in which a worker would end
+
+
+def train_in_a_group(folder: Path) -> None:
+    os.setpgid(0, 0)
+    multiprocessing.set_start_method("fork", force=True)  # so that workers are of this group
+    batch = {"global_batch_schedule": None, "gradient_accumulation_steps": 2, "save_steps": 100, "max_steps": 50}
+    training(folder, **batch, dataloader_num_workers=2, callbacks=[SignalToAll()]).train()
+
+
+def test_workers_live_on_until_the_training_has_saved(tmp_path):
+    process = context().Process(target=train_in_a_group, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-2")

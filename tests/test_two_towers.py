@@ -1,5 +1,6 @@
 """One's own dual encoders: the example of the guide, and how they are saved, frozen, evaluated and refused."""
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -187,3 +188,12 @@ def test_towers_may_return_tensors_objects_and_dicts(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"The image tower, a Returns, must return one vector .* got {got}"):
             TwoTowers(Returns(form), text)(**batch)
+
+
+def test_towers_of_two_precisions_train_under_autocast(tmp_path):
+    """Texts come from an embedding, which autocast leaves in fp32."""
+    trainer = trainer_for(tmp_path, models.OWN["one's own"](), bf16=True, max_steps=2, logging_steps=1)
+    trainer.train()
+    cosines = [entry["positive_cosine"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(cosines) == 2
+    assert all(map(math.isfinite, cosines))

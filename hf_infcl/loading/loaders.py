@@ -20,6 +20,7 @@ from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
+from ..processes.preemption import heed_parent_alone
 from ..windows.setup import Setup
 from .batch_checks import check_batch
 from .batch_plan import BatchPlan
@@ -237,8 +238,16 @@ def loader_of_stream(
         multiprocessing_context=context if workers else None,
         prefetch_factor=args.dataloader_prefetch_factor,
         drop_last=is_training,
+        worker_init_fn=heed_parent_alone,
     )
     return loader if is_training else stream_for_evaluation(loader, args.device)
+
+
+def with_lasting_workers(dataloader: Any) -> Any:
+    """Trainer's loader of an evaluation, whose workers no signal but that of their parent ends."""
+    loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's, or torch's
+    loader.worker_init_fn = heed_parent_alone
+    return dataloader
 
 
 def adapted(dataloader: Any, setup: Setup) -> Any:

@@ -33,7 +33,8 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
         if all(one.lacking(stored) is None for one in sets):
             raise ValueError(
                 f"The embeddings in {stored.folder} are of other data than the training set: "
-                f"{'; '.join(one.difference(stored) for one in sets)}. Embed the training set itself."
+                f"{'; '.join(one.difference(stored) for one in sets)}. Embed the training set itself, with the same "
+                "exclude and columns if it has any: `infcl embed` takes the whole command of a training."
             )
     without = [told for one in sets if (told := one.describe_missing(opened))]
     leaves_out = setup.args.teacher_missing == "contrastive"

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from ..data.collator import DataCollator
 from ..data.stream_batches import MicroBatches, StepSides
 from ..options.arguments import InfCLTrainingArguments
+from ..processes.preemption import heed_parent_alone
 from .batch_plan import BatchPlan
 from .replay import Replayed, make_micro_batches
 from .shares import SourceShare
@@ -120,6 +121,7 @@ class TrainingLoader(DataLoader[Any]):
             multiprocessing_context=context if args.dataloader_num_workers else None,
             prefetch_factor=args.dataloader_prefetch_factor,
             generator=generator,
+            worker_init_fn=heed_parent_alone,
         )
 
     def _to_device(self, batch: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -39,6 +40,27 @@ def ended_with_launcher() -> Iterator[None]:
         yield
     finally:
         left.set()
+
+
+def heed_parent_alone(worker: int = 0) -> None:
+    """Lets no process but its parent end this one, a worker of a data loader; for ``DataLoader(worker_init_fn=...)``.
+
+    `timeout`, a terminal and some batch systems send a signal to all processes of a training. Its workers would end at
+    once, although the training still needs their batches for the step after which it saves a checkpoint. A worker whose
+    parent has gone ends by itself, as torch sees to.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not hasattr(signal, "sigwaitinfo"):  # not on macOS or Windows
+        return
+
+    def look() -> None:
+        while True:
+            received = signal.sigwaitinfo(SIGNALS)
+            if received.si_signo == signal.SIGTERM and received.si_pid == parent.pid:
+                os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # also of the threads that begin from now on
+    threading.Thread(target=look, daemon=True).start()
 
 
 class Preempted(SystemExit):

@@ -277,7 +277,8 @@ class InfCLTrainer(Trainer):
     ) -> DataLoader:
         if not isinstance(dataset, IterableDataset):
             of_rows: Any = partial(super()._get_dataloader, loaders.without_epochs(dataset), description, batch_size)
-            return of_rows(*args, is_training=is_training, **kwargs)
+            loader = of_rows(*args, is_training=is_training, **kwargs)
+            return loader if is_training else loaders.with_lasting_workers(loader)
         collate = self._get_collator_with_removed_columns(self.data_collator, description)
         loader = loaders.loader_of_stream(dataset, collate, self.args, batch_size, is_training=is_training)
         return self.accelerator.prepare(loader) if is_training else loader

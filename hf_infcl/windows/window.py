@@ -260,17 +260,17 @@ def positive_cosines(window: Window, features: Features) -> Tensor:
 
     With replay [2, 3]: all images, the new ones and the old ones.
     """
-    images, texts = features
+    images, texts = (rows.float() for rows in features)  # a model of one's own may return both dtypes
     caption_image, replayed = window.caption_image(), window.replayed()
     if caption_image is None:
-        cosines = torch.linalg.vecdot(images, texts).float()
+        cosines = torch.linalg.vecdot(images, texts)
     else:
         captions = (caption_image >= 0).nonzero().flatten()
         image_of_each = caption_image[captions]
         shares = 1 / torch.bincount(image_of_each, minlength=len(images))[image_of_each]
         of_images, of_texts = (places.to(images.device) for places in (image_of_each, captions))
-        cosines_of_captions = torch.linalg.vecdot(images[of_images], texts[of_texts]).float() * shares.to(images.device)
-        cosines = images.new_zeros(len(images), dtype=torch.float32).index_add_(0, of_images, cosines_of_captions)
+        cosines_of_captions = torch.linalg.vecdot(images[of_images], texts[of_texts]) * shares.to(images.device)
+        cosines = images.new_zeros(len(images)).index_add_(0, of_images, cosines_of_captions)
     parts = torch.ones(1, len(images))
     if replayed is not None:
         parts = torch.stack((parts[0], ~replayed, replayed))

@@ -33,4 +33,8 @@ def score(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         ledger = write_ledger(trainer, dataset, options.window)
     if trainer.is_world_process_zero():
         print(*ledger_lines(ledger, str(args.output_dir)), sep="\n")
+        print(
+            "A model that was trained on these pairs may know wrong ones by heart. Score with another model, or train "
+            "with --leave_out noisy, whose ledger holds how well they went together while it learnt."
+        )
     leave(trainer)

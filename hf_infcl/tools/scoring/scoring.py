@@ -119,9 +119,11 @@ def score_pairs(
     load = partial(DataLoader, num_workers=num_workers, pin_memory=pin_memory)
     parts: list[Columns] = []
     waiting: list[_Embedded] = []
-    with failures_announced(), torch.no_grad(), autocast():
+    with failures_announced(), torch.no_grad():
         for inputs, columns in _read(dataset, _Collated(collate), processes, batch_size, num_workers, load):
-            waiting.append(_embedded(prepare(inputs), columns, encoder))
+            with autocast():  # of the forwards alone: scores are products in fp32
+                embedded = _embedded(prepare(inputs), columns, encoder)
+            waiting.append(embedded)
             if sum(len(one.images) for one in waiting) >= 2 * window:
                 whole = -(-window // batch_size)
                 parts.append(_scored(_window(waiting[:whole]), shown))
