@@ -1,4 +1,4 @@
-"""What the loss, the passes and the encoders refuse alike: a second derivative, and tokens without an embedding."""
+"""Checks that several packages share: no second derivative is asked for, and every token has an embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package adds to the files that Trainer writes, and to what it says of them."""
+"""Files and messages that this package adds to those of Trainer when a model is saved."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ REPEATED = 0.01  # the share of repeated captions from which on they are worth a
 
 
 class PairSource:
-    """What tables and streams of image-text pairs have in common."""
+    """The protocol that tables and streams of image-text pairs share."""
 
     on_bad_sample: str
     _augmentation: Augmentation

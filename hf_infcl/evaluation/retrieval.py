@@ -86,7 +86,7 @@ def pair_ranks(
 
 @torch.no_grad()
 def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right: int = 1) -> Choices:
-    """What each image chooses: whether it is more similar to each of its right captions than to each of its wrong ones.
+    """The choice of each image: is it more similar to each of its right captions than to each of its wrong ones?
 
     This is the measure of SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610) and, with two right captions, the image-text
     measure of SugarCrepe++ (Dumpala et al. 2024, arXiv 2406.11171). A tie counts as wrong.

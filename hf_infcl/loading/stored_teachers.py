@@ -77,7 +77,7 @@ def _leaves(data: object) -> Iterator[ImageTextDataset | ImageTextStream]:
 
 
 def describe_views(part: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any] | None:
-    """What determines the first ``count`` views of each image of a table or a stream; None for unchanged images."""
+    """Text that determines the first ``count`` views of each image of a set; None for unchanged images."""
     if count is None:
         return None
     seed = part.seed if isinstance(part, ImageTextStream) else part.options["seed"]

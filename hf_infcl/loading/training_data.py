@@ -294,5 +294,5 @@ class TrainingData:
 
 
 def _without_images(batch: Mapping[str, object]) -> dict[str, object]:
-    """What Trainer's loop counts of a batch, and may hold during the step: images would take memory."""
+    """A batch for Trainer's loop, which counts it and holds it during the step; images would take memory."""
     return {name: v for name, v in batch.items() if name != "pixel_values" and not name.startswith(OF_TEACHERS)}

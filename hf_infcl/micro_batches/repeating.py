@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 
 class HasWindow(Protocol):
-    """Whose window is trained next."""
+    """The data of a training, as far as a step reads and replaces them: the window that is trained next."""
 
     window: Window
 

@@ -88,7 +88,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class HelpPlace:
-    """Where the short help of a training lists an option.
+    """The place of an option in the short help of a training.
 
     Attributes:
         heading: one of `HEADINGS`.

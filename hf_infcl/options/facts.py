@@ -10,7 +10,7 @@ from .declaring import ExclusiveOptionsError, Facts, Listing, declared_facts, de
 from .theirs import facts_of_theirs, listing_of_theirs
 
 
-def facts_by_name(kind: Any | type[Any]) -> dict[str, Facts]:
+def facts_by_name(kind: Any) -> dict[str, Facts]:
     """The facts of each field of a dataclass of options, or of an instance of one."""
     return {one.name: declared_facts(one) or facts_of_theirs(one.name) for one in fields(kind)}
 

@@ -1,4 +1,4 @@
-"""What keeps a model near the one that it was before."""
+"""Options that keep a model near the one that it was before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .declaring import FINITE, HelpPlace, Range, option
 
 @dataclass
 class KeepingOptions:
-    """What keeps a model near the one that it was before."""
+    """Options that keep a model near the one that it was before."""
 
     keep_features: float | None = option(
         "Weight β of the squared distance between the normalised embeddings of each pair and those of the "

@@ -1,4 +1,4 @@
-"""What of the towers trains, and what they see of images and captions."""
+"""Options that say which parts of the towers train, and how much of images and captions they see."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def towers() -> Collection[str]:
 
 @dataclass
 class TowerOptions:
-    """What of the towers trains, and what they see of images and captions."""
+    """Options that say which parts of the towers train, and how much of images and captions they see."""
 
     freeze: str | None = option(
         "Tower to freeze, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per step, in "

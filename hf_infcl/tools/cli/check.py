@@ -172,7 +172,7 @@ def predict_workers(config: PretrainedConfig, args: InfCLTrainingArguments, fact
 
 
 def line_of_answer(options: Mapping[str, Any], facts: SetFacts, findings: Sequence[Finding]) -> str:
-    """What to write for a training on this set."""
+    """The answer for a training on this set."""
     # Captions of several templates say the same.
     texts = 1 if options.get("caption_templates") else len(facts.tokens) / max(1, len(facts.caption_ids))
     pairs = facts.pairs or options.get("samples_per_epoch") or facts.looks  # a stream has those that were read, or more

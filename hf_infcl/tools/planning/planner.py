@@ -75,7 +75,7 @@ def count_training(
 
 
 def _last_setting(options: Options) -> Setting:
-    """What a training decides about the micro-batches of its last steps."""
+    """The setting of the micro-batches in the last steps of a training."""
     return Setting(
         freeze=options.freeze,
         freeze_layers=options.freeze_layers,

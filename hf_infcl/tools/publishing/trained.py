@@ -1,4 +1,4 @@
-"""What cards and reports read of an `InfCLTrainer`, which this package does not import."""
+"""The attributes of an `InfCLTrainer` that cards and reports read; this package does not import its class."""
 
 from __future__ import annotations
 
