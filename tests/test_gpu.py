@@ -328,6 +328,8 @@ def test_micro_batches_are_found_and_halved_when_memory_runs_out(ranks, tmp_path
 def rank_little_memory(rank: int, world_size: int, folder: str) -> None:
     """With a quarter of the memory fewer graphs fit; the losses are those of options that are given."""
     losses = []
+    gc.collect()
+    torch.cuda.empty_cache()  # memory that an earlier test has cached is not counted against the fraction
     torch.cuda.set_per_process_memory_fraction(0.25)
     try:
         for options in ({}, {"per_device_train_batch_size": 128, "retain_graphs": "1", "texts_at_once": 1}):

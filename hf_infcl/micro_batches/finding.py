@@ -129,7 +129,8 @@ def find_micro_batches(
         trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, agree))
         args.texts_at_once = str(trial.texts)
     if graphs == "auto" and not _varies(args):
-        most = max(1, count - 1) if processes.grouped else count  # see `Wrapper.most_graphs`
+        # See `Wrapper.most_graphs`. In a group of one process accelerate wraps no model.
+        most = max(1, count - 1) if processes.world_size > 1 else count
         args.retain_graphs = str(find_graphs(attempt, trial, most, agree) if most > 1 else 1)
     args.found = {name: getattr(args, name) for name in _FOUND}
     release_memory()

@@ -134,7 +134,7 @@ class Trials:
         args, model = self._setup.args, self._setup.encoder.model
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         of_each = _STATE + (4 if args.ema_decay is not None and args.ema_device is None else 0)
-        of_each += 4 if self._grouped else 0  # DDP's buckets
+        of_each += 4 if args.world_size > 1 else 0  # DDP's buckets
         of_inputs = sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
         others = 0 if args.offload_inputs else max(0, self._own // trial.micro_batch - count) + 1  # and the next one
         of_features = 4 * self._setup.encoder.width() * (4 * args.global_batch_size + 8 * self._own)

@@ -89,14 +89,21 @@ def main() -> None:
         "Averages with the start": averages(rows),
         "Wrong captions and teachers": wrong_and_taught(noisy_and_taught),
         "Icons": means(
-            args.results / "icons.csv", {"optimizer": "optimizer", "pairs": "batch", "learning rate": "rate"}
+            args.results / "icons.csv",
+            {
+                **{"trained on": "trained_on", "losses": "method", "optimizer": "optimizer"},
+                **{"pairs": "batch", "learning rate": "rate"},
+            },
         ),
         "Activations in bf16": means(
             args.results / "bf16_activations.csv", {"optimizer": "optimizer", "options": "options"}
         ),
         "Towers that others have trained": means(
             args.results / "pretrained_towers.csv",
-            {"trained": "trained", "optimizer": "optimizer", "weights": "weights", "rate of the heads": "rate"},
+            {
+                **{"trained": "trained", "optimizer": "optimizer", "weights": "weights"},
+                **{"rate of the heads": "rate", "of it for texts": "text", "for images": "image"},
+            },
         ),
         "Cost": cost(rows),
         "Cost of the optimizers, compiled": cost(rows, COST_OF_OPTIMIZERS),

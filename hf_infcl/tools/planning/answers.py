@@ -74,7 +74,7 @@ ANSWERS = {
     "noisy": Answer(
         "captions of which some are wrong",
         "--leave_out noisy",
-        f"[33.5 → 40.6 with a fifth of them wrong, 15.4 → 28.0 with half]({_TABLES}#wrong-captions-and-teachers)",
+        f"[33.5 → 40.8 with a fifth of them wrong, 15.4 → 27.5 with half]({_TABLES}#wrong-captions-and-teachers)",
         "ten epochs or more; right pairs that are the only ones of their concept may be left out",
     ),
     "teacher": Answer(
