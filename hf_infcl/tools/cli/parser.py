@@ -148,6 +148,7 @@ class Parser(HfArgumentParser):
                 help="Start from the options of a recipe of the package. Further options override them, and those that "
                 "they exclude. Each file in hf_infcl/recipes says what it is for.",
             )
+        self._places = places
         self._shown, self._accepts = shown, (*accepts, self._declared[-1])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
@@ -210,6 +211,17 @@ class Parser(HfArgumentParser):
         """Ends the program with one line, which only one of several processes prints."""
         tell(self.prog, message)
         sys.exit(2)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but says what a word without an option could have been."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            may = "; ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in self._places.items())
+            self.error(
+                f"{' '.join(map(repr, left))} belongs to no option. "
+                + (f"Before the options stand {may}" if may else "Every value follows its option: --NAME VALUE.")
+            )
+        return found
 
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
         """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
