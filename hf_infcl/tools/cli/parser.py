@@ -85,6 +85,10 @@ class PlainParser(argparse.ArgumentParser):
         """As `Parser.read`, without the names."""
         return self.parse_args(words), set()
 
+    def file_of(self, name: str) -> str:
+        """As `Parser.file_of`."""
+        return ""
+
 
 class _PrintHelp(argparse.Action):
     def __call__(
@@ -259,6 +263,10 @@ class Parser(HfArgumentParser):
     def typed(self, name: str) -> bool:
         """Whether the command line, and not only the file, has an option."""
         return name in self._typed
+
+    def file_of(self, name: str) -> str:
+        """The name of the file that sets an option which the command line does not; empty if none does."""
+        return self._file if name in self._of_file else ""
 
     def keep_only(self, namespace: argparse.Namespace, kept: Collection[str], of_file: Collection[str]) -> None:
         """Sets the options of the training to their defaults, but for some of the command line, and of the file."""
