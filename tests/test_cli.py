@@ -502,6 +502,9 @@ def test_every_command_takes_adapters(small, demo, tmp_path, capsys):
     infcl("convert", adapters, tmp_path / "merged")
     infcl("convert", adapters, tmp_path / "theirs", "--to", "open_clip")
     infcl("average", demo / "clip-init", adapters, "--alpha", 0.5, "--output_dir", tmp_path / "half", "--use_cpu")
+    card = (tmp_path / "half/README.md").read_text()
+    assert "was made by averaging weights with `infcl average`" in card, "and not the draft of peft"
+    assert 'model = PeftModel.from_pretrained(CLIPModel.from_pretrained("path/to/clip-init"), "half")' in card
     infcl("average", adapters, tmp_path / "half", "--alpha", 0.0, "--output_dir", tmp_path / "whole", "--use_cpu")
     losses, recall = {}, 0.0
     for name in ("whole", "half", "theirs", "merged", "adapters"):
