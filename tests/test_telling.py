@@ -41,7 +41,7 @@ def test_a_table_has_the_loss_the_score_and_what_has_changed():
         ("pairs", "loss", "2.500", "", "3.000", "-0.500"),
         ("pairs", "image_retrieval_recall@1", "25.00%", "[20.00, 30.00]", "20.00%", "+5.00"),
         ("pairs", "text_retrieval_recall@1", "50.00%", "", "30.00%", "+20.00"),
-        ("pairs", "mean of both", "37.50%", "", "25.00%", "+12.50 [+5.00, +20.00]"),
+        ("pairs", "mean recall@1", "37.50%", "", "25.00%", "+12.50 [+5.00, +20.00]"),
         ("zero_shot", "acc1", "40.00%", "", "37.50%", "+2.50 [-10.00, +10.00] within noise"),
     ]
     lines = table_lines(rows)
@@ -53,7 +53,7 @@ def test_a_table_has_more_if_asked_and_no_empty_columns():
     metrics = named(PAIRS)
     assert [row[1] for row in make_rows(metrics, ["pairs"], also="pairs_text_retrieval_recall@5")][-2:] == [
         "text_retrieval_recall@5",
-        "mean of both",
+        "mean recall@1",
     ]
     assert len(make_rows(metrics, ["pairs"], every=True)) == 5
     assert make_rows(metrics, ["pair"]) == []

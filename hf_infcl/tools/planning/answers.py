@@ -74,8 +74,9 @@ ANSWERS = {
     "more": Answer(
         "random weights and more pairs",
         "--recipe from_scratch",
-        f"[with Muon 2,048 pairs per step find 55.6, 256 find 55.8; with AdamW 38.7 and 45.7]"
-        f"({_TABLES}#adamw-and-muon) on the same samples, [in 65 s instead of 355](real_pairs/README.md#how-large-a-batch)",
+        "[with Muon 2,048 pairs per step find 55.6, 256 find 55.8; with AdamW 38.7 and 45.7]"
+        f"({_TABLES}#adamw-and-muon) on the same samples, "
+        "[in 65 s instead of 355](real_pairs/README.md#how-large-a-batch)",
         "a thousand steps or more, two thousand with AdamW; beyond 4,096 pairs, so many were not measured",
     ),
     "noisy": Answer(
