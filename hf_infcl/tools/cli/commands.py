@@ -140,7 +140,8 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
     "train": partial(
         Parser,
         "train",
-        "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
+        "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch. Required are "
+        "--model and --dataset, or a --recipe or file that names them.",
         *_OF_TRAINING,
         shown=None,
         recipes=True,

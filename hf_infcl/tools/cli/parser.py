@@ -140,7 +140,11 @@ class Parser(HfArgumentParser):
             add_help=False,
         )
         super().add_argument(
-            *("-h", "--help"), action=_PrintHelp, nargs="?", choices=["all"], help="--help all describes every option."
+            *("-h", "--help"),
+            action=_PrintHelp,
+            nargs="?",
+            choices=["all"],
+            help="Show the most used options; --help all shows every one.",
         )
         for name, meaning in places.items():
             number = "?" if name.startswith("[") else None
@@ -187,6 +191,8 @@ class Parser(HfArgumentParser):
         known = {action.dest: action for action in reversed(self._actions)}
         if self._shown is None:
             places = {name: one.short_help for name, one in self._listings.items() if one.short_help and name in known}
+            if "activation_checkpointing" in places:
+                places.pop("gradient_checkpointing", None)  # its old name
             del self._action_groups[2:]  # the first two are those of the help and of --recipe
             for heading in HEADINGS:
                 names = [name for name, place in places.items() if place.heading == heading]
