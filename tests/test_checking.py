@@ -254,7 +254,7 @@ def test_captions_that_no_recall_can_tell_apart_are_told_as_a_training_tells_the
     for way in ("image", "text"):
         highest = results[f"eval_pairs_{way}_retrieval_recall@1_ceiling"]
         assert 0.5 < highest < 0.6
-        assert f"{way}_retrieval_recall@1 of {highest:.4g}" in said
+        assert f"{way}_retrieval_recall@1 of {highest:.2%}" in said
     as_folder(tmp_path / "unique", clean())
     _, found, _ = check(
         model, tmp_path / "out", *words[:2], "--eval_dataset", tmp_path / "unique", "--eval_split", "train"

@@ -32,7 +32,7 @@ from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_
 from hf_infcl.tools.scoring.scoring import score_pairs
 from hf_infcl.tools.scoring.sheet import _lines, draw_suspicious, small_jpeg
 from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
-from hf_infcl.tools.scoring.writing import sample_names, write_ledger_of_training
+from hf_infcl.tools.scoring.writing import ledger_lines, sample_names, write_ledger_of_training
 
 ROWS, WRONG = 160, [3, 40, 41, 77, 120]
 
@@ -336,6 +336,16 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     assert trained.key.max() < 90
     words += ["--output_dir", tmp_path / "other", "--exclude", f"{tmp_path / 'run' / LEDGER_FILE}:0.9"]
     assert "is of other data" in mistake(capsys, "train", *words)
+
+
+def test_a_ledger_without_wrong_pairs_advises_to_exclude_none(tmp_path):
+    for scores, told in (
+        (np.full(50, 5.0), f"None of 50 pairs seems wrong. The score of each is in {tmp_path / LEDGER_FILE}."),
+        (np.array([-1.0] + [5.0] * 49), "1 of 50 pairs do not seem to belong together, 1 of them with a probability"),
+    ):
+        (line, *_) = ledger_lines(make_ledger("data", np.arange(50), scores), tmp_path)
+        assert told in line
+        assert ("--exclude" in line) == (scores.min() < 0)
 
 
 def test_a_ledger_of_a_streamed_training_has_names_but_no_captions(tmp_path):

@@ -113,11 +113,15 @@ def sample_names(stream: ImageTextStream, keys: np.ndarray) -> list[str] | None:
 def ledger_lines(ledger: Ledger, folder: str | Path) -> Iterator[str]:
     """What a ledger that was written into a folder says, for a person."""
     wrong, expected = len(ledger.wrong(CERTAIN)), float(ledger.p_wrong.sum())
-    yield (
-        f"About {expected:,.0f} of {len(ledger):,} pairs do not seem to belong together, {wrong:,} of them with a "
-        f"probability of at least {CERTAIN:g}. `--exclude {Path(folder, LEDGER_FILE)}:{CERTAIN:g}` trains without "
-        "these."
-    )
+    file = Path(folder, LEDGER_FILE)
+    if not wrong and expected < 0.5:
+        yield f"None of {len(ledger):,} pairs seems wrong. The score of each is in {file}."
+    else:
+        yield (
+            f"About {expected:,.0f} of {len(ledger):,} pairs do not seem to belong together, {wrong:,} of them with a "
+            f"probability of at least {CERTAIN:g}."
+            + (f" `infcl train --exclude {file}:{CERTAIN:g}` trains without these." if wrong else "")
+        )
     if ledger.caption and any(ledger.caption):
         yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
-        yield f"The {min(SHOWN, len(ledger))} most suspicious are in {Path(folder, SHEET_FILE)}: look at them first."
+        yield f"The {min(SHOWN, len(ledger))} pairs with the lowest scores are drawn in {Path(folder, SHEET_FILE)}."
