@@ -140,11 +140,7 @@ class Parser(HfArgumentParser):
             add_help=False,
         )
         super().add_argument(
-            *("-h", "--help"),
-            action=_PrintHelp,
-            nargs="?",
-            choices=["all"],
-            help="Show the most used options; --help all shows every one.",
+            *("-h", "--help"), action=_PrintHelp, nargs="?", choices=["all"], help="--help all describes every option."
         )
         for name, meaning in places.items():
             number = "?" if name.startswith("[") else None
