@@ -222,7 +222,7 @@ class Parser(HfArgumentParser):
         """As argparse, but says what a word without an option could have been."""
         found, left = self.parse_known_args(args, namespace)
         if left:
-            may = "; ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in self._places.items())
+            may = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in self._places.items())
             self.error(
                 f"{' '.join(map(repr, left))} belongs to no option. "
                 + (f"Before the options stand {may}" if may else "Every value follows its option: --NAME VALUE.")
