@@ -34,7 +34,8 @@ import numpy as np
 import torch
 import transformers
 from benchmarks.common import commit
-from make_digits import CLASS_NAMES, small_clip
+from make_digits import CLASS_NAMES
+from make_small_clip import small_clip
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split

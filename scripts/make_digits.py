@@ -15,11 +15,10 @@ import random
 from pathlib import Path
 
 import numpy as np
-import torch
+from make_small_clip import small_clip
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 CLASS_NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 CAPTIONS_PER_IMAGE = 4
@@ -81,64 +80,6 @@ def write_split(folder: Path, images: np.ndarray, labels: np.ndarray, rng: rando
             metadata.write(json.dumps({"file_name": name, "caption": caption, "label": int(label)}) + "\n")
             captions += caption
     return captions
-
-
-def small_clip(
-    captions: list[str], *, image_size: int, patch_size: int, width: int = 64, layers: int = 2, seed: int = 0
-) -> tuple[CLIPModel, CLIPProcessor]:
-    """An untrained CLIP of two small transformers, and its processor with a tokenizer learned from the captions."""
-    processor = CLIPProcessor(
-        image_processor=CLIPImageProcessorPil(
-            size={"shortest_edge": image_size},
-            crop_size={"height": image_size, "width": image_size},
-            image_mean=[0.5] * 3,
-            image_std=[0.5] * 3,
-        ),
-        tokenizer=train_tokenizer(captions),
-    )
-    tokenizer = processor.tokenizer
-    tower = {
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 16,
-    }
-    config = CLIPConfig(
-        text_config={
-            **tower,
-            "vocab_size": len(tokenizer),
-            "max_position_embeddings": tokenizer.model_max_length,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
-        vision_config={**tower, "image_size": image_size, "patch_size": patch_size},
-        projection_dim=width,
-    )
-    torch.manual_seed(seed)
-    return CLIPModel(config), processor
-
-
-def train_tokenizer(captions: list[str]) -> CLIPTokenizer:
-    """A CLIP tokenizer (lower-case byte-level BPE, words end in </w>) learned from the captions.
-
-    CLIP's text tower takes its result from the first <|endoftext|>, so unknown characters must not be mapped to it, as
-    CLIPTokenizer does by default. Its id must not be 2, which CLIPTextModel takes as a sign of old configurations.
-    """
-    special = ["<|startoftext|>", "<|endoftext|>", "<|unknown|>"]
-    untrained = CLIPTokenizer(vocab={token: index for index, token in enumerate(special)}, unk_token=special[2])
-    trained = untrained.train_new_from_iterator(captions, vocab_size=512, show_progress=False)
-    # The trainer numbers tokens in the order of a hash table, which varies. Sorting makes runs repeatable.
-    tokens = special + sorted(trained.get_vocab().keys() - set(special))
-    merges = json.loads(trained.backend_tokenizer.to_str())["model"]["merges"]
-    tokenizer = CLIPTokenizer(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=[tuple(merge) for merge in merges],
-        unk_token=special[2],
-    )
-    longest = max(len(ids) for ids in tokenizer(captions).input_ids)
-    tokenizer.model_max_length = 2 * longest  # room for prompts longer than any caption
-    return tokenizer
 
 
 if __name__ == "__main__":

@@ -70,6 +70,12 @@ def test_what_is_to_be_written_is_accepted(name):
         ({"freeze": "image"}, {"pairs": 500}, "frozen images"),
         ({"gpu_memory": 8}, {"pairs": 500}, "small GPU"),
         ({"gpus": 2, "gpu_memory": 80}, {"pairs": 500}, "many GPUs"),
+        ({"learning_rate": 1e-3}, {"pairs": 17_000}, "random weights"),  # of AdamW, where Muon is measured to be better
+        ({"learning_rate": 1e-3}, {"pairs": 20_000_000}, "more"),
+        ({"learning_rate": 5e-5}, {"pairs": 17_000}, "pairs"),
+        ({"learning_rate": 1e-3, "lora_rank": 8}, {"pairs": 50_000}, "pairs"),
+        ({"learning_rate": 1e-3, "freeze": "text"}, {"pairs": 50_000}, "pairs"),
+        ({"optimizer": "muon", "guard_dataset": ["old"]}, {"pairs": 50_000}, "pairs"),  # a checkpoint that knows them
     ],
 )
 def test_the_answer_that_fits(options, facts, name):
@@ -99,3 +105,22 @@ def test_plan_and_check_end_with_the_line_that_fits(small: list[Any], tmp_path, 
     printed = capsys.readouterr().out
     assert printed.endswith(f"\n{answer_line(ANSWERS['several captions'])}\n"), "as the digits have"
     assert "](" not in printed
+
+
+@pytest.mark.parametrize(
+    "name", ["random weights", "more", "noisy", "teacher", "several captions", "swapped words", "batch"]
+)
+def test_what_was_measured_from_random_weights_says_with_which_optimizer(name):
+    have, _, gain, _ = ANSWERS[name]
+    assert "random weights" in have + gain
+    assert "with AdamW" in gain
+    assert "with Muon" in gain
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("from_scratch", "random weights"), ("finetune_clip", "pairs"), ("lit", "frozen images"), ("lora", "pairs")],
+)
+def test_a_recipe_gets_the_answer_of_its_weights(recipe, name):
+    namespace, _ = PARSERS["train"]().read(["--recipe", recipe])
+    assert choose_answer(vars(namespace), pairs=200_000) is ANSWERS[name]

@@ -18,6 +18,7 @@ import transformers
 from helpers import models
 from helpers.demo import infcl, infcl_launched, mistake
 from helpers.processes import launched
+from huggingface_hub import ModelCard
 from PIL import Image
 from torch import Tensor, nn
 
@@ -315,7 +316,20 @@ def test_auto_measures_all_averages_chooses_one_and_saves_it(tuned, auto):
     assert transformers.AutoProcessor.from_pretrained(out).tokenizer.vocab_size > 0
     assert (out / "average.png").stat().st_size > 10_000
     assert "A random half of the rows of each guard" in printed
-    assert f"The average at alpha {best.alpha:g} is in {out}." in printed
+    assert f"The average at alpha {best.alpha:g}, with its card (README.md), is in {out}." in printed
+    card = (out / "README.md").read_text()
+    assert "was made by averaging weights with `infcl average`" in card
+    assert f"| weights | start + **{best.alpha:g}** · (end − start) |" in card
+    assert "| start (α = 0) | `start` |\n| end (α = 1) | `end` |" in card
+    assert "with the greatest gain at which no guard loses more than 0.05" in card
+    gained, rest = best.gained, best.rest["guard1_old_classes"]
+    assert f"| {best.alpha:g} | {gained:.4f} | {rest:.4f} |" in card
+    assert "| α | trained for | kept: `old_classes`, test |" in card
+    assert "“Trained for” is measured on `new`, test (57 images) and `new_classes`, test (" in card
+    assert "![Averages of the weights of both models: what they gain and what they keep](average.png)" in card
+    assert 'model = CLIPModel.from_pretrained("out")' in card
+    assert str(tuned) not in card
+    assert ModelCard(card).data.tags[-1] == "merge"
 
 
 def test_an_average_measures_what_evaluate_measures_of_it(tuned, auto, tmp_path):
@@ -394,6 +408,9 @@ def test_without_sets_the_average_is_only_saved(tuned, tmp_path, capsys):
         )
         assert bits(saved) == bits(given)
         assert not (tmp_path / source / "average_results.json").exists()
+        card = (tmp_path / source / "README.md").read_text()
+        assert "None: neither the average nor its ends were measured." in card
+        assert ("This model was not trained: " in card) == (alpha == 0)
         last = capsys.readouterr().out.splitlines()[-1]
         assert last.startswith("This model was not trained: ") == (alpha == 0)
 

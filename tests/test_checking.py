@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import datasets
@@ -17,10 +18,11 @@ from helpers.shards import write_parquet, write_tar
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
+from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainingArguments, load_pairs
 from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker
 from hf_infcl.tools.checking.reading import read
+from hf_infcl.tools.cli import check as checking_command
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
 
@@ -106,6 +108,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.CLIPModel(config).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("rate", "words", "options"),
+    [
+        (1.0, "The 2 cores of this machine read about 2 (--dataloader_num_workers 2), so the data limit the rate.", 2),
+        (1e9, "One worker like these keeps up (--dataloader_num_workers); this machine has 2 cores.", 1),
+    ],
+)
+def test_no_more_workers_are_advised_than_the_machine_has(monkeypatch, tmp_path, rate, words, options):
+    monkeypatch.setattr(checking_command, "cores", lambda: 2)
+    args = InfCLTrainingArguments(str(tmp_path), use_cpu=True)
+    facts: Any = SimpleNamespace(rate=rate, sizes=[])
+    line, added = checking_command.predict_workers(transformers.CLIPConfig(), args, facts)
+    assert words in line
+    assert added == [f"--dataloader_num_workers {options}"]
 
 
 # ---- Ways to store them; each returns the words of a training ----
@@ -236,7 +254,7 @@ def test_captions_that_no_recall_can_tell_apart_are_told_as_a_training_tells_the
     for way in ("image", "text"):
         highest = results[f"eval_pairs_{way}_retrieval_recall@1_ceiling"]
         assert 0.5 < highest < 0.6
-        assert f"{way}_retrieval_recall@1 of {highest:.4g}" in said
+        assert f"{way}_retrieval_recall@1 of {highest:.2%}" in said
     as_folder(tmp_path / "unique", clean())
     _, found, _ = check(
         model, tmp_path / "out", *words[:2], "--eval_dataset", tmp_path / "unique", "--eval_split", "train"

@@ -135,8 +135,12 @@ def test_compare_puts_two_models_beside_each_other(demo, trained, tmp_path, caps
     printed = capsys.readouterr().out
     assert re.search(r"top-1 accuracy +\d+\.\d\d% +\d+\.\d\d%   [+-]\d+\.\d\d \[[+-]", printed)
     assert re.search(r"pairs: \d+ images +first +second   difference\n  image retrieval recall@1 ", printed)
+    assert f"\nfirst: {demo / 'clip-init'}\nsecond: {trained}\n" in printed
     with Image.open(tmp_path / "compare.png") as sheet:
         assert sheet.width > 800
+    line = mistake(capsys, "compare", demo / "clip-init", trained, tmp_path, *words)
+    assert f"{str(tmp_path)!r} belongs to no option. Before the options stand FIRST: A model: a Hub id" in line
+    assert "For a third, run the command again." in line
     with pytest.raises(SystemExit), mock.patch.object(InfCLTrainer, "evaluate") as evaluated:
         infcl("compare", trained, tmp_path / "nothing", *words)
     assert "There is no folder" in capsys.readouterr().err
@@ -498,6 +502,9 @@ def test_every_command_takes_adapters(small, demo, tmp_path, capsys):
     infcl("convert", adapters, tmp_path / "merged")
     infcl("convert", adapters, tmp_path / "theirs", "--to", "open_clip")
     infcl("average", demo / "clip-init", adapters, "--alpha", 0.5, "--output_dir", tmp_path / "half", "--use_cpu")
+    card = (tmp_path / "half/README.md").read_text()
+    assert "was made by averaging weights with `infcl average`" in card, "and not the draft of peft"
+    assert 'model = PeftModel.from_pretrained(CLIPModel.from_pretrained("path/to/clip-init"), "half")' in card
     infcl("average", adapters, tmp_path / "half", "--alpha", 0.0, "--output_dir", tmp_path / "whole", "--use_cpu")
     losses, recall = {}, 0.0
     for name in ("whole", "half", "theirs", "merged", "adapters"):
@@ -850,7 +857,11 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("c.yaml", "model: m\ndataset: d\nno_dataloader_pin_memory: true\n", "Write dataloader_pin_memory: false."),
         ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", None, "strategy must be one of"),
-        ("--model m more --dataset d", None, "unrecognized arguments: more"),
+        (
+            "--model m more --dataset d",
+            None,
+            "'more' belongs to no option. Every value follows its option: --NAME VALUE.",
+        ),
         ("missing.yaml", None, "There is no file"),
         ("--recipe nothing", None, "no recipe 'nothing'. The recipes are distill, finetune_alone, "),
         ("mine.yaml --recipe lora", None, "--recipe lora and mine.yaml are both files of options"),

@@ -19,6 +19,7 @@ from helpers.shards import write_tars
 from helpers.streams import stream_of
 from helpers.trainers import arguments, parameters, trainer_for
 from torch.utils.data import ChainDataset, IterableDataset
+from transformers.utils import logging
 
 from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, reference
 from hf_infcl.checkpoints.average_choice import score
@@ -250,9 +251,19 @@ def test_recalls_that_cannot_reach_1_are_given_with_their_ceiling(tmp_path, capl
         for kind in ("image", "text"):
             assert metrics[f"eval_{kind}_retrieval_recall@{k}_ceiling"] == k / 15
             assert metrics[f"eval_{kind}_retrieval_recall@{k}"] <= k / 15
-    assert "so some recalls cannot reach 1" in caplog.text
-    assert "can reach are image_retrieval_recall@1 0.06667, text_retrieval_recall@1 0.06667, image" in caplog.text
+    assert "eval_*, as the model reads them, belong to several images, so some recalls cannot reach 100%" in caplog.text
+    assert "can reach: image_retrieval_recall@1 6.67%, text_retrieval_recall@1 6.67%, image" in caplog.text
     assert not [name for name in trainer_for(tmp_path, eval_dataset=models.Pairs(9)).evaluate() if "ceiling" in name]
+
+
+def test_a_training_tells_once_which_recalls_are_out_of_reach(tmp_path, caplog):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"eval_dataset": Repeating(32)}
+    trainer_for(tmp_path, max_steps=3, **options).train()
+    assert caplog.text.count("some recalls cannot reach 100%") == 1
+    logging.warning_once.cache_clear()  # as in a new process
+    trainer_for(tmp_path, max_steps=3, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert caplog.text.count("some recalls cannot reach 100%") == 1
 
 
 # ---- Results and what is saved ----

@@ -159,6 +159,7 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     assert "is 1,024 per GPU" in said
     assert "An epoch of 400,000 pairs takes 97 steps" in said
     assert "This is too few steps for a learning rate schedule" in said
+    assert "so data limit the rate even with 24 per GPU: store smaller images" in said, "it is a tiny model"
     assert "--gpu must be h100 or h200, whose rates were measured, got 'a100'. For another" in mistake(
         capsys, *command, "--gpu", "a100"
     )

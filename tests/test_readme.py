@@ -2,12 +2,16 @@
 
 import ast
 import re
+import runpy
 import shlex
+import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from helpers.demo import infcl
 
 from hf_infcl.options.declared import OURS
 from hf_infcl.tools.cli.commands import PARSERS
@@ -96,6 +100,25 @@ def test_the_readme_s_training_from_python(demo, small, tmp_path, monkeypatch):
     assert names["trainer"].args.global_batch_size == 16
     assert "eval_loss" in names["trainer"].state.log_history[-1]
     assert (tmp_path / "outputs/clip/model.safetensors").is_file()
+
+
+def test_the_small_model_of_the_guide_is_made_and_trained(small, tmp_path, monkeypatch, capsys):
+    """With two steps. The fixture creates the folder of pairs."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in blocks("bash") if "make_small_clip.py" in block]
+    make, train = block.replace("\\\n", " ").replace("my/images", str(tmp_path / "pairs")).strip().splitlines()
+    _, path, *words = shlex.split(make)
+    with mock.patch.object(sys, "argv", [path, *words]):
+        runpy.run_path(str(ROOT / path), run_name="__main__")
+    assert "random weights for images of 32 pixels" in capsys.readouterr().out
+    for written, run in (("--max_steps 200", "--max_steps 2"), ("--global_batch_size 64", "--global_batch_size 8")):
+        assert written in train
+        train = train.replace(written, run)
+    infcl(*shlex.split(train)[1:], "--report_to", "none")
+    printed = capsys.readouterr().out
+    assert "The model, its card (README.md) and its results (*.json) are in outputs/small-clip." in printed
+    infcl("embed", "outputs/small-clip", tmp_path / "pairs", "--use_cpu", "--output_dir", "outputs/embeddings")
 
 
 def text_of(page: Path) -> str:

@@ -16,13 +16,13 @@ from helpers import models
 from helpers.concepts import Concepts, linear
 from helpers.demo import infcl, mistake
 from helpers.processors import END, clip_processor
-from helpers.shards import number_of, png, write_tars
+from helpers.shards import number_of, png, write_parquet, write_tars
 from helpers.streams import stream_of
 from helpers.trainers import arguments
 from PIL import Image
 from torch.utils.data import default_collate
 
-from hf_infcl import ImageTextDataset, InfCLTrainer
+from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
@@ -32,7 +32,7 @@ from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_
 from hf_infcl.tools.scoring.scoring import score_pairs
 from hf_infcl.tools.scoring.sheet import _lines, draw_suspicious, small_jpeg
 from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
-from hf_infcl.tools.scoring.writing import write_ledger_of_training
+from hf_infcl.tools.scoring.writing import ledger_lines, sample_names, write_ledger_of_training
 
 ROWS, WRONG = 160, [3, 40, 41, 77, 120]
 
@@ -338,7 +338,17 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     assert "is of other data" in mistake(capsys, "train", *words)
 
 
-def test_a_ledger_of_a_streamed_training_has_no_captions(tmp_path):
+def test_a_ledger_without_wrong_pairs_advises_to_exclude_none(tmp_path):
+    for scores, told in (
+        (np.full(50, 5.0), f"None of 50 pairs seems wrong. The score of each is in {tmp_path / LEDGER_FILE}."),
+        (np.array([-1.0] + [5.0] * 49), "1 of 50 pairs do not seem to belong together, 1 of them with a probability"),
+    ):
+        (line, *_) = ledger_lines(make_ledger("data", np.arange(50), scores), tmp_path)
+        assert told in line
+        assert ("--exclude" in line) == (scores.min() < 0)
+
+
+def test_a_ledger_of_a_streamed_training_has_names_but_no_captions(tmp_path):
     write_tars(tmp_path / "shards", [20] * 2)
     stream = stream_of(tmp_path / "shards")
     args = arguments(tmp_path, leave_out="noisy", objective="softmax")
@@ -348,4 +358,39 @@ def test_a_ledger_of_a_streamed_training_has_no_captions(tmp_path):
     assert len(ledger) == 16
     assert Ledger.read(Path(tmp_path, LEDGER_FILE)).key.tolist() == ledger.key.tolist()
     assert set(ledger.caption) == {""}
+    assert [sample_key(*name.split(" ")) for name in ledger.sample] == ledger.key.tolist()
+    assert Ledger.read(Path(tmp_path, LEDGER_FILE)).find_name(int(ledger.key[3])) == ledger.sample[3]
     assert write_ledger_of_training(InfCLTrainer(linear(), arguments(tmp_path), collate), stream) is None
+
+
+def names_of_shards(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[str] | None, int]:
+    stream = ImageTextStream(f"{folder}/*.{kind}")
+    names = [f"{shard.name} {name}" for shard in stream.shards for name in shard.reader.names(shard.url)]
+    keys = np.sort(np.array([sample_key(*name.split(" ")) for name in names]))[::2]
+    return sample_names(stream, keys), len(names)
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_processes_share_the_search_for_names(ranks, tmp_path, kind, world_size):
+    write_tars(tmp_path, [20] * 3)
+    for first in (0, 20, 40):
+        write_parquet(tmp_path / f"{first}.parquet", range(first, first + 20))
+    for found, count in ranks.run(names_of_shards, world_size, str(tmp_path), kind):
+        assert count == 60
+        assert len(found) == 30
+        keys = [sample_key(*name.split(" ")) for name in found]
+        assert keys == sorted(keys)
+
+
+def test_a_shard_that_cannot_be_read_has_no_names_in_the_ledger(tmp_path, caplog):
+    write_tars(tmp_path, [20] * 2)
+    stream = stream_of(tmp_path)
+    keys = np.sort([sample_key(one.name, name) for one in stream.shards for name in one.reader.names(one.url)])
+    Path(stream.shards[0].url).unlink()
+    with caplog.at_level("WARNING"):
+        found = sample_names(stream, keys)
+    assert found is not None
+    assert sum(not name for name in found) == 20
+    assert "The ledger does not have the names of some samples. " in caplog.text
+    assert Ledger("", keys, *[np.zeros(40)] * 4, [""] * 40, found).find_name(int(keys[found.index("")])).isdigit()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import transformers
 from datasets import Dataset, Image
 from helpers import models
-from helpers.demo import infcl
+from helpers.demo import infcl, mistake
 from helpers.numerics import descend
 from helpers.open_clip_models import folder_of
 from helpers.pictures import picture
@@ -605,6 +605,24 @@ def test_student_and_teacher_of_other_widths_are_compared(small, tmp_path, capsy
     assert results["images"] == 12
     assert {"first", "second"} <= results["metrics"]["text_retrieval_recall@1"].keys()
     assert "12 images" in capsys.readouterr().out
+    # ---- Each at a width of its own ----
+    infcl("compare", tmp_path / "teacher", tmp_path / "student", *words, "--dims", 20, 4)
+    cut = json.loads((tmp_path / "compared/compare_results.json").read_text())
+    infcl("evaluate", "--model", tmp_path / "student", *words, "--dims", 4)
+    alone = json.loads((tmp_path / "compared/eval_results.json").read_text())
+    for name, metric in cut["pairs"]["metrics"].items():
+        assert metric["first"] == results["metrics"][name]["first"], "20 dimensions are all"
+        assert metric["second"] == alone[f"eval_pairs_{name}"]
+    changed = [
+        name for name, one in cut["pairs"]["metrics"].items() if one["second"] != results["metrics"][name]["second"]
+    ]
+    assert changed
+    assert cut["second"] == f"{tmp_path / 'student'}, 4 dimensions"
+    line = mistake(capsys, "compare", tmp_path / "teacher", tmp_path / "student", *words, "--dims", 4, 5, 6)
+    assert "--dims takes one number for both models, or one for each, got 3: [4, 5, 6]." in line
+    infcl("compare", tmp_path / "teacher", tmp_path / "student", *words, "--dims", 4)
+    both = json.loads((tmp_path / "compared/compare_results.json").read_text())
+    assert (both["first"], both["second"]) == (f"{tmp_path / 'teacher'}, 4 dimensions", cut["second"])
 
 
 # ---- Together with other options ----

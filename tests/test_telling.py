@@ -1,5 +1,6 @@
 """What a command prints of its training and its evaluations."""
 
+import argparse
 import logging
 import os
 import warnings
@@ -12,7 +13,8 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 from transformers.trainer_callback import CallbackHandler
 
 from hf_infcl.tools.cli import launched
-from hf_infcl.tools.cli.launched import warn_once
+from hf_infcl.tools.cli.commands import PARSERS
+from hf_infcl.tools.cli.launched import fit_workers, warn_once
 from hf_infcl.tools.publishing import ProgressPrinter, make_rows, table_lines
 
 PAIRS = {
@@ -39,7 +41,7 @@ def test_a_table_has_the_loss_the_score_and_what_has_changed():
         ("pairs", "loss", "2.500", "", "3.000", "-0.500"),
         ("pairs", "image_retrieval_recall@1", "25.00%", "[20.00, 30.00]", "20.00%", "+5.00"),
         ("pairs", "text_retrieval_recall@1", "50.00%", "", "30.00%", "+20.00"),
-        ("pairs", "mean of both", "37.50%", "", "25.00%", "+12.50 [+5.00, +20.00]"),
+        ("pairs", "mean recall@1", "37.50%", "", "25.00%", "+12.50 [+5.00, +20.00]"),
         ("zero_shot", "acc1", "40.00%", "", "37.50%", "+2.50 [-10.00, +10.00] within noise"),
     ]
     lines = table_lines(rows)
@@ -51,7 +53,7 @@ def test_a_table_has_more_if_asked_and_no_empty_columns():
     metrics = named(PAIRS)
     assert [row[1] for row in make_rows(metrics, ["pairs"], also="pairs_text_retrieval_recall@5")][-2:] == [
         "text_retrieval_recall@5",
-        "mean of both",
+        "mean recall@1",
     ]
     assert len(make_rows(metrics, ["pairs"], every=True)) == 5
     assert make_rows(metrics, ["pair"]) == []
@@ -110,7 +112,7 @@ def test_only_the_first_process_warns_of_what_all_meet(monkeypatch, capfd):
         monkeypatch.setattr(logging.root, "handlers", [])
         monkeypatch.setenv("RANK", rank)
         with warnings.catch_warnings():
-            warn_once(1)
+            warn_once()
             warnings.warn("of Python", stacklevel=1) if rank == "1" else None
         for one in (record, of_one, wrong, others):
             handler.handle(one)
@@ -130,11 +132,40 @@ def test_too_many_workers_are_told_once(monkeypatch, capfd):
     ):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        options = argparse.Namespace(dataloader_num_workers=workers)
         with warnings.catch_warnings(record=True) as of_torch:
             warnings.simplefilter("always")
-            warn_once(workers)
+            warn_once()
+            fit_workers(options)
             DataLoader([1], num_workers=workers)
         assert not of_torch
         said = capfd.readouterr().err
         assert (told in said) if told else not said
         assert said.count("\n") == bool(told)
+        assert options.dataloader_num_workers == workers, "as typed"
+
+
+@pytest.mark.parametrize(
+    ("processes", "streaming", "used", "told"),
+    [
+        ("1", False, 3, "Workers that load data: 3 instead of the 8 of lora.yaml, for the 3 cores here."),
+        ("2", False, 1, "Workers that load data: 1 for each process instead of the 8 of lora.yaml, for the 3 cores"),
+        ("4", False, 1, "Workers that load data: 1 for each process instead of the 8 of lora.yaml, for the 3 cores"),
+        ("1", True, 8, "dataloader_num_workers=8 are more than the 3 cores"),
+    ],
+)
+def test_the_workers_of_a_recipe_fit_the_machine(monkeypatch, capfd, processes, streaming, used, told):
+    monkeypatch.setattr(launched, "cores", lambda: 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    words = ["--recipe", "lora", *(["--streaming"] if streaming else [])]
+    reader = PARSERS["train"]()
+    options, _ = reader.read(words)
+    fit_workers(options, reader.file_of("dataloader_num_workers"))
+    assert options.dataloader_num_workers == used
+    said = capfd.readouterr().err
+    assert told in said
+    assert said.count("\n") == 1
+    options, _ = (typing := PARSERS["train"]()).read([*words, "--dataloader_num_workers", "8"])
+    fit_workers(options, typing.file_of("dataloader_num_workers"))
+    assert options.dataloader_num_workers == 8
+    assert "Pass " in capfd.readouterr().err

@@ -29,8 +29,8 @@ class BatchOptions:
         decides=False,
         short_help=HelpPlace("Batch", 20),
         help_in_command=(
-            "Pairs of a micro-batch, which decide how much memory a process takes. One forward and backward sees so "
-            "many; the loss sees the pairs of all micro-batches and processes."
+            "Pairs of a micro-batch, which a process encodes at once; found if only --global_batch_size is given. They "
+            "decide how much memory is taken; the loss sees the pairs of all micro-batches and processes."
         ),
         plans=True,
         within=FROM_1,

@@ -106,7 +106,7 @@ class StartOptions(GuardOptions):
     _argument_group_name: ClassVar[str] = "What the model should keep"
 
     average_with_start: str | None = command_option(
-        "Save the average of the weights before and after: 0.5 is halfway, or 'auto'. This "
+        "Save the average of the weights before and after the training: 0.5 is halfway, or 'auto'. This "
         "measures 0, 0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which "
         "every --guard_dataset stays within --guard_tolerance; of gains within the interval of the greatest, "
         "that with the lowest loss. The weights of the end stay in the last checkpoint.",

@@ -30,15 +30,15 @@ class KeepingOptions:
         card="pull to the weights of the start",
     )
     cache_features: str | None = option(
-        "Folder for what is computed once for all epochs, from images that are not augmented. That is the outputs of "
-        "the frozen image tower (freeze=image), read instead of the images, and the embeddings of the start "
-        "(keep_features). Many runs can share the folder.",
+        "Folder for the outputs of what does not train, computed once for all epochs. That is the frozen image tower "
+        "(freeze=image), whose outputs are read instead of the images, and the start (keep_features). Images must not "
+        "be augmented. Many runs can share the folder.",
         decides=False,
         short_help=HelpPlace("Model", 90),
         one_machine=True,
     )
     replay_share: float | None = option(
-        "With old pairs to replay: their share of every global batch, rounded to whole pairs. Defaults to 0.5.",
+        "With replay_dataset: the share of old pairs in each global batch, by default 0.5.",
         decides=True,
         short_help=HelpPlace("Data", 130),
         plans=True,

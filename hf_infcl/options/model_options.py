@@ -42,7 +42,7 @@ class LoraOptions:
     _argument_group_name: ClassVar[str] = "LoRA adapters (package peft)"
 
     lora_rank: int | None = command_option(
-        "Train adapters of this rank instead of the weights; their alpha is twice the rank.",
+        "Train LoRA adapters of this rank instead of the weights. Their alpha is twice the rank.",
         short_help=HelpPlace("Model", 60),
     )
     lora_targets: list[str] = command_option(

@@ -60,9 +60,9 @@ class RateOptions:
         card="no weight decay of",
     )
     optimizer: str | None = option(
-        "'muon': Muon (arXiv 2502.16982) for the matrices of layers, and AdamW for the rest. Projections are such "
-        "matrices, too; the rest has the AdamW of optim. For training from random weights. By default optim updates "
-        "all parameters.",
+        "'muon': Muon (arXiv 2502.16982) for the matrices of layers, and AdamW, the default, for the rest. Projections "
+        "are such matrices, too; the rest has the AdamW of optim. For training from random weights. By default optim "
+        "updates all parameters.",
         decides=True,
         short_help=HelpPlace("Rates", 50),
         plans=True,

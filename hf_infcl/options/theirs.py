@@ -61,7 +61,9 @@ def facts_of_theirs(name: str) -> Facts:
 # The options that the short help of a training lists, or that mean something else in a contrastive training than their
 # help in transformers says.
 _LISTINGS = {
-    "activation_checkpointing": Listing(short_help=HelpPlace("Batch", 40)),
+    "activation_checkpointing": Listing(
+        "Recompute activations in the backward: less memory, and a step takes longer.", HelpPlace("Batch", 40)
+    ),
     "gradient_checkpointing": Listing(short_help=HelpPlace("Batch", 50)),
     "num_train_epochs": Listing("Passes over the training data.", HelpPlace("Length", 10)),
     "max_steps": Listing("Steps of the optimizer; by default, --num_train_epochs decides.", HelpPlace("Length", 20)),

@@ -20,8 +20,8 @@ class TowerOptions:
     """Options that say which parts of the towers train, and how much of images and captions they see."""
 
     freeze: str | None = option(
-        "Tower to freeze, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per step, in "
-        "evaluation mode.",
+        "Tower that does not train, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per "
+        "step, in evaluation mode.",
         decides=True,
         short_help=HelpPlace("Model", 50),
         plans=True,

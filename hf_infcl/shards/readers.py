@@ -159,6 +159,12 @@ class TarReader:
                 row[column] = None if text is None else text.decode("utf-8").strip()
         return row
 
+    def names(self, url: str) -> Iterator[str]:
+        """The key of each sample, after one pass over the headers."""
+        with open_shard(url, buffer=BLOCK) as file:
+            stems = (split_name(name)[0] for _, name, _, _ in tar_members(file, url, 0))
+            yield from (stem for stem, _ in itertools.groupby(stems) if stem)
+
     def pieces(self, url: str, parts: int) -> list[tuple[int, int | None]]:
         """(position, stop) of ``parts`` pieces with equally many samples, after one pass over the headers."""
         starts: list[int] = []
@@ -272,6 +278,11 @@ class ParquetReader:
             image = image.get("path") if image.get("bytes") is None else image["bytes"]
         return {**sample, self._image_column: image}
 
+    def names(self, url: str) -> Iterator[str]:
+        """The number of each row as text, by the number of rows alone."""
+        with open_shard(url, buffer=_PARQUET_BUFFER) as file:
+            yield from map(str, range(_parquet_file(file, url).metadata.num_rows))
+
     def pieces(self, url: str, parts: int) -> list[tuple[int, int | None]]:
         """(row, stop) of ``parts`` pieces with equally many rows. Both sides read a row group on their border."""
         with open_shard(url, buffer=_PARQUET_BUFFER) as file:
@@ -336,6 +347,7 @@ class KeptSamples:
     def __init__(self, reader: Reader, shard: str, without: np.ndarray) -> None:
         self.has_lists: bool = reader.has_lists
         self.row: Callable[[dict[str, Any]], dict[str, Any]] = reader.row
+        self.names: Callable[[str], Iterator[str]] = reader.names
         self.pieces: Callable[[str, int], list[tuple[int, int | None]]] = reader.pieces
         self._reader, self._shard, self._without = reader, shard, without
 

@@ -111,7 +111,7 @@ class Evaluator:
         self._objective, self._equal_ids = setup.objective, setup.equal_ids
         self._collator, self._processing_class = setup.collator, processing_class
         self._prepare_inputs, self._notices = prepare_inputs, notices
-        self._at_start = state.global_step == 0
+        self._at_start, self._logged = state.global_step == 0, state.log_history
         # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
         kept: Any = state.stateful_callbacks
         self._scores_before = kept.setdefault("scores_before", {})
@@ -332,12 +332,12 @@ class Evaluator:
         self.found = ranks = pair_ranks(images, texts, image_of_captions(counts), ids)
         every = recall_ceilings(ids, ranks.text_image, len(images), KS)
         ceilings = {name: value for name, value in every.items() if value < 1}
-        if ceilings and self._accelerator.is_main_process:
-            highest = ", ".join(f"{name.removesuffix(CEILING)} {value:.4g}" for name, value in ceilings.items())
+        told = any(f"{self._prefix}_{name}" in entry for name in ceilings for entry in self._logged)
+        if ceilings and not told and self._accelerator.is_main_process:
+            highest = ", ".join(f"{name.removesuffix(CEILING)} {value:.2%}" for name, value in ceilings.items())
             logger.warning_once(
-                f"Some captions of the evaluation set of {self._prefix}_*, as the model reads them up to its limit of "
-                "tokens, belong to several images, so some recalls cannot reach 1. The highest values that any model "
-                f"can reach are {highest}."
+                f"Some captions of {self._prefix}_*, as the model reads them, belong to several images, so some "
+                f"recalls cannot reach 100%. The highest that any model can reach: {highest}."
             )
         return {"loss": loss.item(), **measured(ranks), **every}
 

@@ -40,7 +40,8 @@ def all_digits(base: Path) -> Path:
     """A folder with digits/ and clip-init/, as make_digits.py writes them. Tests only read it."""
 
     def make(folder: Path) -> None:
-        with mock.patch.object(sys, "argv", ["make_digits.py", "--output_dir", str(folder)]):
+        words = ["make_digits.py", "--output_dir", str(folder)]
+        with mock.patch.object(sys, "argv", words), mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
             runpy.run_path(str(SCRIPTS / "make_digits.py"), run_name="__main__")
 
     return made_once(base, "all-digits", make)

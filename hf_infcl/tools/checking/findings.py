@@ -117,7 +117,7 @@ def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list
         return []
     images = Counter(number for own in facts.seen.values() for number in {*own})
     rows = tuple(name for name, own in facts.seen.items() if any(images[number] > 1 for number in own))
-    highest = " or ".join(f"{name} of {value:.4g}" for name, value in ceilings.items())
+    highest = " or ".join(f"{name} of {value:.2%}" for name, value in ceilings.items())
     among = "" if facts.is_whole else " among those that were read"
     text = (
         f"{_count(len(rows), facts.looks)} have a caption that also belongs to another image, as the model reads it. "

@@ -32,12 +32,10 @@ def facts_lines(facts: SetFacts, *, workers: int, seconds: float) -> Iterator[st
     yield f"{facts.name}: {pairs} by {workers} worker{'s' if workers > 1 else ''} in {seconds:.1f} s."
     if facts.sizes:
         width, height = (int(statistics.median(sides)) for sides in zip(*facts.sizes, strict=True))
-        sides = [min(size) for size in facts.sizes], [max(size) for size in facts.sizes]
+        least, most = min(map(min, facts.sizes)), max(map(max, facts.sizes))
         kilobytes = statistics.fmean(facts.nbytes) / 1000
-        yield (
-            f"  Images: {width} × {height} pixels (medians), sides from {min(sides[0]):,} to {max(sides[1]):,}; "
-            f"{kilobytes:.1f} kB each (mean)."
-        )
+        sides = "" if len(set(facts.sizes)) == 1 else f" (medians), sides from {least:,} to {most:,}"
+        yield f"  Images: {width} × {height} pixels{sides}; {kilobytes:.1f} kB each (mean)."
     if facts.tokens:
         captions = len(facts.tokens) / len(facts.caption_ids)
         per_token = sum(facts.caption_bytes) / max(1, sum(facts.tokens))
@@ -51,7 +49,7 @@ def facts_lines(facts: SetFacts, *, workers: int, seconds: float) -> Iterator[st
         yield f"  Shards: {len(facts.shards):,} read, of {min(sizes):.1f} to {max(sizes):.1f} MiB{counts}."
     if facts.rate:
         milliseconds = 1000 / facts.rate
-        yield f"  Loading: {milliseconds:.1f} ms for a pair, so that a worker gives {facts.rate:,.0f} pairs per second."
+        yield f"  Loading: {milliseconds:.1f} ms for an image, so that a worker gives {facts.rate:,.0f} per second."
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:

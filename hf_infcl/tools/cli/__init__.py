@@ -62,9 +62,10 @@ def _run(command: str | None, words: list[str]) -> None:
     namespace, given = reader.read(words)
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from ... import training  # noqa: F401  # first, as its error names a torchvision that does not fit
-    from .launched import warn_once
+    from .launched import fit_workers, warn_once
 
-    warn_once(getattr(namespace, "dataloader_num_workers", None) or 0)
+    warn_once()
+    fit_workers(namespace, reader.file_of("dataloader_num_workers"))
     module = importlib.import_module(f".{command}", __name__)
     getattr(module, command)(reader, namespace, given)
 

@@ -18,12 +18,13 @@ from ...conversion.models import load
 from ...conversion.pretrained import base_of_adapters, with_trained_adapter
 from ...conversion.sentence_transformers import write_sentence_files
 from ...data import ContrastiveCollator
-from ...encoders.adapters import adapter_state
+from ...encoders.adapters import adapter_state, has_adapters
 from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions
 from ...training.trainer import InfCLTrainer
-from ..publishing import quieten, write_averages
+from ..publishing import average_card, quieten, write_averages
 from .datasets import check_columns, evaluation_datasets, guard_datasets
+from .description import describe_evaluations
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
 
@@ -79,7 +80,7 @@ def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
-    """Writes the averaged model, and if there are sets to measure it on, the results and a picture of all averages."""
+    """Writes the averaged model and its card; with sets to measure it on, the results and a picture of all averages."""
     options, columns, evaluation, guards, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
@@ -115,7 +116,22 @@ def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
         collator = ContrastiveCollator.for_model(moving.processor, moving.model.config)
         write_sentence_files(folder, moving.model.config.model_type, moving.processor, **collator.text_options)
         write_averages(folder, found, namespace.start, namespace.end)
-        lines = *described(found), f"The average at alpha {found.alpha:g} is in {folder}.", not_trained(found)
+        adapted = has_adapters(moving.model)
+        loaded = moving.model.get_base_model() if adapted else moving.model
+        average_card(
+            folder,
+            found,
+            namespace.start,
+            namespace.end,
+            model_class=type(loaded).__name__,
+            adapter=adapted,
+            evaluations=describe_evaluations(evaluation, guards, gains | halves[0]),
+        ).save(folder / "README.md")  # in the place of peft's
+        lines = (
+            *described(found),
+            f"The average at alpha {found.alpha:g}, with its card (README.md), is in {folder}.",
+            not_trained(found),
+        )
         print(*filter(None, lines), sep="\n")
     if trainer is not None:
         leave(trainer)

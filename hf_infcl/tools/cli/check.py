@@ -156,10 +156,15 @@ def predict_workers(config: PretrainedConfig, args: InfCLTrainingArguments, fact
     if not facts.rate:
         return "The workers that a GPU needs were not predicted, because no image could be decoded.", []
     needed, there = math.ceil(rate / facts.rate), cores()
-    line = (
-        f"Workers: an {gpu.name} trains about {rate:,.0f} images per second with these options, for which {needed:,} "
-        f"workers read like these (--dataloader_num_workers). This machine has {there} cores."
-    )
+    line = f"Workers: an {gpu.name} would train about {rate:,.0f} images per second with these options. "
+    if needed > there:
+        line += (
+            f"The {there} cores of this machine read about {there * facts.rate:,.0f} "
+            f"(--dataloader_num_workers {there}), so the data limit the rate."
+        )
+    else:
+        keep_up = "One worker like these keeps" if needed == 1 else f"{needed} workers like these keep"
+        line += f"{keep_up} up (--dataloader_num_workers); this machine has {there} cores."
     options = []
     if needed > there:
         if simplejpeg is None:

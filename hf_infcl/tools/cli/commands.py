@@ -105,6 +105,25 @@ def convert_parser() -> PlainParser:
     return parser
 
 
+def compare_parser() -> Parser:
+    """The options of `infcl compare`, whose --dims may be one number or one for each model."""
+    parser = Parser(
+        "compare",
+        "Measure two models on the same sets, as `infcl evaluate` does, with the 95% intervals of their differences "
+        "and the pictures on which they differ.",
+        *(ColumnOptions, EvaluationOptions),
+        shown=OF_EVALUATION,
+        places={
+            "first": "A model: a Hub id or a folder.",
+            "second": "The model that is compared with it. For a third, run the command again.",
+        },
+    )
+    (dims,) = (action for action in parser._actions if action.dest == "dims")
+    dims.nargs = "+"
+    dims.help = "Cut the embeddings to this many dimensions. Two numbers are those of the first and the second model."
+    return parser
+
+
 # The command check takes the options of a training as they are, and so do plan and embed.
 PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
     "check": partial(
@@ -121,7 +140,8 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
     "train": partial(
         Parser,
         "train",
-        "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
+        "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch. Required are "
+        "--model and --dataset, or a --recipe or file that names them.",
         *_OF_TRAINING,
         shown=None,
         recipes=True,
@@ -133,15 +153,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         *(ModelOptions, ColumnOptions, EvaluationOptions),
         shown=OF_EVALUATION,
     ),
-    "compare": partial(
-        Parser,
-        "compare",
-        "Measure two models on the same sets, as `infcl evaluate` does, with the 95% intervals of their differences "
-        "and the pictures on which they differ.",
-        *(ColumnOptions, EvaluationOptions),
-        shown=OF_EVALUATION,
-        places={"first": "A model: a Hub id or a folder.", "second": "The model that is compared with it."},
-    ),
+    "compare": compare_parser,
     "average": partial(
         Parser,
         "average",

@@ -18,16 +18,23 @@ def compare(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
     """Measures both models, prints a table and writes compare_results.json and compare.png into --output_dir."""
     if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
         parser.error("There is nothing to compare on. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
-    columns, evaluation, args = parser.build(namespace)
+    every = namespace.dims if isinstance(namespace.dims, list) else [namespace.dims]
+    if len(every) > 2:
+        parser.error(f"--dims takes one number for both models, or one for each, got {len(every)}: {every}.")
+    models = []
+    for name, dims in ((namespace.first, every[0]), (namespace.second, every[-1])):
+        namespace.dims = dims
+        columns, evaluation, args = parser.build(namespace)
+        models.append((name, args))
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        for name in (namespace.first, namespace.second):
+        for name, _ in models:
             load_config(name)  # a wrong name is told before the first model is measured
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
     trainer: Any = None
     results: list[dict[str, Any]] = []
-    for name in (namespace.first, namespace.second):
+    for name, args in models:
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer = None  # its model makes room for the next
             model, processor, conversion = load(name)
@@ -40,6 +47,12 @@ def compare(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
         results.append(trainer.found)
     if trainer.is_world_process_zero():
         found = {key: comparison(s, *(one[f"eval_{key}"] for one in results)) for key, s in datasets.items()}
-        write_comparison(args.output_dir, found, namespace.first, namespace.second)
-        print(*lines_of_comparison(found), f"All results are in {args.output_dir}.", sep="\n")
+        first, second = (name if one.dims is None else f"{name}, {one.dims} dimensions" for name, one in models)
+        write_comparison(args.output_dir, found, first, second)
+        print(
+            f"first: {first}\nsecond: {second}",
+            *lines_of_comparison(found),
+            f"All results are in {args.output_dir}.",
+            sep="\n",
+        )
     leave(trainer)

@@ -57,7 +57,7 @@ def describe_run(
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
         captions_per_image=data.captions_per_image,
         negative_caption_column=getattr(pairs, "negative_caption_column", data.negative_caption_column),
-        evaluations=_evaluations(evaluation, guards, eval_datasets),
+        evaluations=describe_evaluations(evaluation, guards, eval_datasets),
         caption_limit=getattr(collator, "max_length", None),
         settings={
             **({"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}),
@@ -121,7 +121,7 @@ def _licence(dataset: str) -> str | None:
     return ", ".join(stated) if isinstance(stated, list) else stated
 
 
-def _evaluations(
+def describe_evaluations(
     options: EvaluationOptions, guards: GuardOptions, datasets: Mapping[str, ImageDataset]
 ) -> list[Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""

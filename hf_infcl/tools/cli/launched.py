@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import logging
 import os
@@ -77,22 +78,35 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
 _OF_ONE_PROCESS = ("hf_infcl.data.stream_batches", "hf_infcl.shards", "hf_infcl.processes", "hf_infcl.tools.embedding")
 
 
-def warn_once(workers: int = 0) -> None:
-    """Lets only the first launched process print warnings that all of them would print.
+def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
+    """Tells of more workers of the data loaders than the machine has cores; those of a file become as many.
+
+    Those of a stream stay as they are, since they decide about its order.
 
     Args:
-        workers: of the data loaders of each process. That they are more than the cores, torch says for each loader.
+        namespace: all options; the number of workers is changed in place.
+        file: the name of the file of options that alone sets the number; empty if the user has typed it.
     """
-    warnings.filterwarnings("ignore", "This DataLoader will create")
+    workers = getattr(namespace, "dataloader_num_workers", None) or 0
+    processes, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores()
+    if workers * processes <= there or (fits := max(1, there // processes)) == workers:
+        return
+    each, times = (" for each process", f" × {processes} processes") if processes > 1 else ("", "")
+    line = (
+        f"dataloader_num_workers={workers}{times} are more than the {there} cores that are there for them, so they "
+        f"take turns. Pass {fits}."
+    )
+    if file and not getattr(namespace, "streaming", False):
+        namespace.dataloader_num_workers = fits
+        line = f"Workers that load data: {fits}{each} instead of the {workers} of {file}, for the {there} cores here."
     if os.environ.get("RANK", "0") == "0":
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if workers * processes > (there := cores()):
-            of_each = f" × {processes} processes" if processes > 1 else ""
-            print(
-                f"dataloader_num_workers={workers}{of_each} are more than the {there} cores that are there for them, "
-                f"so they take turns. Pass {max(1, there // processes)}.",
-                file=sys.stderr,
-            )
+        print(line, file=sys.stderr)
+
+
+def warn_once() -> None:
+    """Lets only the first launched process print warnings that all of them would print."""
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # which `fit_workers` tells once
+    if os.environ.get("RANK", "0") == "0":
         return
 
     def is_of_this_process(record: logging.LogRecord) -> bool:

@@ -85,6 +85,10 @@ class PlainParser(argparse.ArgumentParser):
         """As `Parser.read`, without the names."""
         return self.parse_args(words), set()
 
+    def file_of(self, name: str) -> str:
+        """As `Parser.file_of`."""
+        return ""
+
 
 class _PrintHelp(argparse.Action):
     def __call__(
@@ -148,6 +152,7 @@ class Parser(HfArgumentParser):
                 help="Start from the options of a recipe of the package. Further options override them, and those that "
                 "they exclude. Each file in hf_infcl/recipes says what it is for.",
             )
+        self._places = places
         self._shown, self._accepts = shown, (*accepts, self._declared[-1])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
@@ -182,6 +187,8 @@ class Parser(HfArgumentParser):
         known = {action.dest: action for action in reversed(self._actions)}
         if self._shown is None:
             places = {name: one.short_help for name, one in self._listings.items() if one.short_help and name in known}
+            if "activation_checkpointing" in places:
+                places.pop("gradient_checkpointing", None)  # its old name
             del self._action_groups[2:]  # the first two are those of the help and of --recipe
             for heading in HEADINGS:
                 names = [name for name, place in places.items() if place.heading == heading]
@@ -210,6 +217,17 @@ class Parser(HfArgumentParser):
         """Ends the program with one line, which only one of several processes prints."""
         tell(self.prog, message)
         sys.exit(2)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but says what a word without an option could have been."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            may = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in self._places.items())
+            self.error(
+                f"{' '.join(map(repr, left))} belongs to no option. "
+                + (f"Before the options stand {may}" if may else "Every value follows its option: --NAME VALUE.")
+            )
+        return found
 
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
         """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
@@ -247,6 +265,10 @@ class Parser(HfArgumentParser):
     def typed(self, name: str) -> bool:
         """Whether the command line, and not only the file, has an option."""
         return name in self._typed
+
+    def file_of(self, name: str) -> str:
+        """The name of the file that sets an option which the command line does not; empty if none does."""
+        return self._file if name in self._of_file else ""
 
     def keep_only(self, namespace: argparse.Namespace, kept: Collection[str], of_file: Collection[str]) -> None:
         """Sets the options of the training to their defaults, but for some of the command line, and of the file."""

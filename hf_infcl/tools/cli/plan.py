@@ -37,7 +37,7 @@ def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None
         in_words = "num_train_epochs" in given and "epochs" not in given
         epochs = namespace.num_train_epochs if in_words else namespace.epochs
         has_adapters = base_of_adapters(namespace.model) is not None
-        answer = choose_answer(vars(namespace), pairs=namespace.dataset_size)
+        answer = choose_answer(vars(namespace), pairs=namespace.dataset_size or namespace.samples_per_epoch)
         print(*report(planner, epochs, has_adapters=has_adapters), "", answer_line(answer), sep="\n")
 
 

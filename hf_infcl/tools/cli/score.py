@@ -35,6 +35,6 @@ def score(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         print(*ledger_lines(ledger, str(args.output_dir)), sep="\n")
         print(
             "A model that was trained on these pairs may know wrong ones by heart. Score with another model, or train "
-            "with --leave_out noisy, whose ledger holds how well they went together while it learnt."
+            "with --leave_out noisy, whose ledger has the scores from during the training."
         )
     leave(trainer)

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 PAGE = "scripts/ANSWERS.md"
-FEW, MANY = 5_000, 1_000_000  # pairs, between which the answer for 50,000 holds
+FEW, MANY = 10_000, 1_000_000  # pairs, between which the answer for 50,000 holds: a hundred steps or more
+FINE_TUNING = 1e-4  # the highest usual learning rate of a checkpoint's weights, but for adapters and a locked tower
+# Options of a training that begins with weights which know something.
+OF_CHECKPOINTS = (
+    *("lora_rank", "freeze", "keep_features", "keep_weights", "replay_dataset", "guard_dataset", "guard_benchmark"),
+    "average_with_start",
+)
 SMALL_MEMORY = 24  # GiB of a GPU
 
 _TABLES = "real_pairs/results/TABLES.md"
@@ -41,13 +47,13 @@ ANSWERS = {
     ),
     "pairs": Answer(
         "a checkpoint and some 50,000 pairs, no old ones",
-        "--recipe finetune_alone",
+        "--recipe finetune_alone --global_batch_size 512",
         f"[old 37.0 → 31.7, full fine-tuning → 9.1]({_TABLES}#averages-with-the-start)",
         f"[new 7.8 → 16.4, full fine-tuning → 20.1]({_TABLES}#averages-with-the-start)",
     ),
     "old pairs": Answer(
         "the same, and pairs that the checkpoint knows, or similar ones",
-        "--recipe finetune_keep --replay_dataset old/pairs --guard_dataset old/pairs",
+        "--recipe finetune_keep --global_batch_size 1024 --replay_dataset old/pairs --guard_dataset old/pairs",
         f"[old 37.0 → 35.2, new 7.8 → 19.8, averaged with the start; 33.0 and 24.5 before]"
         f"({_TABLES}#averages-with-the-start)",
         "an epoch of the new pairs takes twice the steps",
@@ -62,37 +68,44 @@ ANSWERS = {
         "random weights and up to ten million pairs",
         "--optimizer muon --learning_rate 5e-4 --augmentation crop --global_batch_size 256",
         f"[29.1 with AdamW, 48.7 with Muon]({_TABLES}#adamw-and-muon) on the same samples",
-        "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16",
+        "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16; larger "
+        "batches gain where they leave a thousand steps",
     ),
     "more": Answer(
         "random weights and more pairs",
         "--recipe from_scratch",
-        f"[2,048 pairs per step find 55.6, 256 find 55.8]({_TABLES}#adamw-and-muon) on the same samples, "
+        "[with Muon 2,048 pairs per step find 55.6, 256 find 55.8; with AdamW 38.7 and 45.7]"
+        f"({_TABLES}#adamw-and-muon) on the same samples, "
         "[in 65 s instead of 355](real_pairs/README.md#how-large-a-batch)",
-        "a thousand steps or more; batches beyond 4,096 pairs were not measured",
+        "a thousand steps or more, two thousand with AdamW; beyond 4,096 pairs, so many were not measured",
     ),
     "noisy": Answer(
         "captions of which some are wrong",
         "--leave_out noisy",
-        f"[33.5 → 40.8 with a fifth of them wrong, 15.4 → 27.5 with half]({_TABLES}#wrong-captions-and-teachers)",
+        "[from random weights with Muon 33.5 → 40.8 with a fifth of them wrong, 15.4 → 27.5 with half; with AdamW "
+        f"16.4 → 18.8 and 5.1 → 7.3; in a fine-tuning new 20.6 → 22.2]({_TABLES}#wrong-captions-and-teachers)",
         "ten epochs or more; right pairs that are the only ones of their concept may be left out",
     ),
     "teacher": Answer(
         "a large model that knows the pairs, and a small one to train",
         "--recipe distill --teacher_embeddings outputs/teacher",
-        f"[45.5 → 53.3, for a third of the size 38.5 → 48.3]({_TABLES}#wrong-captions-and-teachers)",
-        "one `infcl embed` over the pairs",
+        f"[from random weights with Muon 45.5 → 53.3, for a third of the size 38.5 → 48.3; with AdamW 22.8 → 35.6]"
+        f"({_TABLES}#wrong-captions-and-teachers)",
+        "one `infcl embed` over the pairs; in a fine-tuning it does not keep what the model knew: "
+        f"[22.5 → 19.9]({_TABLES}#wrong-captions-and-teachers)",
     ),
     "several captions": Answer(
         "several captions per image",
         "--captions_per_image 3",
-        f"[29.1 → 34.5]({_TABLES}#several-captions) at the rate of one caption",
+        f"[29.1 → 34.5]({_TABLES}#several-captions) from random weights with AdamW, at the rate of one caption; not "
+        "measured with Muon or in a fine-tuning",
         "memory and time of three texts per image; no gain on new concepts",
     ),
     "swapped words": Answer(
         "captions that one word makes wrong",
         "--negative_caption_column wrong",
-        f"[relations told apart: 80.7 → 96.3]({_TABLES}#hard-negatives)",
+        f"[relations told apart: 80.7 → 96.3]({_TABLES}#hard-negatives) from random weights with AdamW; not measured "
+        "with Muon or in a fine-tuning",
         "one more text per image",
     ),
     "languages": Answer(
@@ -104,7 +117,8 @@ ANSWERS = {
     "frozen images": Answer(
         "images that the checkpoint tells apart, and new words for them",
         "--recipe lit",
-        f"[old 18.8, new 19.0 with a locked image tower; 8.9 and 20.3 with both trained]({_TABLES}#fine-tuning)",
+        "[by AdamW old 18.8, new 19.0 with a locked image tower; 8.9 and 20.3 with both trained]"
+        f"({_TABLES}#fine-tuning)",
         "the image tower learns nothing; a cache of 4 bytes × its width per image",
     ),
     "small GPU": Answer(
@@ -113,7 +127,7 @@ ANSWERS = {
         f"[4,096 pairs per step in 3.0 GiB, 256 in 2.7]({_TABLES}#cost)",
         f"[5,116 pairs a second instead of 5,580]({_TABLES}#cost); `--patch_dropout 0.5` takes "
         "[20.5 GiB instead of 30.8](benchmarks/results/README.md#fewer-patches-and-texts-encoded-at-once) and "
-        "[4 points](real_pairs/README.md#fewer-tokens)",
+        "[4 points](real_pairs/README.md#fewer-tokens) from random weights with Muon",
     ),
     "many GPUs": Answer(
         "several GPUs",
@@ -125,8 +139,8 @@ ANSWERS = {
     "batch": Answer(
         "`Trainer` or a loop with accumulation",
         "--global_batch_size 1024",
-        f"one loss over 1,024 pairs instead of four over 256: [20.2 → 22.9, with Muon 40.1 → 44.6]"
-        f"({_TABLES}#the-same-number-of-steps)",
+        "one loss over 1,024 pairs instead of four over 256, from random weights: "
+        f"[with AdamW 20.2 → 22.9, with Muon 40.1 → 44.6]({_TABLES}#the-same-number-of-steps)",
         "another forward, but of graphs that memory keeps: with short texts [1,596 images a second in 58.0 GiB, "
         f"`Trainer` 1,529 in 26.1]({_STEP})",
     ),
@@ -149,7 +163,8 @@ def choose_answer(options: Mapping[str, Any], *, pairs: int | None, texts: float
         foreign: whether the tokenizer does not know the scripts of many captions.
     """
     pairs = pairs or 0
-    random = options.get("optimizer") == "muon"
+    has_high_rate = (options.get("learning_rate") or 0.0) > FINE_TUNING
+    random = (options.get("optimizer") == "muon" or has_high_rate) and not any(map(options.get, OF_CHECKPOINTS))
     reasons = {
         "languages": foreign,
         "teacher": options.get("teacher") or options.get("teacher_embeddings"),

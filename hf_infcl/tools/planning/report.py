@@ -15,6 +15,7 @@ from .planner import CHOSEN, Planner
 from .prediction import GIB, memory, seconds
 
 WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
+MOST_WORKERS = 24  # of a GPU: hosts rarely have more cores for each
 TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 
 
@@ -81,8 +82,13 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     rate = max(stage.choice.rows / stage.seconds for stage in planner.stages)
     workers = math.ceil(rate / WORKER_RATE)
     yield (
-        f"  Each GPU trains up to {rate:,.0f} images per second. Loading them takes about {number(workers, 'worker')} "
-        "per GPU (--dataloader_num_workers, with JPEGs of 500 × 375)."
+        f"  Each GPU trains up to {rate:,.0f} images per second. A worker (--dataloader_num_workers) loads about "
+        f"{WORKER_RATE} JPEGs of 500 × 375, so "
+        + (
+            f"{number(workers, 'worker')} per GPU keep up."
+            if workers <= MOST_WORKERS
+            else f"data limit the rate even with {MOST_WORKERS} per GPU: store smaller images, or see --min_side."
+        )
     )
     if options.measure:
         yield _measured(planner)

@@ -1,5 +1,6 @@
 """The facts, the card and the curves that are published beside a trained model."""
 
+from .average_card import average_card
 from .callback import CURVES_FILE, CardCallback, write_publication
 from .cards import model_card
 from .changes import Change, changes, lines_of_changes
@@ -23,6 +24,7 @@ __all__ = [
     "ProgressPrinter",
     "Source",
     "TrainingFacts",
+    "average_card",
     "changes",
     "doubtful_rate",
     "escaped",

@@ -249,7 +249,7 @@ def _changes(facts: TrainingFacts) -> str:
     if found := changes(facts):
         rows = [
             (
-                _where(change.evaluation) + change.kind,
+                set_and_split(change.evaluation) + change.kind,
                 "guard" if change.evaluation.guard else "trained for",
                 *(f"{value:.4f}" for value in (change.before, change.after)),
                 change.words(),
@@ -258,17 +258,21 @@ def _changes(facts: TrainingFacts) -> str:
         ]
         parts += [table(("set", "", "before the training", "this model", "change"), rows), explained(found)]
     if (average := facts.average) is not None:
-        parts.append(" ".join(_how_averaged(average)))
+        parts.append(" ".join(how_averaged(average)))
     if average is not None and average.measured:
-        names = {evaluation.key: _where(evaluation) for evaluation in facts.evaluations}
-        head = ["α", "trained for", *(f"kept: {names.get(key, escaped(key))}" for key in average.measured[0].rest)]
-        values = [(one.alpha, one.gained, *one.rest.values()) for one in average.measured]
-        rows = [(f"{alpha:g}", *("" if v is None else f"{v:.4f}" for v in others)) for alpha, *others in values]
-        parts.append(table(head, rows))
+        parts.append(table_of_averages(average, facts.evaluations))
     return "\n\n".join(parts)
 
 
-def _how_averaged(average: Averaged) -> Iterator[str]:
+def table_of_averages(average: Averaged, evaluations: Iterable[Evaluation]) -> str:
+    """What each measured average gains, and keeps on each guard."""
+    names = {evaluation.key: set_and_split(evaluation) for evaluation in evaluations}
+    head = ["α", "trained for", *(f"kept: {names.get(key, escaped(key))}" for key in average.measured[0].rest)]
+    values = [(one.alpha, one.gained, *one.rest.values()) for one in average.measured]
+    return table(head, [(f"{a:g}", *("" if v is None else f"{v:.4f}" for v in others)) for a, *others in values])
+
+
+def how_averaged(average: Averaged) -> Iterator[str]:
     """Sentences about the average whose weights the model has, above the table of all that were measured."""
     yield f"The weights are an average of those before (α = 0) and after (1) the training, at α = {average.alpha:g}."
     if average.tolerance is not None:
@@ -288,7 +292,7 @@ def _how_averaged(average: Averaged) -> Iterator[str]:
         )
 
 
-def _where(evaluation: Evaluation) -> str:
+def set_and_split(evaluation: Evaluation) -> str:
     return f"{code(evaluation.dataset)}, {escaped(evaluation.split)}"
 
 
@@ -297,7 +301,7 @@ def _results(facts: TrainingFacts) -> str:
         return "None: the model was not evaluated."
     rows, notes, repeating = [], [], []
     for evaluation in facts.evaluations:
-        where = _where(evaluation)
+        where = set_and_split(evaluation)
         for metric, value in _defined(evaluation):
             ceiling = evaluation.metrics.get(metric + CEILING)
             bounds = [evaluation.metrics[metric + end] for end in (LOW, HIGH) if metric + end in evaluation.metrics]
@@ -358,7 +362,7 @@ def _when(facts: TrainingFacts) -> Iterator[str]:
     yield f"The same sets were measured during training; the figures are those of {of}."
 
 
-def _zero_shot(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
+def example_classes(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
     """Labels and a prompt for an example, from a zero-shot evaluation if there was one."""
     for evaluation in evaluations:
         if evaluation.templates:
@@ -367,18 +371,38 @@ def _zero_shot(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
 
 
 def _usage(facts: TrainingFacts) -> str:
-    labels, template = _zero_shot(facts.evaluations)
-    location = literal(facts.location)
-    at = f"{location}, revision={literal(facts.revision)}" if facts.revision else location
+    labels, template = example_classes(facts.evaluations)
+    base = None if not facts.adapter else facts.start if facts.start_on_hub else f"path/to/{facts.start}"
+    return usage(facts.model_class, facts.location, base, labels, template, facts.revision)
+
+
+def usage(
+    model_class: str,
+    place: str,
+    base: str | None,
+    labels: Sequence[str],
+    template: str,
+    revision: str | None = None,
+) -> str:
+    """The code that loads a model and classifies an image.
+
+    Args:
+        model_class: of transformers.
+        place: the folder or the Hub id.
+        base: the model under the adapters that are there; None for a whole model.
+        labels, template: classes, and the prompt with {} for a class.
+        revision: the branch of a Hub repository.
+    """
+    location = literal(place)
+    at = f"{location}, revision={literal(revision)}" if revision else location
     ask = f'classifier("image.png", candidate_labels={literal(labels)}, hypothesis_template={literal(template)})'
-    if facts.adapter:
-        base = literal(facts.start if facts.start_on_hub else f"path/to/{facts.start}")
+    if base is not None:
         return "\n".join(
             (
                 "from peft import PeftModel",
-                f"from transformers import AutoProcessor, {facts.model_class}, pipeline",
+                f"from transformers import AutoProcessor, {model_class}, pipeline",
                 "",
-                f"model = PeftModel.from_pretrained({facts.model_class}.from_pretrained({base}), {at})",
+                f"model = PeftModel.from_pretrained({model_class}.from_pretrained({literal(base)}), {at})",
                 f"processor = AutoProcessor.from_pretrained({at})",
                 "",
                 'classifier = pipeline("zero-shot-image-classification", model=model.merge_and_unload(),',
@@ -388,9 +412,9 @@ def _usage(facts: TrainingFacts) -> str:
         )
     return "\n".join(
         (
-            f"from transformers import AutoProcessor, {facts.model_class}, pipeline",
+            f"from transformers import AutoProcessor, {model_class}, pipeline",
             "",
-            f"model = {facts.model_class}.from_pretrained({at})",
+            f"model = {model_class}.from_pretrained({at})",
             f"processor = AutoProcessor.from_pretrained({at})",
             "",
             f'classifier = pipeline("zero-shot-image-classification", model={at})',

@@ -104,7 +104,8 @@ def _lines(key: str, found: Comparison) -> Iterator[str]:
     for label, one in clear[:_CLASSES]:
         yield f"    {_class_name(found.dataset, label)[:26]:<{width - 2}}{_numbers(one)}"
     if not isinstance(found.ranks[0], LabelScores):
-        yield f"  right by the first alone: {len(found.wins(0)):,} images, by the second alone: {len(found.wins(1)):,}"
+        only = [f"{len(found.wins(model)):,}" for model in (0, 1)]
+        yield f"  images that only the first gets right: {only[0]}, that only the second gets right: {only[1]}"
 
 
 def _numbers(one: Difference) -> str:

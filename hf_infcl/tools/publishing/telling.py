@@ -138,7 +138,7 @@ def make_rows(
                 rows.append((name, metric, *_cells(metric, metrics, key, before.get(key), paired)))
         if len(scored) > 1:
             value, old = score_if_measured(metrics, prefix), score_if_measured(before, prefix)
-            rows.append((name, "mean of both", *_cells("", {"": value}, "", old, bounds)))
+            rows.append((name, "mean recall@1", *_cells("", {"": value}, "", old, bounds)))
     return rows
 
 

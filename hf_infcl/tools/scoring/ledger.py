@@ -32,7 +32,8 @@ class Ledger:
         text_key, image_key: [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose
             image the text prefers. Both are the pair itself if it has the highest cosine. -1 if unknown.
         caption: n captions, of each pair one; empty if unknown.
-        sample: n names of the samples of a stream, each after that of its shard; no names for a table.
+        sample: n names of the samples of a stream, each after that of its shard, or "" if it is not known; no names
+            for a table.
     """
 
     content: str
@@ -54,7 +55,8 @@ class Ledger:
     def find_name(self, key: int) -> str:
         """The name by which a person knows the pair with a key: of a stream's sample if it is known, or the key."""
         place = int(np.searchsorted(self.key, key))
-        return self.sample[place] if place < len(self.sample) and self.key[place] == key else str(key)
+        name = self.sample[place] if place < len(self.sample) and self.key[place] == key else ""
+        return name or str(key)
 
     def find_caption(self, key: int) -> str:
         """The caption of the pair with a key; empty if it is not in the ledger."""

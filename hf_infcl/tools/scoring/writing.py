@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ...data import ImageTextDataset, ImageTextStream
+from ...processes.collectives import Processes
+from ...shards.names import sample_key
 from ...windows.selection import WithoutNoisyPairs
 from .ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
 from .options import ScoreOptions
 from .scoring import score_pairs
 from .sheet import SHOWN, draw_suspicious
 from .words import lines_of_words
+
+logger = logging.getLogger(__name__)
 
 CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
 
@@ -59,7 +65,7 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
     """Writes a ledger with the averages of a training that had ``leave_out``; None if it had not; collective.
 
     A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
-    has keys, scores and probabilities only.
+    has keys, scores and probabilities only, and of a stream the names that `sample_names` finds.
     """
     selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
     if not selections:
@@ -67,20 +73,55 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
     keys, scores = averages = selections[0].averages.slow()
     if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         return write_ledger(trainer, dataset, ScoreOptions.window, averages)
-    ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy())
+    names = sample_names(dataset, keys.numpy()) if isinstance(dataset, ImageTextStream) else None
+    ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
     if trainer.is_world_process_zero():
         ledger.write(Path(trainer.args.output_dir, LEDGER_FILE))
     return ledger
 
 
+def sample_names(stream: ImageTextStream, keys: np.ndarray) -> list[str] | None:
+    """The names of the samples with some keys, each after that of its shard; None if none is known; collective.
+
+    A training knows its samples by their hashes, so the processes read the headers of all local shards once. Remote
+    ones would have to be read as a whole: their samples have the name "", as those of a shard that cannot be read.
+    Each process holds the names that it has found, and the main process those of all keys.
+
+    Args:
+        stream: the training set.
+        keys: [n] int64 in ascending order; see `hf_infcl.shards.names.sample_key`.
+    """
+    processes = Processes()
+    found: dict[int, str] = {}
+    for shard in stream.shards[processes.rank :: processes.world_size]:
+        if "://" in shard.url:
+            continue
+        names: list[str] = []
+        try:
+            names.extend(shard.reader.names(shard.url))
+        except (OSError, ValueError) as error:  # damaged shards, too
+            logger.warning("The ledger does not have the names of some samples. %s", error)
+        own = np.array([sample_key(shard.name, name) for name in names], np.int64)
+        places = np.searchsorted(keys, own)
+        known = places < len(keys)
+        known[known] = keys[places[known]] == own[known]
+        found |= {int(places[row]): f"{shard.name} {names[row]}" for row in np.flatnonzero(known)}
+    every = {place: name for part in processes.gather_objects(found) for place, name in part.items()}
+    return [every.get(place, "") for place in range(len(keys))] if every else None
+
+
 def ledger_lines(ledger: Ledger, folder: str | Path) -> Iterator[str]:
     """What a ledger that was written into a folder says, for a person."""
     wrong, expected = len(ledger.wrong(CERTAIN)), float(ledger.p_wrong.sum())
-    yield (
-        f"About {expected:,.0f} of {len(ledger):,} pairs do not seem to belong together, {wrong:,} of them with a "
-        f"probability of at least {CERTAIN:g}. `--exclude {Path(folder, LEDGER_FILE)}:{CERTAIN:g}` trains without "
-        "these."
-    )
+    file = Path(folder, LEDGER_FILE)
+    if not wrong and expected < 0.5:
+        yield f"None of {len(ledger):,} pairs seems wrong. The score of each is in {file}."
+    else:
+        yield (
+            f"About {expected:,.0f} of {len(ledger):,} pairs do not seem to belong together, {wrong:,} of them with a "
+            f"probability of at least {CERTAIN:g}."
+            + (f" `infcl train --exclude {file}:{CERTAIN:g}` trains without these." if wrong else "")
+        )
     if ledger.caption and any(ledger.caption):
         yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
-        yield f"The {min(SHOWN, len(ledger))} most suspicious are in {Path(folder, SHEET_FILE)}: look at them first."
+        yield f"The {min(SHOWN, len(ledger))} pairs with the lowest scores are drawn in {Path(folder, SHEET_FILE)}."

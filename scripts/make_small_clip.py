@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Make a small CLIP of random weights for one's own images and captions, without the network, to try the package with.
+
+    python scripts/make_small_clip.py --dataset my/images --output_dir outputs/clip-init
+
+writes a CLIPModel and its processor as `from_pretrained` loads them. The tokenizer is learned from the captions of the
+data set, so the model is meant for these alone.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+from hf_infcl import ImageTextDataset, load_pairs
+
+MOST_TOKENS = 77  # of a text, as in CLIP
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dataset", required=True, help="pairs, as `infcl train` takes them: a folder or a Hub id")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--caption_column", default="caption")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--image_size", type=int, default=32, help="height and width in pixels")
+    parser.add_argument("--patch_size", type=int, default=8)
+    parser.add_argument("--width", type=int, default=128, help="of both towers and of the embeddings")
+    parser.add_argument("--layers", type=int, default=2, help="of each tower")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="the most tokens to learn")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    pairs = ImageTextDataset(load_pairs(args.dataset, split=args.split), caption_column=args.caption_column)
+    captions = [caption for of_image in pairs.sample_captions(len(pairs)) for caption in of_image]
+    sizes = {
+        name: getattr(args, name) for name in ("image_size", "patch_size", "width", "layers", "vocabulary", "seed")
+    }
+    model, processor = small_clip(captions, **sizes)
+    for part in (model, processor):
+        part.save_pretrained(args.output_dir)
+    print(
+        f"{args.output_dir}: CLIPModel of {model.num_parameters():,} random weights for images of {args.image_size} "
+        f"pixels, a vocabulary of {len(processor.tokenizer)} tokens from {len(captions):,} captions"
+    )
+
+
+def small_clip(
+    captions: list[str],
+    *,
+    image_size: int,
+    patch_size: int,
+    width: int = 64,
+    layers: int = 2,
+    vocabulary: int = 512,
+    seed: int = 0,
+) -> tuple[CLIPModel, CLIPProcessor]:
+    """An untrained CLIP of two small transformers, and its processor with a tokenizer learned from the captions."""
+    processor = CLIPProcessor(
+        image_processor=CLIPImageProcessorPil(
+            size={"shortest_edge": image_size},
+            crop_size={"height": image_size, "width": image_size},
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        ),
+        tokenizer=train_tokenizer(captions, vocabulary),
+    )
+    tokenizer = processor.tokenizer
+    tower = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 16,
+    }
+    config = CLIPConfig(
+        text_config={
+            **tower,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": tokenizer.model_max_length,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={**tower, "image_size": image_size, "patch_size": patch_size},
+        projection_dim=width,
+    )
+    torch.manual_seed(seed)
+    return CLIPModel(config), processor
+
+
+def train_tokenizer(captions: list[str], vocabulary: int = 512) -> CLIPTokenizer:
+    """A CLIP tokenizer (lower-case byte-level BPE, words end in </w>) learned from the captions.
+
+    CLIP's text tower takes its result from the first <|endoftext|>, so unknown characters must not be mapped to it, as
+    CLIPTokenizer does by default. Its id must not be 2, which CLIPTextModel takes as a sign of old configurations.
+    """
+    special = ["<|startoftext|>", "<|endoftext|>", "<|unknown|>"]
+    untrained = CLIPTokenizer(vocab={token: index for index, token in enumerate(special)}, unk_token=special[2])
+    trained = untrained.train_new_from_iterator(captions, vocab_size=vocabulary, show_progress=False)
+    # The trainer numbers tokens in the order of a hash table, which varies. Sorting makes runs repeatable.
+    tokens = special + sorted(trained.get_vocab().keys() - set(special))
+    merges = json.loads(trained.backend_tokenizer.to_str())["model"]["merges"]
+    tokenizer = CLIPTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[tuple(merge) for merge in merges],
+        unk_token=special[2],
+    )
+    longest = max(len(ids) for ids in tokenizer(captions).input_ids)
+    tokenizer.model_max_length = min(2 * longest, MOST_TOKENS)  # room for prompts longer than any caption
+    return tokenizer
+
+
+if __name__ == "__main__":
+    main()
