@@ -6,18 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
-from .declaring import ExclusiveOptionsError, Facts, Listing, declared_facts, declared_listing
-from .theirs import facts_of_theirs, listing_of_theirs
+from .declaring import ExclusiveOptionsError, Facts, declared_facts
+from .theirs import facts_of_theirs
 
 
 def facts_by_name(kind: Any) -> dict[str, Facts]:
     """The facts of each field of a dataclass of options, or of an instance of one."""
     return {one.name: declared_facts(one) or facts_of_theirs(one.name) for one in fields(kind)}
-
-
-def listings_by_name(kind: type[Any]) -> dict[str, Listing]:
-    """How the help lists each field of a dataclass of options, whether of the training or of a command."""
-    return {one.name: declared_listing(one) or listing_of_theirs(one.name) for one in fields(kind)}
 
 
 def check_values(
