@@ -17,7 +17,7 @@ from ..data import ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import MicroBatches, StepSides
+from ..data.stream_batches import MicroBatches, Sides
 from ..data.wrapped import gives
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import BatchSchedule
@@ -224,7 +224,7 @@ class MixedRows(MicroBatches):
             seconds = time.perf_counter() - began + tag["seconds"] + tag_of_old["seconds"]
             yield batch, {"parts": [tag, tag_of_old], "seconds": seconds, "pairs": len(new) + len(old)}
 
-    def set_sides(self, sides: StepSides | None, step: int) -> None:
+    def set_sides(self, sides: Sides | None, step: int) -> None:
         for part in self._parts:
             part.set_sides(sides, step)
 

@@ -83,7 +83,8 @@ class TrainingData:
             self._skipped = 0
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
-        self._sides, self._begin = args.image_sizes(course), begin
+        self._begin, sizes = begin, args.image_sizes(course)
+        self._sides = None if sizes is None else sizes.smaller_at
         self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)
         self._epoch = _Epoch()
 

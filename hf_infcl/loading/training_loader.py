@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from ..data.collator import DataCollator
-from ..data.stream_batches import MicroBatches, StepSides
+from ..data.stream_batches import MicroBatches, Sides
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.preemption import heed_parent_alone
 from .batch_plan import BatchPlan
@@ -78,7 +78,7 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), self._length):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, windows: int, step: int, sides: StepSides | None, rows: Any) -> None:
+    def begin_epoch(self, epoch: int, windows: int, step: int, sides: Sides | None, rows: Any) -> None:
         """Begins an epoch with this step, in which ``windows`` global batches are trained already.
 
         Args:

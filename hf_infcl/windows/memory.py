@@ -53,11 +53,6 @@ class WindowMemory:
             clear_device_cache()
         self._batch, self._graphs = list(window.sizes[0]), graphs
 
-    def fetch(self, window: Window, order: list[int]) -> None:
-        """With ``offload_inputs``, lets the inputs arrive on the device in the order in which they are encoded."""
-        if self.fetcher is not None:
-            window.fetch(self.fetcher, order)
-
     def after_backward(self, window: Window, index: int, step: int) -> None:
         """Lets go of a micro-batch after its backward."""
         window.release(index)

@@ -25,7 +25,6 @@ from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
 from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
-from .encoding import MicroBatchEncoder
 from .extensions import NO_ROWS, Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .gradient_noise import GradientNoise
 from .memory import WindowMemory
@@ -36,7 +35,7 @@ from .selection import WithoutNoisyPairs
 from .setup import Setup
 from .skipping import SkippedWindows
 from .temperature import Temperature
-from .terms import KeptFeatures
+from .terms import OF_TEACHERS, KeptFeatures
 from .window import MicroBatch, Window, WindowLoss
 
 
@@ -109,17 +108,7 @@ class WindowStep:
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
         self._temperature = Temperature(setup, self._wrapper, warns=course is not None and course.steps > 0)
-        changes = of_kind(self.extensions, StepChange)
-        self._encoder = MicroBatchEncoder(
-            setup.encoder,
-            prepare_inputs,
-            changes,
-            of_kind(self.extensions, LossTerm),
-            self.memory,
-            phases,
-            compiled=compiled,
-            resizes=args.global_batch_schedule is not None or any(change.resizes for change in changes),
-        )
+        self._prepare_inputs = prepare_inputs
 
     # ---- The step ----
 
@@ -207,15 +196,42 @@ class WindowStep:
         self, model: nn.Module, window: Window, micro_batches: Sequence[MicroBatch]
     ) -> CachedWindow[MicroBatch]:
         passes = CachedWindow(
-            partial(self._encoder.encode, model, window),
+            partial(self._encode, model, window),
             micro_batches,
             device=self._setup.args.device,
             retain=self.memory.graph_budget.graphs(self._wrapper.most_graphs(len(window))),
             keep_grad_mode=self._compiled,
             buffers=model.buffers(),
         )
-        self.memory.fetch(window, passes.order)
+        if self.memory.fetcher is not None:  # the inputs arrive in the order in which both passes encode them
+            window.arrive(self.memory.fetcher.fetch(window.batches[index] for index in passes.order))
         return passes
+
+    def _encode(self, model: nn.Module, window: Window, micro_batch: MicroBatch) -> Features:
+        """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
+
+        The first time, it also computes what the terms compare them with.
+        """
+        self._phases.note_progress()
+        if window.encoded == 1:
+            self.memory.collect_after_compiling()
+        inputs = self._prepare_inputs(window.inputs(micro_batch))
+        changes = of_kind(self.extensions, StepChange)
+        for change in changes:
+            inputs = change.inputs(inputs)
+        resizes = self._setup.args.global_batch_schedule is not None or any(change.resizes for change in changes)
+        if self._compiled and resizes and "pixel_values" in inputs:  # for each size, rather than once for all
+            torch._dynamo.mark_static(inputs["pixel_values"])
+        # Leaving out a tower would trigger another compilation of a compiled model.
+        frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
+        embeds = self._setup.encoder.embed(model, inputs, frozen_outputs)
+        if micro_batch.references is None:
+            terms = of_kind(self.extensions, LossTerm)
+            micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in terms]
+            for name in [name for name in micro_batch.inputs if name.startswith(OF_TEACHERS)]:
+                del micro_batch.inputs[name]  # images of another size may take much memory
+        # DeepSpeed's fp16 has no autocast that returns fp32.
+        return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
 
     @contextmanager
     def _gradient_sync(self, *, last: bool) -> Iterator[None]:
@@ -280,7 +296,7 @@ class WindowStep:
             return window
         dealt = DealtAnew(window, micro_batches, taking_part, count, self.memory.fetcher)
         passes.deal_anew(
-            partial(self._encoder.encode, model, dealt.window),
+            partial(self._encode, model, dealt.window),
             dealt.micro_batches,
             dealt.rows(gradients_in_order(window, passes.gradients)),
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..encoders.dual_encoder import images_of
 from ..loss import contrastive_loss
 from ..passes.grad_cache import Features
-from ..passes.offload import Fetcher
 from ..processes.collectives import Processes
 from .texts import deal_texts
 
@@ -68,10 +67,6 @@ class Window:
 
     def __len__(self) -> int:
         return len(self.batches)
-
-    def fetch(self, fetcher: Fetcher, order: list[int]) -> None:
-        """Lets the micro-batches arrive on the device one by one, in the order in which both passes encode them."""
-        self.arrive(fetcher.fetch(self.batches[index] for index in order))
 
     def arrive(self, inputs: Iterator[Mapping[str, Tensor]]) -> None:
         """Takes the inputs of the micro-batches from here, in the order in which they are encoded."""
