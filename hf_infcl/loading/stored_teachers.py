@@ -80,17 +80,14 @@ def describe_views(part: ImageTextDataset | ImageTextStream, count: int | None) 
     """Text that determines the first ``count`` views of each image of a set; None for unchanged images."""
     if count is None:
         return None
-    seed = part.seed if isinstance(part, ImageTextStream) else part.options["seed"]
-    return {"count": count, "seed": seed, **{name: part.options[name] for name in ("augmentation", "min_side")}}
+    return {"count": count, "seed": part.seed, **{name: part.options[name] for name in ("augmentation", "min_side")}}
 
 
 class _DataSet:
     """A table or a stream of the training set, which is compared with what was embedded.
 
     Args:
-        part: the table or the stream.
         number: its place among the tables and streams of the training set.
-        sides: that are taught.
 
     Raises:
         ValueError: its captions have no stored embeddings.
