@@ -332,11 +332,7 @@ def _as_array(image: object) -> np.ndarray | None:
 
 
 def text_positions(config: PretrainedConfig | None) -> int | None:
-    """The largest number of tokens of a text, special ones included; None if the config states none.
-
-    Args:
-        config: of the model, with a ``text_config``.
-    """
+    """The largest number of tokens of a text, special ones included; None if the config states none."""
     text: Any = getattr(config, "text_config", None)
     rows: int | None = getattr(text, "max_position_embeddings", None)
     if rows is None or getattr(text, "model_type", None) not in _LIKE_ROBERTA:

@@ -122,7 +122,6 @@ class StreamBatches(MicroBatches):
     """The micro-batches of an `ImageTextStream` for one process.
 
     Args:
-        stream: the source of the pairs, an `ImageTextStream`.
         batch_size: the number of pairs of a micro-batch; or the `Shares` of this stream from the checkpoint on.
         collate: turns a list of items into a batch.
         rank, world_size: this process and the number of processes.

@@ -24,23 +24,16 @@ from .tower_outputs import PlaceholderText, embeds_of, part_of, pooled, remember
 
 @dataclass(frozen=True)
 class ModelType:
-    """A type of dual encoder.
+    """A type of dual encoder."""
 
-    Attributes:
-        objective: the objective that its models were designed for.
-        temperature: the name of the temperature's parameter: ``"logit_scale"``, the logarithm of the multiplier, or
-            ``"temperature"``, a divisor.
-        temperature_shape: its shape in transformers.
-        tower_of_one_size: the model_type of its vision tower, if that has an embedding for each patch of an image of
-            one size.
-        unused: a part of the names of parameters on which no embedding depends.
-    """
-
-    objective: str = "softmax"
+    objective: str = "softmax"  # that its models were designed for
+    # The name of the temperature's parameter: "logit_scale", the logarithm of the multiplier, or "temperature", a
+    # divisor; and its shape in transformers.
     temperature: str = "logit_scale"
     temperature_shape: tuple[int, ...] = ()
+    # The model_type of its vision tower, if that has an embedding for each patch of an image of one size.
     tower_of_one_size: str | None = None
-    unused: str | None = None
+    unused: str | None = None  # a part of the names of parameters on which no embedding depends
 
 
 # The model types of transformers whose logits are a scaled product of one image vector and one text vector.
@@ -109,14 +102,12 @@ class DualEncoder:
     Args:
         model: a dual encoder of transformers or one's own (see `known_type`), without DDP around it; PEFT adapters
             inside are fine.
-        dims: see the attribute.
 
     Raises:
         ValueError: the model is not a dual encoder that this package supports, its class has only one tower, or the
             model was split over devices or processes while it was loaded.
 
     Attributes:
-        model: the model.
         base: the model without PEFT adapters around it, whose attributes can be set.
         objective: the objective that the model was designed for, ``"softmax"`` or ``"sigmoid"``.
         temperature_name: the name of the temperature's parameter.

@@ -39,7 +39,6 @@ def resize_images(encoder: DualEncoder, size: int) -> None:
     the size as it is.
 
     Args:
-        encoder: the model, which is changed.
         size: height and width in pixels.
 
     Raises:

@@ -48,7 +48,6 @@ def compute_in_bf16(model: nn.Module, *, wanted: bool) -> None:
 
     Args:
         model: unwrapped, PEFT adapters included.
-        wanted: whether in bf16.
     """
     if wanted and not hasattr(model, _WANTED):
         # Bound to the model, so that a deep copy of the model has a forward of its own.

@@ -54,7 +54,6 @@ def check_in_bf16(accelerator: Accelerator, checkpointing: Sequence[str]) -> Non
     """Raises a ValueError for settings of a training with which ``bf16_activations`` does not work.
 
     Args:
-        accelerator: of the training.
         checkpointing: the options that are set and compute layers again in the backward.
     """
     if accelerator.mixed_precision != "bf16":

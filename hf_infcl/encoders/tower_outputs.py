@@ -29,8 +29,6 @@ def pooled(output: object, module: nn.Module, what: str, *, of_transformers: boo
     """One vector for each input, [n, H]: the output of a tower, or its ``pooler_output``.
 
     Args:
-        output: of the tower.
-        module: the tower.
         what: its name for the error.
         of_transformers: whether only outputs of transformers are taken, because a forward will get the vectors in one.
 
@@ -96,7 +94,6 @@ class PlaceholderText:
     to run only once. But they have to be finite: in the backward they are multiplied by gradients of 0.
 
     Args:
-        tower: the text tower.
         projection: the module that takes its output, if any.
     """
 

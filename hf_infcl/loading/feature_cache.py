@@ -69,7 +69,6 @@ class CachedStart(Dataset[dict[str, Any]]):
     Item i is the dataset's item i with ``at_start`` [1 + captions, D] fp32, of its image and of its captions.
 
     Args:
-        items: the dataset.
         features: for each row of it the bytes of the embeddings of its image and of all its captions.
     """
 
@@ -114,11 +113,9 @@ def cached(
         folder: a folder that all processes can read; any number of datasets and models can share it.
         tower: what is frozen. Its weights and its config are part of the fingerprint.
         encode: maps a batch of the collator to the features of its rows, in host memory.
-        collator: prepares the inputs.
         dtype: the dtype of the tower's computation, which is part of the fingerprint.
         agree: called before each shard of a process and at the end; collective. It raises an error on all processes if
             one has failed, and may end the training.
-        batch_size, num_workers, pin_memory: of the data loader.
 
     Returns:
         A dataset of the bytes of the features, in fp32, by row.
@@ -154,14 +151,7 @@ def cached(
 def for_each_missing(
     count: int, is_there: Callable[[int], bool], compute: Callable[[int], None], agree: Callable[[], object]
 ) -> None:
-    """Computes what is missing among the numbers 0 to ``count - 1``; the processes take turns. Collective.
-
-    Args:
-        count: of the numbers.
-        is_there: whether a number needs no computation.
-        compute: called with each other number, by one process.
-        agree: see `cached`.
-    """
+    """Computes what is missing among the numbers 0 to ``count - 1``; the processes take turns. Collective."""
     processes = Processes()
     for first in range(0, count, processes.world_size):
         agree()
@@ -178,11 +168,8 @@ def check_cacheable(
     """Raises a ValueError if the features of the images are not the same at every step, or cannot be used.
 
     Args:
-        pairs: the training set.
         tower: the frozen image tower, if any.
-        collator: of the training.
         keeps: whether the embeddings of the start are cached.
-        sharded, compiled: whether the model is.
     """
     reason = ""
     if tower is None and not keeps:
@@ -213,9 +200,6 @@ def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, d
 
     Args:
         content: what ``image_fingerprint`` of the dataset returns.
-        tower: whose weights and config count.
-        collator: prepares the images.
-        dtype: of the computation.
     """
     digest = hashlib.sha256(f"2 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
     # The config has what the weights do not show, and the printed modules show what was changed after loading.

@@ -124,12 +124,6 @@ def training_loader(
 ) -> TrainingLoader:
     """The training loader of a dataset that `is_own`; see `TrainingLoader`.
 
-    Args:
-        dataset: the training set.
-        collator: of its rows.
-        setup: of the training.
-        plan, states: as for `TrainingLoader`.
-
     Raises:
         ValueError: as `TrainingLoader`; or the main process should read a dataset with a length for all.
     """
@@ -191,8 +185,6 @@ def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[T
     """A batch on the device whose uint8 images are normalised there by the collator.
 
     Args:
-        inputs: the batch.
-        collator: the data collator.
         prepare: Trainer's preparation of a tensor, which under DeepSpeed casts to the dtype of the model.
     """
     pixel_values = inputs.get("pixel_values")
@@ -281,7 +273,6 @@ def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoade
     Args:
         loader: a loader of the whole stream, with at most one worker, because the batches of several workers end at
             different rows.
-        device: the device to which the batches are moved.
     """
     return prepare_data_loader(
         loader, device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=rows_of_one_process

@@ -21,28 +21,18 @@ _TOKENIZED = 2_000  # captions whose tokens are counted
 
 @dataclass(frozen=True)
 class CutCaptions:
-    """The captions of a dataset that exceed the model's limit.
+    """The captions of a dataset that exceed the model's limit."""
 
-    Args:
-        share: the share of the captions that are cut.
-        captions: the number of captions that were counted.
-        limit: the tokens of a caption that the model reads, including special ones.
-    """
-
-    share: float
-    captions: int
-    limit: int
+    share: float  # of the captions that are cut
+    captions: int  # that were counted
+    limit: int  # the tokens of a caption that the model reads, including special ones
 
 
 @dataclass
 class CaptionNotices:
-    """Looks once at the captions of each dataset, and warns about those that are cut or repeated.
+    """Looks once at the captions of each dataset, and warns about those that are cut or repeated."""
 
-    Attributes:
-        cut: by the name of the dataset; only datasets with captions that are cut.
-    """
-
-    cut: dict[str, CutCaptions] = field(default_factory=dict)
+    cut: dict[str, CutCaptions] = field(default_factory=dict)  # by the name of the dataset, of those that are cut
     _seen: set[str] = field(default_factory=set)
 
     def look(self, name: str, datasets: Iterable[Any], collator: object, batch_size: int | None = None) -> None:
@@ -85,8 +75,6 @@ class CaptionNotices:
 
         Args:
             train: the training set; one of several parts has them by their names in ``parts``.
-            evaluated: an evaluation set, or a mapping of them.
-            collator, batch_size: as for `look`.
         """
         parts: Mapping[str, object] = getattr(train, "parts", {"training set": train})
         for name, part in parts.items():
@@ -102,11 +90,7 @@ def cut_captions(captions: list[str], collator: ContrastiveCollator) -> CutCapti
 
 
 def repeated_captions(sample: list[list[str]]) -> int:
-    """The number of images with a caption that reads the same as one of another image.
-
-    Args:
-        sample: the captions of each image.
-    """
+    """The number of images with a caption that reads the same as one of another image."""
     ids = [{caption_pair_id(caption) for caption in captions} for captions in sample]
     times = collections.Counter(number for own in ids for number in own)
     return sum(any(times[number] > 1 for number in own) for own in ids)

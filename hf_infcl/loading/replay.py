@@ -186,9 +186,6 @@ def make_micro_batches(
     """The micro-batches of one process from a table or an `ImageTextStream`.
 
     Args:
-        dataset: the source.
-        share: its part of each micro-batch.
-        collate: turns a list of items into a batch.
         order: the arguments of `TableRows` that decide about the order and the items of a table.
         states: the `state` of every process of the checkpoint to resume from, for sources that have one.
         **where: ``rank``, ``world_size``, ``num_workers`` and ``keyed``.
@@ -205,8 +202,6 @@ class MixedRows(MicroBatches):
         parts: the micro-batches of the new pairs and of the old pairs, not collated.
         collate: turns the items of both, the new ones first, into a batch. The batch also gets ``new_images``, the
             number of new ones.
-        plan: of the training.
-        world_size: the number of processes.
     """
 
     def __init__(

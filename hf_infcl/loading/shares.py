@@ -23,7 +23,6 @@ class SourceShare(Shares):
     Micro-batches are counted on all processes, from where the plan begins.
 
     Args:
-        plan: of the training.
         is_old: whether the source has the old pairs or the new ones; None if it is the only one.
 
     Attributes:

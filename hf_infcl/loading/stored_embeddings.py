@@ -26,14 +26,9 @@ SAMPLED = 32  # rows by which a table is recognised
 class StoredEmbeddings:
     """A folder of embeddings.
 
-    Args:
-        folder: that `infcl embed --format npy` has written.
-
     Attributes:
-        folder: the same.
         record: what was embedded, with which model.
         kinds: which of "images" and "texts" it has.
-        width: of the embeddings.
 
     Raises:
         ValueError: there is no such folder, it is not complete, of another format or damaged.
@@ -154,7 +149,6 @@ def described_table(
     """By what a table is recognised: its length, and hashes of a few images and of the captions of a few rows.
 
     Args:
-        rows: their number.
         encoded: returns the image file of a row; None without images.
         captions: returns the usable captions of a row; None without captions.
     """

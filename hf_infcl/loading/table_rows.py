@@ -39,12 +39,8 @@ class TableRows(MicroBatches):
     no global batch has one twice: as many stay as the largest batch has.
 
     Args:
-        dataset: the table.
-        share: its part of each micro-batch.
-        collate: turns a list of items into a batch.
         shuffle: whether each pass is shuffled anew; otherwise the rows keep the dataset's order, and a pass begins with
             the row after the last one of the pass before.
-        seed: the seed of the shuffling.
         rank, world_size, num_workers, keyed: as for `StreamBatches`.
         filled: makes values of keys that the items lack, from words for the place of a row.
         state: in a replay, the `state` in the checkpoint to resume from, as any process wrote it.

@@ -28,7 +28,6 @@ class TrainingCollator:
     gets ``pair_keys`` [images] int64.
 
     Args:
-        collate: the data collator of the trainer.
         setup: names the teachers and the vocabulary.
     """
 
@@ -59,7 +58,6 @@ class ModelInputs:
     Args:
         collator: of the teacher; None if it reads what the student reads.
         images, texts: whether the collator prepares them, because the student reads different ones.
-        number: of the teacher.
     """
 
     def __init__(
@@ -87,11 +85,8 @@ class StoredInputs:
     """The inputs of a teacher whose embeddings were stored: looked up by the place of each item in its data set.
 
     Args:
-        embeddings: the folder.
         sets: the numbers of the data sets whose embeddings it has.
-        sides: that are taught.
         partial: whether items without an embedding are left out, and all batches say which.
-        number: of the teacher.
     """
 
     def __init__(

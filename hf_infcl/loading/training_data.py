@@ -44,8 +44,6 @@ class TrainingData:
 
     Args:
         loader: the training loader; None before there is one.
-        args: the arguments of the training.
-        resumed: the record of the checkpoint that the training resumes from, if any.
         collator: the data collator, which knows how captions are padded.
         course: the samples of the steps of the training, over which ``image_size_schedule`` changes the images. None
             before it begins.
@@ -131,9 +129,6 @@ class TrainingData:
         Args:
             read: takes a number of batches from an iterator: `Trainer.get_batch_samples`.
             epoch_iterator: of Trainer's loop; a `TrainingLoader` reads from one that lasts for the whole training.
-            step: the number of trained optimizer steps.
-            equal_ids: ``"exclude"`` or ``"positive"``.
-            interruptions: of the training.
 
         Raises:
             ValueError: the collator returns batches that cannot be trained on; the stream is shorter than a global

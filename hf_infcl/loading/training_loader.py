@@ -30,9 +30,6 @@ class TrainingLoader(DataLoader[Any]):
 
     Args:
         dataset: the training set. An epoch of a `Replayed` ends with its new pairs.
-        collate: the data collator.
-        args: the arguments of the training.
-        plan: of its global batches.
         device: the device to which batches are moved; None leaves them in host memory.
         states: the `state` of every process of the checkpoint to resume from, for data that has one.
 

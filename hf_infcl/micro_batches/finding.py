@@ -46,10 +46,8 @@ def find_micro_batches(
     stream, which its order depends on, stays that of the checkpoint.
 
     Args:
-        setup: of the training.
         record: the record of the checkpoint that the training resumes from, if any.
         batches_of: returns an iterable of the batches of a training loader, of which one is read.
-        prepare_inputs: moves a batch to the device.
 
     Returns:
         The micro-batch.

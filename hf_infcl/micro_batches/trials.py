@@ -42,11 +42,9 @@ class Trials:
     """Tries windows on this process alone, whatever the other processes do.
 
     Args:
-        setup: of the training.
         batch: one of its data loader, whose rows are repeated.
         longest: the tokens of the longest texts; None for those of the batch.
         padding: as for `deal_texts`.
-        prepare_inputs: moves a batch to the device.
         own: the pairs of a window on this process.
     """
 

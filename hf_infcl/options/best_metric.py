@@ -12,11 +12,7 @@ from .metric_sums import parse_terms
 
 
 def use_of_metric(options: Any) -> str | None:
-    """The option for which Trainer looks up a metric after every evaluation, or None if there is no such option.
-
-    Args:
-        options: training arguments, or a namespace of them.
-    """
+    """The option for which Trainer looks up a metric after every evaluation, or None if there is no such option."""
     schedule = getattr(options.lr_scheduler_type, "value", options.lr_scheduler_type)
     uses = {
         "early_stopping_patience": options.early_stopping_patience is not None,
@@ -29,12 +25,7 @@ def use_of_metric(options: Any) -> str | None:
 
 
 def check_metric_of_training(options: Any, evaluated: Any) -> None:
-    """Raises a ValueError if a training would look up a metric that its evaluations do not measure.
-
-    Args:
-        options: training arguments.
-        evaluated: the evaluation set, or a mapping of them.
-    """
+    """Raises a ValueError if a training would look up a metric that its evaluations do not measure."""
     use = use_of_metric(options)
     if use is not None and options.eval_strategy != "no":
         check_metric(str(options.metric_for_best_model), metrics_of(evaluated), use)

@@ -276,12 +276,7 @@ def _check_cache_folder(args: Any) -> None:
 
 
 def check_command(data: Any, args: Any) -> None:
-    """Raises an ExclusiveOptionsError for options of `infcl train` that contradict each other.
-
-    Args:
-        data: the `DataOptions` of the command.
-        args: `InfCLTrainingArguments`.
-    """
+    """Raises an ExclusiveOptionsError for options of `infcl train` that contradict each other."""
     if data.overwrite_output_dir and args.resume_from_checkpoint:
         raise ExclusiveOptionsError(
             "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "

@@ -62,15 +62,10 @@ NUMBER = Range(Real, "a number", lambda value: True)
 
 @dataclass(frozen=True)
 class HelpPlace:
-    """The place of an option in the short help of a training.
+    """The place of an option in the short help of a training."""
 
-    Attributes:
-        heading: one of `HEADINGS`.
-        number: its place under the heading, in rising order; by default after all that have a number.
-    """
-
-    heading: str
-    number: float = math.inf
+    heading: str  # one of `HEADINGS`
+    number: float = math.inf  # its place under the heading, in rising order; by default after all that have a number
 
     def __post_init__(self) -> None:
         if self.heading not in HEADINGS:
@@ -79,33 +74,23 @@ class HelpPlace:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the package has to know of an option, besides its type, default and help.
+    """What the package has to know of an option, besides its type, default and help."""
 
-    Attributes:
-        decides: whether it decides what is trained, so that a resume with another value is a change.
-        one_machine: whether machines of one training may set it differently.
-        plans: whether `infcl plan` reads it.
-        choices: the values that it may have, besides its default, or a function that returns them where importing
-            them takes long; empty for any.
-        within: the numbers that it may be, besides None where that is the default.
-        needs: another option without which it has no effect, as ``name`` or ``name=value``.
-        card: its row in a model card, where it has another value than its default; after a colon the words of the row,
-            with {} for the value. Empty for none.
-        short_help: its place in the short help of a training, which lists it only if it has one.
-        help_in_command: what a command says of it in place of its help; empty if that serves there, too.
-        of_one_set: whether it only says how one data set is read. The name of the set has room for that (see
-            `hf_infcl.options.sets`), so no short help lists the option.
-    """
-
-    decides: bool = False
-    one_machine: bool = False
-    plans: bool = False
+    decides: bool = False  # whether it decides what is trained, so that a resume with another value is a change
+    one_machine: bool = False  # whether machines of one training may set it differently
+    plans: bool = False  # whether `infcl plan` reads it
+    # The values that it may have, besides its default, or a function that returns them where importing them takes long;
+    # empty for any.
     choices: Collection[str] | Callable[[], Collection[str]] = ()
-    within: Range | None = None
-    needs: str = ""
+    within: Range | None = None  # the numbers that it may be, besides None where that is the default
+    needs: str = ""  # another option without which it has no effect, as "name" or "name=value"
+    # Its row in a model card, where it has another value than its default; after a colon the words of the row, with {}
+    # for the value. Empty for none.
     card: str = ""
-    short_help: HelpPlace | None = None
-    help_in_command: str = ""
+    short_help: HelpPlace | None = None  # its place in the short help of a training, which lists only such options
+    help_in_command: str = ""  # what a command says of it in place of its help; empty if that serves there, too
+    # Whether it only says how one data set is read. The name of the set has room for that (see `options.sets`), so no
+    # short help lists the option.
     of_one_set: bool = False
 
 

@@ -21,9 +21,7 @@ def check_values(
     """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs.
 
     Args:
-        options: has the values.
         declared: the dataclass that declares the options, if that is not the class of ``options``.
-        chosen: which of them are checked.
     """
     facts_of_all = facts_by_name(options if declared is None else declared)
     for one in fields(options if declared is None else declared):

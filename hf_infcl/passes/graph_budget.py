@@ -13,7 +13,6 @@ class GraphBudget:
     Args:
         wanted: the number, or None for as many as fit into the memory of the GPU. This is measured in the second
             window, because the optimizer's state is created at the end of the first; until then, one graph is kept.
-        device: the device of the model.
 
     Attributes:
         affordable: the number of graphs that fit, or None before it was measured.

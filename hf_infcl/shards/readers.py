@@ -52,7 +52,6 @@ class TarReader:
     """Samples of webdataset tar files: successive files whose names are equal up to the first dot of the last part.
 
     Args:
-        columns: the parts of a sample.
         urls: the shards; their first samples show which images and captions exist. At least one of these samples must
             have a negative caption.
 
@@ -213,7 +212,6 @@ class ParquetReader:
     """Rows of parquet files; only the needed columns are read, and only the row groups from the position on.
 
     Args:
-        columns: the parts of a sample.
         urls: the shards; the first one determines the columns.
 
     Attributes:

@@ -17,8 +17,6 @@ def saved_early(
 
     Args:
         number: the signal's.
-        state: Trainer's.
-        checkpoints: those of the training.
         trained: whether it has trained any step.
         saves: save a checkpoint of the last step, and tell the callbacks of it.
     """

@@ -90,7 +90,6 @@ class Evaluator:
         setup: the model, its arguments and its loss, and the data collator, which tokenizes prompts if it has a method
             ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
-        prepare_inputs: moves a batch to the device.
         notices: looks at the captions of a set, on the main process.
         state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
             number of its images and the resampled values of its score; later it compares with them.
@@ -206,7 +205,6 @@ class Evaluator:
 
         Args:
             loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.
-            dataloader: the loader.
             prefix: of the names of the metrics.
         """
         if self._args.process_index == 0:

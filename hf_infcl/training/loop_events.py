@@ -88,8 +88,6 @@ def add_own_callbacks(
     """Adds the callbacks of this package to those of a trainer.
 
     Args:
-        handler: of Trainer.
-        args: the arguments of the training.
         begin_training: as for `LoopEvents`.
         plan: as for `BarOfSamples`.
     """

@@ -42,7 +42,6 @@ def create_muon(
 
     Args:
         model: unwrapped.
-        args: `InfCLTrainingArguments`.
         decaying: the names of the parameters that decay.
         accelerator: the accelerator. Processes that hold equal parameters share the matrices among themselves.
 

@@ -32,9 +32,6 @@ ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 class Optimization:
     """The optimizer of a training and its schedule: creates them, and knows where they come from.
 
-    Args:
-        args: the arguments of the training.
-
     Attributes:
         creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
             passed, or come from DeepSpeed's config.
@@ -61,9 +58,7 @@ class Optimization:
         """The optimizer that was passed, or Trainer's or Muon with the learning rates that the options set.
 
         Args:
-            setup: the setup of the training.
             given: the optimizer that was passed or created before, if any.
-            create: the method of Trainer.
             decaying: returns the names of the parameters that decay.
             settings_for: as for `check_optimizer_options`; None if the class of the optimizer was passed.
 
@@ -98,10 +93,7 @@ class Optimization:
         """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
 
         Args:
-            optimizer: the optimizer.
             given: the schedule that was passed or created before, if any.
-            create: the method of Trainer.
-            course: the course of the training.
 
         Raises:
             ValueError: the schedule does not take its options.
@@ -123,7 +115,6 @@ def errors_of_options(args: InfCLTrainingArguments, kind: str, further: str, mad
     """Within the context, an error of a constructor becomes a ValueError that names the options ``kind``, ``further``.
 
     Args:
-        args: the arguments.
         kind, further: the names of the option that selects a class, and of that with its settings.
         made: what the class makes.
     """
@@ -216,8 +207,6 @@ def average_weights(optimizer: Optimizer | None, args: InfCLTrainingArguments, m
 
     Args:
         optimizer: the optimizer, or what accelerate and DeepSpeed have wrapped it in; None before there is one.
-        args: the arguments.
-        model: the model that is trained, unwrapped.
     """
     if args.ema_decay is None or optimizer is None:
         return
@@ -261,7 +250,6 @@ def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> l
     """The parameters that decay: those of ``names`` that are matrices, tables or convolutions.
 
     Args:
-        model: the model.
         names: of the parameters that Trainer would let decay.
         exempt: regular expressions that match parts of the names of further parameters that do not decay.
 
@@ -282,9 +270,6 @@ def set_learning_rates(
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
 
     Args:
-        optimizer: an optimizer before its first step.
-        encoder: the model.
-        args: the arguments of the training.
         beside: parameters that train beside the model; they form a separate group.
 
     Raises:
@@ -312,7 +297,6 @@ def over_samples(schedule: LRScheduler, course: Course, *, by_batch: bool) -> No
 
     Args:
         schedule: of transformers, whose factors are functions of the step.
-        course: the course of the training.
         by_batch: whether the rates are those of the last batch, and the rate of each batch of a `BatchPlan` is
             in proportion (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
     """

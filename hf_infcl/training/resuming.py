@@ -72,8 +72,6 @@ def make_record(
     """What a checkpoint says of the run and of how far it has come; collective.
 
     Args:
-        setup: of the run.
-        data, window_step, optimization: the parts of its training.
         stages: `Resumption.stages`.
         progress: the pairs and the optimizer steps that were trained.
     """
@@ -137,7 +135,6 @@ def make_resumption(setup: Setup, resumes: str | bool | None, repository: str | 
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
     Args:
-        setup: of the run.
         resumes: as for `InfCLTrainer.train`.
         repository: the one of the Hub that the run pushes to, if it is known.
 
@@ -162,7 +159,6 @@ class Resumption:
         allows_changes: whether the run may differ from that of the checkpoint (``resume_with_changes``).
 
     Attributes:
-        checkpoint: the argument.
         record: the record of the checkpoint; None if there is no checkpoint, or another trainer wrote it.
         changes: phrases about what differs from the run of the checkpoint.
         begin: where the training goes on, as soon as `rest` has computed it; None without a record.
@@ -253,11 +249,6 @@ class Resumption:
     ) -> Iterator[None]:
         """The context in which the states of optimizer and schedule are loaded; their options stay those of this run.
 
-        Args:
-            setup: of this run.
-            optimization: of its optimizer and schedule.
-            optimizer, schedule: those that are loaded.
-
         Raises:
             ValueError: as `check_optimizer`, or a state does not fit.
         """
@@ -300,9 +291,7 @@ class Resumption:
 
         Args:
             state, control: Trainer's.
-            args: the arguments of the training.
             decisions: what its callbacks ask for.
-            epoch: the one that begins.
             given: the arguments that Trainer passes to its method for an epoch.
             evaluate, determine_best: the methods of Trainer.
         """
@@ -351,8 +340,6 @@ class Resumption:
         become those of the arguments.
 
         Args:
-            state: Trainer's, as it was loaded.
-            args: the arguments of the training.
             lengths: the steps of the training, those of a pass over the data, and the passes, which are what
                 ``Trainer._init_training_state`` is given first.
             counted: the numbers that Trainer computes, for checkpoints without a record.

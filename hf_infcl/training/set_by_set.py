@@ -25,7 +25,6 @@ def evaluate_sets(trainer: InfCLTrainer, sets: Mapping[str, object]) -> dict[str
 
     Args:
         trainer: before its first evaluation.
-        sets: the evaluation sets by the names of their metrics.
 
     Raises:
         ValueError: ``eval_progress.json`` is damaged.

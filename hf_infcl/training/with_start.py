@@ -104,7 +104,6 @@ class StartKept:
     Construct this before the training, with the model as it was loaded.
 
     Args:
-        trainer: the trainer, before its training.
         path: one of `average_weights.PATHS`.
 
     Attributes:

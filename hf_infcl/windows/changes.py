@@ -22,7 +22,6 @@ class DroppedPatches(StepChange):
 
     Args:
         encoder: the model, whose image tower gets a hook with the first window.
-        share: of the patches to drop.
         full_last: the share of the samples, at the end, that see all patches (``full_tokens_last``).
         course: the samples of the steps of the training; None before it begins.
 
@@ -55,7 +54,6 @@ class ImageSizeOfStep(StepChange):
 
     Args:
         encoders: the models that see these images; their image towers get hooks with the first window.
-        sizes: the size of each step.
 
     Attributes:
         graphs: the size of the images of the present window in pixels.

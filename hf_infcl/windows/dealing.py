@@ -21,10 +21,7 @@ class DealtAnew:
     All micro-batches have as many images as those of the window, so a compiled model sees no other shapes.
 
     Args:
-        window: the window, after its first pass.
-        micro_batches: those of its first pass.
         needed: [images] bool on the CPU, the images whose rows, or whose captions' rows, have a gradient.
-        count: the number of micro-batches to make.
         fetcher: copies inputs to the device, if they are in host memory.
 
     Attributes:

@@ -17,10 +17,6 @@ from .window import Window
 class WindowMemory:
     """Decides what windows keep on the device.
 
-    Args:
-        args: the arguments of the training.
-        compiled: whether the model is compiled.
-
     Attributes:
         fetcher: copies inputs to the device, with ``offload_inputs``.
         graph_budget: decides for how many micro-batches the graph is kept.
@@ -42,7 +38,6 @@ class WindowMemory:
         """Plans kept graphs anew where they take another amount of memory, and lets go of that of smaller batches.
 
         Args:
-            window: the window that begins.
             graphs: what the memory of a graph depends on, besides the micro-batch.
         """
         grows = self._args.global_batch_schedule is not None and self._batch not in (None, window.sizes[0])

@@ -42,9 +42,6 @@ class NumberChecks:
     """The checks of a training. Every process gets the same answers.
 
     Args:
-        skipped: decides what is skipped, and counts it.
-        encoder: the model.
-        accelerator: of the training.
         roll_back: restores the last checkpoint when the loss has exploded, for the reason that it is given; with None
             the training ends.
         rows_of_dataset: the rows of the training set at places (micro-batch, row) of this process's window; empty if
@@ -82,10 +79,7 @@ class NumberChecks:
         """Refuses or skips the window if its loss is not finite or has exploded, and goes back to a checkpoint then.
 
         Args:
-            loss: the global loss.
             finite_rows: for images and texts, whether the embedding of each row is finite, [rows of the window] bool.
-            window: the window.
-            step: the number of trained optimizer steps.
 
         Raises:
             ValueError: the window must not be trained, and no more windows may be skipped.

@@ -28,7 +28,6 @@ class SkippedWindows:
         most: the maximum number of windows to skip in a row because their numbers are not finite.
         divergence_factor: a loss has exploded if it exceeds this factor times the mean of the previous
             `WINDOWS_COMPARED` windows; None for no such limit.
-        resumed: the record of the checkpoint that the training resumes from, if any.
 
     Attributes:
         skipping: whether the current window is skipped.

@@ -24,7 +24,6 @@ class Start:
 
     Args:
         model: unwrapped, before its training.
-        accelerator: of the training.
         embeds: whether the embeddings of the start are needed.
 
     Attributes:
@@ -63,7 +62,6 @@ class Start:
         """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
 
         Args:
-            inputs: of the micro-batch, on the device.
             frozen_outputs: what the model's frozen towers returned for it; the copies of these towers do not run.
         """
         assert self.encoder is not None
@@ -80,9 +78,7 @@ class Start:
         The rate is that of the parameter's group at that step.
 
         Args:
-            optimizer: before its first step.
             model: returns the model that is trained, unwrapped.
-            names: of the parameters.
             strength: λ.
 
         Raises:

@@ -43,13 +43,9 @@ class WindowStep:
     """Computes the gradient of one window after the other, for as long as a training lasts.
 
     Args:
-        setup: of the training.
         model: its model as the training loop calls it, wrapped and compiled.
-        record: that of the checkpoint that the training resumes from, if any.
-        prepare_inputs: moves a batch to the device.
         rows_of_dataset: as for `NumberChecks`.
         roll_back: called with a reason, restores the last checkpoint.
-        phases: learns what this process is doing.
         course: the samples of its steps; None or without steps before it begins.
 
     Attributes:
@@ -114,11 +110,6 @@ class WindowStep:
 
     def run(self, model: nn.Module, window: Window, step: int) -> Tensor:
         """Adds the gradient of a window to that of the parameters.
-
-        Args:
-            model: as the training loop calls it.
-            window: the window.
-            step: the number of trained optimizer steps.
 
         Returns:
             The global loss; if the window is skipped, that of the last trained window.

@@ -35,11 +35,8 @@ class OnlineTeacher:
 
     Args:
         encoder: the model, on the device, which is frozen here.
-        accelerator: of the training.
         inputs: what a data collator adds to a batch for it: at least the texts, in the order of the collator.
         normalise: of uint8 images of its own; see `ContrastiveCollator.normalise`.
-        number: among the teachers.
-        sides: that are taught.
         licence: that is stated for the model; None if none is.
     """
 
@@ -91,9 +88,7 @@ class StoredTeacher:
 
     Args:
         inputs: what a data collator adds to a batch for it.
-        width: of its embeddings.
         options: see `Teacher`.
-        words: the teacher in words, for the model card.
         number, sides: as for `OnlineTeacher`.
     """
 

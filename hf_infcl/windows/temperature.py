@@ -19,8 +19,6 @@ class Temperature:
     """Keeps logit_scale between 1 and ``max_logit_scale``, and tells its value.
 
     Args:
-        setup: of the training.
-        wrapper: of its model.
         warns: whether to warn if the default of ``max_logit_scale`` lowers the scale of the model in the first step.
     """
 

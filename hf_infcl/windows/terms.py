@@ -62,7 +62,6 @@ class TeacherDistance(LossTerm):
         partial: whether a teacher may not know all pairs; equal on all processes.
         width: that of the student's embeddings, where that of a teacher may differ.
         seed: of the maps' first weights.
-        device: that of the student.
     """
 
     name = "teacher"
@@ -159,7 +158,6 @@ class KeptFeatures(TeacherDistance):
     """Holds the embeddings near those of the model before the training (``keep_features``): its start is the teacher.
 
     Args:
-        start: the frozen copy of the model.
         weight: β, the weight of the squared distance.
     """
 

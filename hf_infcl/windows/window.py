@@ -128,7 +128,6 @@ class WindowLoss:
     """The contrastive loss of the global batch as a function of this process's features.
 
     Args:
-        rank: of this process.
         equal_ids: ``"exclude"`` or ``"positive"``, as in `InfCLTrainingArguments`.
         in_bf16: whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch,
             gradients of features would underflow where no loss scale helps.
