@@ -59,14 +59,7 @@ class EncodedImage(TypedDict):
 
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row.
-
-    Attributes:
-        columns: the column of each option that names one.
-        split: the split of the dataset, if it knows it.
-        name: what messages about a bad row call the dataset.
-        benchmark: the files of a named benchmark (`hf_infcl.tools.benchmarks`); None for other sets.
-    """
+    """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, others: Mapping[str, str | None]) -> None:
         import datasets
@@ -105,10 +98,10 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             )
         rows = dataset.with_format(None).select_columns(with_errors(dataset, columns))
         self._rows = rows.cast_column(image_column, datasets.Image(decode=False))
-        self.columns = {option: column for option, column in options.items() if column}
+        self.columns = {option: column for option, column in options.items() if column}  # by the options
         self.split = None if dataset.split is None else str(dataset.split)
-        self.name = f"the dataset with columns {dataset.column_names}"
-        self.benchmark: Any = None
+        self.name = f"the dataset with columns {dataset.column_names}"  # in messages about a bad row
+        self.benchmark: Any = None  # the files of a named benchmark (`hf_infcl.tools.benchmarks`)
         self.image_column = image_column
         self._min_side: int | None = None
 

@@ -61,16 +61,12 @@ class Shares:
     Args:
         batch_size: the pairs of a micro-batch.
         micro_batches: the micro-batches of the first global batch, on all processes together.
-
-    Attributes:
-        identity: what the order of the samples depends on, for a checkpoint.
-        words: what the stream gives to the first global batch, for messages.
     """
 
     def __init__(self, batch_size: int, micro_batches: int) -> None:
         self.micro_batches, self._batch_size = micro_batches, batch_size
-        self.identity: dict[str, Any] = {"batch_size": batch_size}
-        self.words = f"one global batch of {batch_size * micro_batches} pairs"
+        self.identity: dict[str, Any] = {"batch_size": batch_size}  # what the order depends on, for a checkpoint
+        self.words = f"one global batch of {batch_size * micro_batches} pairs"  # the first one, for messages
 
     def size(self, number: int) -> int | None:
         """The pairs of a micro-batch that come from the stream; None after the end of a training."""

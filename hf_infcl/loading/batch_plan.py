@@ -71,15 +71,6 @@ class BatchPlan(Course):
         at: the position from which the training goes on.
         replay_share: the share of each global batch that is not from this data, rounded to whole pairs.
 
-    Attributes:
-        begin, largest: ``at``, and the pairs of the largest global batch.
-        has_passes: whether ``rows`` are known.
-        grows: whether global batches have several sizes.
-        sections: its steps, by size and pass.
-        steps: the steps of the training from its first on.
-        samples: its pairs.
-        epochs: the passes, the last of which may be incomplete.
-
     Raises:
         ValueError: a global batch does not fit into a pass, no step would have it, or the processes cannot share it
             equally.
@@ -111,13 +102,13 @@ class BatchPlan(Course):
                     f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, use more data, or "
                     "raise samples_per_epoch of a stream."
                 )
-        self.begin, self.largest = at, max(schedule.sizes)
+        self.begin, self.largest = at, max(schedule.sizes)  # the latter in pairs
         self._too_large: set[int] = set()  # for the rest of a pass
-        self.sections = list(self._walk(at))
+        self.sections = list(self._walk(at))  # its steps, by size and pass
         end = self.sections[-1].after(self.sections[-1].steps) if self.sections else at
         self.steps = end.step if self.grows else max_steps
         end = self.reached(self.steps)
-        self.samples, self.epochs = end.samples, end.epoch + 1
+        self.samples, self.epochs = end.samples, end.epoch + 1  # the last pass may be incomplete
         if self.grows:
             self._check_stages()
 

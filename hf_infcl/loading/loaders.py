@@ -76,19 +76,14 @@ class WorkerSeeds(torch.Generator):
 
 
 class LoaderParts:
-    """The parts of a training loader that are needed while it is read; None for parts that it does not have.
-
-    Attributes:
-        own: the loader itself, if it is a `TrainingLoader`.
-        stream: the dataset, if Trainer's loader reads it, and it has no length.
-        dispatcher: the loader itself, for a stream that the main process reads for all.
-        worker_seeds: the loader's generator, if it is a `WorkerSeeds`.
-    """
+    """The parts of a training loader that are needed while it is read; None for parts that it does not have."""
 
     def __init__(self, loader: object = None) -> None:
         dataset = getattr(loader, "dataset", None)
         self.own = loader if isinstance(loader, TrainingLoader) else None
+        # The dataset, if Trainer's loader reads it, and it has no length.
         self.stream = dataset if self.own is None and isinstance(dataset, IterableDataset) else None
+        # The loader itself, for a stream that the main process reads for all.
         self.dispatcher = loader if isinstance(loader, DataLoaderDispatcher) else None
         generator = getattr(getattr(loader, "base_dataloader", loader), "generator", None)
         self.worker_seeds = generator if isinstance(generator, WorkerSeeds) else None

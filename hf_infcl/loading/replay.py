@@ -46,9 +46,6 @@ class Replayed(IterableDataset[Any]):
             stream does, every pair of the other gets a unique id.
         args: the arguments of the training, which have the share and the batch.
 
-    Attributes:
-        datasets: the new pairs and the old ones.
-
     Raises:
         ValueError: a set has neither a length nor shards; the share gives no old or no new pairs, or more than a set
             has; with ``replay_as="own"``, the processes cannot have equally many old pairs.

@@ -24,10 +24,6 @@ class SourceShare(Shares):
 
     Args:
         is_old: whether the source has the old pairs or the new ones; None if it is the only one.
-
-    Attributes:
-        is_alone: whether it is the only one.
-        kind: "old" or "new".
     """
 
     def __init__(self, plan: BatchPlan, is_old: bool | None = None) -> None:

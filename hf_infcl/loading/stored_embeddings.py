@@ -26,17 +26,13 @@ SAMPLED = 32  # rows by which a table is recognised
 class StoredEmbeddings:
     """A folder of embeddings.
 
-    Attributes:
-        record: what was embedded, with which model.
-        kinds: which of "images" and "texts" it has.
-
     Raises:
         ValueError: there is no such folder, it is not complete, of another format or damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        try:
+        try:  # what was embedded, with which model
             self.record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ValueError(
@@ -49,7 +45,7 @@ class StoredEmbeddings:
                 f"The embeddings in {folder} are in the format {self.record.get('format')!r}, which cannot be mapped "
                 "into memory. Write them with `infcl embed --format npy`."
             )
-        self.kinds: list[str] = self.record["kinds"]
+        self.kinds: list[str] = self.record["kinds"]  # which of "images" and "texts" it has
         if missing := [kind for kind in self.kinds if not (self.folder / f"{kind}.npy").exists()]:
             raise ValueError(
                 f"The embeddings of {' and '.join(missing)} in {folder} are not complete. Run the same `infcl embed` "

@@ -49,12 +49,6 @@ class TrainingData:
             before it begins.
         plan: of its global batches; None if all have one size and nothing is known of the passes over the data.
         begin: where a resumed training goes on, with all rows of the pass.
-
-    Attributes:
-        window: the micro-batches that are trained now.
-        source: the parts of the loader.
-        wait: how long this process waits for data.
-        passed_over: see `WindowStep.passed_over`.
     """
 
     def __init__(
@@ -67,7 +61,8 @@ class TrainingData:
         plan: BatchPlan | None = None,
         begin: Position | None = None,
     ) -> None:
-        self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
+        self.window = Window([])  # that is trained now
+        self.source, self.wait = LoaderParts(loader), DataWait()
         division = args.per_device_train_batch_size, args.world_size
         self._plan = plan or BatchPlan.endless(args.global_batch_size, *division)
         self._images = args.global_batch_size // args.world_size  # of a window
@@ -83,7 +78,7 @@ class TrainingData:
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
         self._begin, sizes = begin, args.image_sizes(course)
         self._sides = None if sizes is None else sizes.smaller_at
-        self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)
+        self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)  # see `WindowStep.passed_over`
         self._epoch = _Epoch()
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:

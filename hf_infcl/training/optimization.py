@@ -30,21 +30,14 @@ ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class Optimization:
-    """The optimizer of a training and its schedule: creates them, and knows where they come from.
-
-    Attributes:
-        creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
-            passed, or come from DeepSpeed's config.
-        table_of_groups: the parameter groups of the optimizer that was created, with their rates; see `table_of_groups`
-            of `hf_infcl.optimizers`.
-        options: of both, for the record of a checkpoint.
-    """
+    """The optimizer of a training and its schedule: creates them, and knows where they come from."""
 
     def __init__(self, args: InfCLTrainingArguments) -> None:
         self._args = args
+        # Whether Trainer created them from the arguments. Otherwise they were passed, or come from DeepSpeed's config.
         self.creates_optimizer = self.creates_scheduler = False
-        self.table_of_groups = ""
-        self.options = OptimizerOptions(None)
+        self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optimizers`
+        self.options = OptimizerOptions(None)  # of both, for the record of a checkpoint
 
     def optimizer(
         self,

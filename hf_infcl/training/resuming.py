@@ -157,18 +157,14 @@ class Resumption:
     Args:
         checkpoint: its folder; None for a new run.
         allows_changes: whether the run may differ from that of the checkpoint (``resume_with_changes``).
-
-    Attributes:
-        record: the record of the checkpoint; None if there is no checkpoint, or another trainer wrote it.
-        changes: phrases about what differs from the run of the checkpoint.
-        begin: where the training goes on, as soon as `rest` has computed it; None without a record.
     """
 
     def __init__(self, checkpoint: str | None = None, *, allows_changes: bool = False) -> None:
         self.checkpoint, self._allows_changes = checkpoint, allows_changes
+        # None if there is no checkpoint, or another trainer wrote it.
         self.record = None if checkpoint is None else RunRecord.read(checkpoint)
-        self.changes: list[str] = []
-        self.begin: Position | None = None
+        self.changes: list[str] = []  # phrases about what differs from the run of the checkpoint
+        self.begin: Position | None = None  # where the training goes on, as soon as `rest` has computed it
 
     def of(self, checkpoint: str) -> Resumption:
         """This one, or that of another checkpoint, which may differ from the run if this one may."""

@@ -24,9 +24,6 @@ class DroppedPatches(StepChange):
         encoder: the model, whose image tower gets a hook with the first window.
         full_last: the share of the samples, at the end, that see all patches (``full_tokens_last``).
         course: the samples of the steps of the training; None before it begins.
-
-    Attributes:
-        graphs: the share that the present window drops.
     """
 
     name = "patch_dropout"
@@ -35,7 +32,7 @@ class DroppedPatches(StepChange):
         self._encoder, self._share = encoder, share
         self._first_full = course.steps - course.last_steps(full_last) if full_last and course else math.inf
         self._dropout: PatchDropout | None = None
-        self.graphs: float = 0.0
+        self.graphs: float = 0.0  # the share that the present window drops
 
     def begin_window(self, window: Window, step: int) -> None:
         self.graphs = self._share if step < self._first_full else 0.0
@@ -54,9 +51,6 @@ class ImageSizeOfStep(StepChange):
 
     Args:
         encoders: the models that see these images; their image towers get hooks with the first window.
-
-    Attributes:
-        graphs: the size of the images of the present window in pixels.
     """
 
     name = "image_size_schedule"
@@ -65,7 +59,7 @@ class ImageSizeOfStep(StepChange):
     def __init__(self, encoders: Sequence[DualEncoder], sizes: ImageSizes) -> None:
         self._encoders, self._sizes = encoders, sizes
         self._hooks: list[OtherSizes] = []
-        self.graphs: int | None = None
+        self.graphs: int | None = None  # the size of the images of the present window in pixels
 
     def begin_window(self, window: Window, step: int) -> None:
         self.graphs = self._sizes.at(step)

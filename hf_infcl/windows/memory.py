@@ -15,12 +15,7 @@ from .window import Window
 
 
 class WindowMemory:
-    """Decides what windows keep on the device.
-
-    Attributes:
-        fetcher: copies inputs to the device, with ``offload_inputs``.
-        graph_budget: decides for how many micro-batches the graph is kept.
-    """
+    """Decides what windows keep on the device."""
 
     def __init__(self, args: InfCLTrainingArguments, *, compiled: bool) -> None:
         self._args = args

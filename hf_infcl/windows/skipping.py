@@ -28,21 +28,17 @@ class SkippedWindows:
         most: the maximum number of windows to skip in a row because their numbers are not finite.
         divergence_factor: a loss has exploded if it exceeds this factor times the mean of the previous
             `WINDOWS_COMPARED` windows; None for no such limit.
-
-    Attributes:
-        skipping: whether the current window is skipped.
-        count: the number of windows skipped since the run began, including those with an overflow in fp16.
-        in_a_row: the number of windows skipped just before the current one because of numbers that are not finite.
-        losses: the losses of the last `WINDOWS_COMPARED` trained windows.
-        last_loss: the loss of the last trained window.
     """
 
     def __init__(self, most: int, divergence_factor: float | None, resumed: RunRecord | None = None) -> None:
         self._most, self._factor = most, divergence_factor
+        # Skipped just before the current window because of numbers that are not finite.
         self.in_a_row = 0 if resumed is None else resumed.skipped_in_a_row
+        # Of the last trained windows.
         self.losses: deque[float] = deque(() if resumed is None else resumed.losses, maxlen=WINDOWS_COMPARED)
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        self.skipping = False
+        self.skipping = False  # the current window
+        # Skipped since the run began, including those with an overflow in fp16.
         self.count = 0 if resumed is None else resumed.skipped_windows
         self.last_loss = self.losses[-1] if self.losses else 0.0
 

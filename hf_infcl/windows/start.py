@@ -26,10 +26,6 @@ class Start:
         model: unwrapped, before its training.
         embeds: whether the embeddings of the start are needed.
 
-    Attributes:
-        fingerprint: a hash of the weights, without LoRA's factors.
-        encoder: the copy of the model, if its embeddings are needed.
-
     Raises:
         ValueError: the training is DeepSpeed's.
     """
@@ -42,7 +38,7 @@ class Start:
             )
         self._accelerator = accelerator
         self.fingerprint = weight_fingerprint(model)
-        self.encoder: DualEncoder | None = None
+        self.encoder: DualEncoder | None = None  # the copy of the model, if its embeddings are needed
         if not embeds:
             self._weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
             return

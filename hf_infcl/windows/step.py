@@ -47,17 +47,6 @@ class WindowStep:
         rows_of_dataset: as for `NumberChecks`.
         roll_back: called with a reason, restores the last checkpoint.
         course: the samples of its steps; None or without steps before it begins.
-
-    Attributes:
-        windows: the number that was trained.
-        repeats: whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper
-            exchanges parameters within a forward or a backward.
-        may_repeat: whether the present step can, if memory runs out on this process. It cannot within a selection,
-            which remembers what it has seen, nor, among several processes, within the loss and the backward of the
-            last micro-batch, where the others wait for what this one sends.
-        extensions: the terms, changes, observers and the selection of this training.
-        memory: decides what windows keep on the device.
-        checks: look at the loss and the gradient of each window.
     """
 
     def __init__(
@@ -73,10 +62,15 @@ class WindowStep:
         course: Course | None = None,
     ) -> None:
         args, compiled = setup.args, is_compiled(model)
-        self.windows = 0
+        self.windows = 0  # that were trained
         self.extensions = [*_make_extensions(setup, course), *setup.extensions]
         sharded = setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
+        # parameters within a forward or a backward.
         self.repeats = not sharded
+        # Whether the present step can, if memory runs out on this process. It cannot within a selection, which
+        # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
+        # micro-batch, where the others wait for what this one sends.
         self.may_repeat = self.repeats
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,16 +33,6 @@ class Window:
         batches: as the data loader returned them; none between two windows.
         padding, at_once, last_has_texts: how texts are dealt out anew, as for `deal_texts`.
         keeps_loaded: whether the step may have to be repeated with smaller micro-batches.
-
-    Attributes:
-        padding, at_once, last_has_texts: the arguments.
-        loaded: the batches as the data loader returned them, if they are kept.
-        sizes: the numbers of images, and of texts, in each micro-batch as the data loader returned it.
-        encoded: the number of forwards so far, in both passes.
-        part_losses: with ``replay_as="own"`` the losses of the global batch's new and of its old pairs, once known.
-        term_values: the value of each term of the loss on this process, by its name, once known.
-        is_selected: whether it is decided which pairs take part, also for a window that repeats another one.
-        taking_part: [images] bool on the CPU, these pairs; None for all.
     """
 
     def __init__(
@@ -55,14 +45,17 @@ class Window:
         keeps_loaded: bool = False,
     ) -> None:
         self.batches = batches
+        # As the data loader returned them, if they are kept.
         self.loaded = [dict(batch) for batch in batches] if keeps_loaded else []
         self.padding, self.at_once, self.last_has_texts = padding, at_once, last_has_texts
+        # The numbers of images, and of texts, in each micro-batch as the data loader returned it.
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
         self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)
-        self.encoded = 0
-        self.part_losses: list[Tensor] = []
-        self.term_values: dict[str, Tensor] = {}
-        self.is_selected, self.taking_part = False, cast("Tensor | None", None)
+        self.encoded = 0  # forwards so far, in both passes
+        self.part_losses: list[Tensor] = []  # with replay_as="own" of the global batch's new and of its old pairs
+        self.term_values: dict[str, Tensor] = {}  # of the loss on this process, by the names of the terms, once known
+        self.is_selected = False  # whether it is decided which pairs take part, also if it repeats another window
+        self.taking_part: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
         self._arriving: Iterator[Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:
