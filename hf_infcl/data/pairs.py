@@ -379,7 +379,9 @@ def as_pair_id(value: str | int) -> int:
         return _hash(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"the pair id {shortened(value)} is neither an integer nor a string")
-    return _as_int64(value)
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"the pair id {value} does not fit into 64 bits")
+    return (value + 2**63) % 2**64 - 2**63  # the upper half of uint64 becomes negative
 
 
 def caption_pair_id(caption: str) -> int:
@@ -407,10 +409,3 @@ def _hash(text: str) -> int:
 
 def _hash_of_bytes(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
-
-
-def _as_int64(value: int) -> int:
-    """Maps integers of any column to int64 one to one: the upper half of uint64 becomes negative."""
-    if not -(2**63) <= value < 2**64:
-        raise ValueError(f"the pair id {value} does not fit into 64 bits")
-    return (value + 2**63) % 2**64 - 2**63

@@ -166,10 +166,7 @@ class OtherSizes:
     """Lets an image tower take images of other sizes: its positions are interpolated in each such forward.
 
     The interpolation is that of transformers' ``interpolate_pos_encoding``; the weights stay those of the full size and
-    get its gradient. Towers without positions need nothing.
-
-    Args:
-        encoder: the model, whose image tower may get a hook; see `check_sizes`.
+    get its gradient. Towers without positions need nothing. See `check_sizes`.
     """
 
     def __init__(self, encoder: DualEncoder) -> None:

@@ -95,11 +95,7 @@ class Pooling:
 
 
 class SameEmbeddings:
-    """Finds two different texts that get one embedding, among the first `LOOKED_AT`.
-
-    Args:
-        pooling: of the text tower. With None nothing is looked at.
-    """
+    """Finds two different texts that get one embedding, among the first `LOOKED_AT`; none without a pooling."""
 
     def __init__(self, pooling: Pooling | None) -> None:
         self._pooling, self._looked_at = pooling, 0

@@ -92,9 +92,6 @@ class PlaceholderText:
 
     A model's forward needs at least one text. Its embedding is dropped, so its values do not matter, and the tower has
     to run only once. But they have to be finite: in the backward they are multiplied by gradients of 0.
-
-    Args:
-        projection: the module that takes its output, if any.
     """
 
     def __init__(self, tower: nn.Module, projection: nn.Module | None) -> None:
@@ -109,11 +106,9 @@ class PlaceholderText:
         return self._kind == self._kind_of_tower()
 
     def learn(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """Keeps the output, unless it is not finite.
+        """Keeps the output, unless it is not finite. ``forward`` calls the model on any images and one text.
 
-        Args:
-            model: the whole model. It is in evaluation mode meanwhile: the forward draws no random numbers.
-            forward: calls the model on any images and one text.
+        The model is in evaluation mode meanwhile: the forward draws no random numbers.
         """
         outputs: dict[str, Any] = {}
         # A compiled forward could not store the output.

@@ -66,10 +66,8 @@ class CachedImages(Dataset[dict[str, Any]]):
 class CachedStart(Dataset[dict[str, Any]]):
     """The items of a dataset with the embeddings of the start of a training.
 
-    Item i is the dataset's item i with ``at_start`` [1 + captions, D] fp32, of its image and of its captions.
-
-    Args:
-        features: for each row of it the bytes of the embeddings of its image and of all its captions.
+    Item i is the dataset's item i with ``at_start`` [1 + captions, D] fp32, of its image and of its captions. The
+    features of a row are the bytes of the embeddings of its image and of all its captions.
     """
 
     def __init__(self, items: ImageTextDataset | CachedImages, features: datasets.Dataset) -> None:
@@ -165,12 +163,7 @@ def for_each_missing(
 def check_cacheable(
     pairs: object, tower: nn.Module | None, collator: object, *, keeps: bool, sharded: bool, compiled: bool
 ) -> None:
-    """Raises a ValueError if the features of the images are not the same at every step, or cannot be used.
-
-    Args:
-        tower: the frozen image tower, if any.
-        keeps: whether the embeddings of the start are cached.
-    """
+    """Raises a ValueError if the features of the images are not the same at every step, or cannot be used."""
     reason = ""
     if tower is None and not keeps:
         reason = 'the image tower trains. Freeze it with freeze="image", or keep the start\'s with keep_features'
@@ -196,11 +189,7 @@ def check_cacheable(
 
 
 def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
-    """A hash, 32 hexadecimal digits, of everything on which the features of a dataset depend.
-
-    Args:
-        content: what ``image_fingerprint`` of the dataset returns.
-    """
+    """A hash, 32 hexadecimal digits, of all that features of a dataset with this ``image_fingerprint`` depend on."""
     digest = hashlib.sha256(f"2 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
     # The config has what the weights do not show, and the printed modules show what was changed after loading.
     digest.update(f"{json.dumps(options_of_model(tower), sort_keys=True)} {tower}\n".encode())

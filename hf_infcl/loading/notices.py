@@ -71,11 +71,7 @@ class CaptionNotices:
                 )
 
     def look_at_all(self, train: object, evaluated: object, collator: object, batch_size: int) -> None:
-        """Looks at the training set and the evaluation sets of a trainer.
-
-        Args:
-            train: the training set; one of several parts has them by their names in ``parts``.
-        """
+        """Looks at the training set, or at the ``parts`` that it consists of, and at the evaluation sets."""
         parts: Mapping[str, object] = getattr(train, "parts", {"training set": train})
         for name, part in parts.items():
             self.look(name, all_parts(part), collator, batch_size)

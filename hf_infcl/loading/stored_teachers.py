@@ -93,10 +93,7 @@ def describe_views(part: ImageTextDataset | ImageTextStream, count: int | None) 
 
 
 class _DataSet:
-    """A table or a stream of the training set, which is compared with what was embedded.
-
-    Args:
-        number: its place among the tables and streams of the training set.
+    """A table or a stream of the training set, by its number there, which is compared with what was embedded.
 
     Raises:
         ValueError: its captions have no stored embeddings.

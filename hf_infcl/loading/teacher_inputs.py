@@ -24,9 +24,6 @@ class TrainingCollator:
 
     It checks the tokens against the model's vocabulary while they are in host memory. Of items with keys, the batch
     gets ``pair_keys`` [images] int64.
-
-    Args:
-        setup: names the teachers and the vocabulary.
     """
 
     def __init__(self, collate: DataCollator, setup: Setup) -> None:

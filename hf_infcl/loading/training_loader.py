@@ -76,12 +76,7 @@ class TrainingLoader(DataLoader[Any]):
             yield self._to_device(batch)
 
     def begin_epoch(self, epoch: int, windows: int, step: int, sides: Sides | None, rows: Any) -> None:
-        """Begins an epoch with this step, in which ``windows`` global batches are trained already.
-
-        Args:
-            epoch, windows, step: as above.
-            sides, rows: of the images from this step on; for `MicroBatches.pass_over`.
-        """
+        """Begins an epoch with this step, of which so many windows are trained; ``rows`` as for `pass_over`."""
         if self._batches.begin_at(epoch, windows) | self._batches.pass_over(rows):
             self.close()
         self._batches.set_sides(sides, step)

@@ -48,23 +48,13 @@ def find_micro_batch(attempt: Attempt, trial: Trial, possible: Sequence[int], ow
 
 
 def find_texts_at_once(attempt: Attempt, trial: Trial, most: int, agree: Agree) -> int:
-    """The micro-batches whose texts can be encoded at once on all processes.
-
-    Args:
-        trial: with the micro-batch and the graphs that are decided already.
-        most: the micro-batches of a window that can give their texts to another one.
-    """
+    """The micro-batches, at most so many, whose texts all processes can encode at once; see `find_micro_batch`."""
     fitting = (n for n in TEXTS_AT_ONCE if n <= most and _fits(attempt, replace(trial, texts=n)))
     return agree(next(fitting, 1))
 
 
 def find_graphs(attempt: Attempt, trial: Trial, most: int, agree: Agree) -> int:
-    """The number of graphs that can be kept on all processes.
-
-    Args:
-        trial: with the micro-batch and the texts that are decided already.
-        most: the graphs that are of use.
-    """
+    """The number of graphs, at most so many, that can be kept on all processes; see `find_micro_batch`."""
     graphs, wanted, of_first, of_one = 0, 1, 0, 1
     while graphs < wanted:
         try:

@@ -183,10 +183,7 @@ def table_of_groups(groups: Iterable[Group], optimizer: str = "AdamW") -> str:
 
     Groups with one name, such as the layers of a tower with their rates, or the matrices and the biases of which only
     the former decay, share a line. A last sentence tells of single numbers, such as logit_scale. With a schedule, the
-    rates are those that it starts from.
-
-    Args:
-        optimizer: updates the groups that name no algorithm.
+    rates are those that it starts from. The optimizer updates the groups that name no algorithm.
     """
     rows = [("parameters", "updated by", "tensors", "values", "learning rate", "weight decay")]
     single = []

@@ -83,10 +83,7 @@ def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
 
 
 def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
-    """The largest possible micro-batch of at most this many pairs.
-
-    Args:
-        possible: the return value of `possible_micro_batches`.
+    """The largest of `possible_micro_batches` with at most this many pairs.
 
     Raises:
         ValueError: it is much smaller than ``most``; the message names global batches that can be divided.

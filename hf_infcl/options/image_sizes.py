@@ -23,9 +23,6 @@ class ImageSizes:
     def of(cls, words: Sequence[str], course: Course | None = None) -> ImageSizes:
         """The schedule of words such as 112:0.5 160:0.4 224: each size with its share of the samples, the rest is last.
 
-        Args:
-            course: of the training, if its steps are known.
-
         Raises:
             ValueError: the words are no such schedule.
         """

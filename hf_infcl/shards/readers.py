@@ -108,7 +108,8 @@ class TarReader:
         ):
             if not column:
                 continue
-            place = _tar_column(column, sample, fields)
+            # Whether it is a field of the JSON, and the field or extension.
+            place = (True, column) if column in fields else (False, column) if column in sample else None
             if place is None and column == columns.caption == "caption" and "txt" in sample:
                 place = False, "txt"
             if place is None:
@@ -183,11 +184,6 @@ def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
     return fields
-
-
-def _tar_column(column: str, sample: dict[str, bytes], fields: Mapping[str, object]) -> tuple[bool, str] | None:
-    """(whether it is a field of the JSON, the field or extension) that holds a column."""
-    return (True, column) if column in fields else (False, column) if column in sample else None
 
 
 def _images(sample: dict[str, bytes]) -> list[str]:

@@ -67,15 +67,11 @@ class Evaluator:
     """Embeds the batches of an evaluation, and computes the metrics of the whole set from all embeddings.
 
     Args:
-        setup: the model, its arguments and its loss, and the data collator, which tokenizes prompts if it has a method
-            ``tokenize``.
+        setup: its data collator tokenizes prompts if it has a method ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
         notices: looks at the captions of a set, on the main process.
         state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
             number of its images and the resampled values of its score; later it compares with them.
-
-    Attributes:
-        found: ranks or scores of the set that `run` has evaluated last.
     """
 
     def __init__(

@@ -26,13 +26,10 @@ DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop"
 
 
 class LoopEvents(TrainerCallback):
-    """Calls the parts of a training at points of Trainer's loop.
+    """Calls the parts of a training at points of Trainer's loop; ``begin_training`` returns them.
 
-    Trainer passes arguments, state and control by position, and everything else by name.
-
-    Args:
-        callbacks: those of the trainer. While it trains, a `CompleteWindows` is the last of them.
-        begin_training: called at the begin of a training; returns its parts.
+    Trainer passes arguments, state and control by position, and everything else by name. While it trains, a
+    `CompleteWindows` is the last of its callbacks.
     """
 
     def __init__(
@@ -85,12 +82,7 @@ def add_own_callbacks(
     begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]],
     plan: Callable[[], BatchPlan],
 ) -> None:
-    """Adds the callbacks of this package to those of a trainer.
-
-    Args:
-        begin_training: as for `LoopEvents`.
-        plan: as for `BarOfSamples`.
-    """
+    """Adds the callbacks of this package to those of a trainer."""
     # This callback comes first, so that the user's callbacks see the clamped logit_scale.
     handler.callbacks.insert(0, LoopEvents(handler.callbacks, begin_training))
     if args.global_batch_schedule is not None and handler.pop_callback(ProgressCallback) is not None:
@@ -149,10 +141,8 @@ class Decisions:
     """Makes all processes log, evaluate, save or end the training if a callback on any process asks for it.
 
     For example, a callback may read the clock, which differs between processes. Callbacks of transformers and of this
-    package decide alike on all processes; among them nothing is exchanged.
-
-    Args:
-        callbacks: the callbacks of this process. The constructor compares them with the other processes; collective.
+    package decide alike on all processes; among them nothing is exchanged. The constructor compares the callbacks with
+    those of the other processes; collective.
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:

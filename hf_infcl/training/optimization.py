@@ -48,10 +48,9 @@ class Optimization:
         decaying: Callable[[nn.Module], list[str]],
         settings_for: Callable[[InfCLTrainingArguments], object] | None,
     ) -> torch.optim.Optimizer:
-        """The optimizer that was passed, or Trainer's or Muon with the learning rates that the options set.
+        """The optimizer that was passed (``given``), or Trainer's or Muon with the learning rates that the options set.
 
         Args:
-            given: the optimizer that was passed or created before, if any.
             decaying: returns the names of the parameters that decay.
             settings_for: as for `check_optimizer_options`; None if the class of the optimizer was passed.
 
@@ -83,10 +82,7 @@ class Optimization:
     def scheduler(
         self, optimizer: Optimizer | None, given: LRScheduler | None, create: Callable[[], LRScheduler], course: Course
     ) -> LRScheduler:
-        """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
-
-        Args:
-            given: the schedule that was passed or created before, if any.
+        """The schedule that was passed (``given``), or Trainer's. Notes its options and those of the optimizer.
 
         Raises:
             ValueError: the schedule does not take its options.
@@ -107,9 +103,7 @@ class Optimization:
 def errors_of_options(args: InfCLTrainingArguments, kind: str, further: str, made: str) -> Iterator[None]:
     """Within the context, an error of a constructor becomes a ValueError that names the options ``kind``, ``further``.
 
-    Args:
-        kind, further: the names of the option that selects a class, and of that with its settings.
-        made: what the class makes.
+    The former selects the class of what is ``made``, and the latter has its settings.
     """
     try:
         yield
@@ -196,11 +190,7 @@ def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) 
 
 
 def average_weights(optimizer: Optimizer | None, args: InfCLTrainingArguments, model: nn.Module) -> None:
-    """Gives an optimizer the moving average of ``ema_decay``, unless it has one; see `MovingAverage`.
-
-    Args:
-        optimizer: the optimizer, or what accelerate and DeepSpeed have wrapped it in; None before there is one.
-    """
+    """Gives an optimizer, wrapped or not, the `MovingAverage` of ``ema_decay``, unless it has one."""
     if args.ema_decay is None or optimizer is None:
         return
     if not hasattr(unwrapped(optimizer), "update_average"):
@@ -223,10 +213,6 @@ def average_loaded(
 
     Without ``ema_decay``, the training goes on from the weights that were trained, not from their average. A new
     average begins with the weights after the next step.
-
-    Args:
-        optimizer, args, model: as for `average_weights`.
-        was_averaged: whether the training of the checkpoint had an average.
     """
     if not was_averaged:
         with without_average(unwrapped(optimizer)):
@@ -240,11 +226,9 @@ def average_loaded(
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
-    """The parameters that decay: those of ``names`` that are matrices, tables or convolutions.
+    """The parameters among those that Trainer would let decay that are matrices, tables or convolutions.
 
-    Args:
-        names: of the parameters that Trainer would let decay.
-        exempt: regular expressions that match parts of the names of further parameters that do not decay.
+    ``exempt`` are regular expressions that match parts of the names of further parameters that do not decay.
 
     Raises:
         ValueError: a pattern is no regular expression, or matches no name.
@@ -262,8 +246,7 @@ def set_learning_rates(
 ) -> str:
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
 
-    Args:
-        beside: parameters that train beside the model; they form a separate group.
+    What trains ``beside`` the model forms a separate group.
 
     Raises:
         ValueError: the rate should fall with the depth of a tower that has no layers.

@@ -80,11 +80,7 @@ def keep_seconds(state: TrainerState, progress: Progress) -> None:
 
 
 class BarOfSamples(ProgressCallback):
-    """Trainer's progress bar, in pairs: where the global batch grows, the later steps take longer.
-
-    Args:
-        plan: returns the plan of the training that begins.
-    """
+    """Trainer's progress bar, in pairs: where the global batch grows, the later steps take longer."""
 
     def __init__(self, plan: Callable[[], BatchPlan]) -> None:
         super().__init__()

@@ -69,12 +69,7 @@ def make_record(
     stages: list[Stage],
     progress: tuple[int, int],
 ) -> RunRecord:
-    """What a checkpoint says of the run and of how far it has come; collective.
-
-    Args:
-        stages: `Resumption.stages`.
-        progress: the pairs and the optimizer steps that were trained.
-    """
+    """What a checkpoint says of the run and of its progress, the pairs and the steps that were trained; collective."""
     samples_seen, step = progress
     return RunRecord(
         make_run(setup),
@@ -134,10 +129,6 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
 def make_resumption(setup: Setup, resumes: str | bool | None, repository: str | None) -> Resumption:
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
-    Args:
-        resumes: as for `InfCLTrainer.train`.
-        repository: the one of the Hub that the run pushes to, if it is known.
-
     Raises:
         ValueError: the ranks would train different runs; there is no such checkpoint, it is damaged, or
             `Resumption.check` refuses it.
@@ -152,11 +143,9 @@ def make_resumption(setup: Setup, resumes: str | bool | None, repository: str | 
 
 
 class Resumption:
-    """The checkpoint from which a training resumes, if any, and whether it may.
+    """The checkpoint (its folder) from which a training resumes, if any, and whether it may.
 
-    Args:
-        checkpoint: its folder; None for a new run.
-        allows_changes: whether the run may differ from that of the checkpoint (``resume_with_changes``).
+    The run may differ from that of the checkpoint if it ``allows_changes`` (``resume_with_changes``).
     """
 
     def __init__(self, checkpoint: str | None = None, *, allows_changes: bool = False) -> None:
@@ -283,13 +272,7 @@ class Resumption:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
         The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
-        logged before it was cut off is dropped.
-
-        Args:
-            state, control: Trainer's.
-            decisions: what its callbacks ask for.
-            given: the arguments that Trainer passes to its method for an epoch.
-            evaluate, determine_best: the methods of Trainer.
+        logged before it was cut off is dropped. ``given`` are the arguments of Trainer's method for an epoch.
         """
         kept: Any = state.stateful_callbacks
         saved = kept.get("TrainerControl", {}).get("args", {})

@@ -21,7 +21,6 @@ class DroppedPatches(StepChange):
     """Drops a share of the patches of each image (``patch_dropout``), except in the last steps.
 
     Args:
-        encoder: the model, whose image tower gets a hook with the first window.
         full_last: the share of the samples, at the end, that see all patches (``full_tokens_last``).
         course: the samples of the steps of the training; None before it begins.
     """
@@ -47,11 +46,7 @@ class DroppedPatches(StepChange):
 
 
 class ImageSizeOfStep(StepChange):
-    """Gives the images the size of the step (``image_size_schedule``).
-
-    Args:
-        encoders: the models that see these images; their image towers get hooks with the first window.
-    """
+    """Gives the images the size of the step (``image_size_schedule``), with hooks from the first window on."""
 
     name = "image_size_schedule"
     resizes = True

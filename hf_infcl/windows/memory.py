@@ -32,8 +32,7 @@ class WindowMemory:
     def begin_window(self, window: Window, graphs: Sequence[object]) -> None:
         """Plans kept graphs anew where they take another amount of memory, and lets go of that of smaller batches.
 
-        Args:
-            graphs: what the memory of a graph depends on, besides the micro-batch.
+        ``graphs`` are what that amount depends on, besides the micro-batch.
         """
         grows = self._args.global_batch_schedule is not None and self._batch not in (None, window.sizes[0])
         if grows or self._graphs not in (None, graphs):

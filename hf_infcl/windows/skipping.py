@@ -57,8 +57,7 @@ class SkippedWindows:
     def refuse(self, problem: str) -> None:
         """Skips the present window, or ends the training if as many as are allowed were skipped just before it.
 
-        Args:
-            problem: a sentence that says which numbers are not finite.
+        ``problem`` is a sentence that says which numbers are not finite.
 
         Raises:
             ValueError: no more windows may be skipped.
@@ -100,8 +99,7 @@ class SkippedWindows:
     def skipped_by_scaler(self, scale: float) -> None:
         """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
 
-        Args:
-            scale: the factor by which the scaler multiplies the loss of the next window.
+        ``scale`` is the factor by which the scaler multiplies the loss of the next window.
 
         Raises:
             ValueError: the gradient overflows although it is not scaled up.

@@ -57,8 +57,7 @@ class Start:
     def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
         """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
 
-        Args:
-            frozen_outputs: what the model's frozen towers returned for it; the copies of these towers do not run.
+        The copies of frozen towers do not run: ``frozen_outputs`` are what the model's have returned.
         """
         assert self.encoder is not None
         # A forward writes the projection into the output that it gets, which the second pass needs as it is.
@@ -72,10 +71,6 @@ class Start:
         """Lets each step of an optimizer begin with p ← p − rate · strength · (p − start), as decoupled weight decay.
 
         The rate is that of the parameter's group at that step.
-
-        Args:
-            model: returns the model that is trained, unwrapped.
-            strength: λ.
 
         Raises:
             ValueError: the rate of a group times the strength is 1 or more.

@@ -338,11 +338,7 @@ class WindowStep:
         self._temperature.clamp()
 
     def logs(self, logs: dict[str, float]) -> dict[str, float]:
-        """The metrics of the last windows: those of the extensions, of `Temperature` and of the checks; collective.
-
-        Args:
-            logs: Trainer's, with ``loss`` and ``grad_norm``.
-        """
+        """The logs of the extensions, of `Temperature` and of the checks, which read Trainer's; collective."""
         found: dict[str, float] = {}
         for extension in self.extensions:
             found |= extension.logs()

@@ -155,11 +155,7 @@ class TeacherDistance(LossTerm):
 
 
 class KeptFeatures(TeacherDistance):
-    """Holds the embeddings near those of the model before the training (``keep_features``): its start is the teacher.
-
-    Args:
-        weight: β, the weight of the squared distance.
-    """
+    """Holds the embeddings near those of the model before the training (``keep_features``), which is the teacher."""
 
     name = "keep_features"
     in_order = False  # the start reads the texts as they are encoded
@@ -190,11 +186,8 @@ class StartAsTeacher:
 def squared_distance(features: Sequence[Tensor], references: Sequence[Tensor], images: int) -> Tensor:
     """Σ‖f − f₀‖² over the normalised embeddings of the towers, divided by the number of images; a scalar in fp32.
 
-    With equal numbers of images on all processes, the mean over processes is that of the global batch.
-
-    Args:
-        features, references: for each tower the embeddings of this process, [rows, D].
-        images: of this process.
+    With equal numbers of images on all processes, the mean over processes is that of the global batch. For each tower,
+    the embeddings are those of this process, [rows, D].
     """
     distances = [(f.float() - f0.float()).square().sum() for f, f0 in zip(features, references, strict=True)]
     return torch.stack(distances).sum() / images
