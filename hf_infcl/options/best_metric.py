@@ -41,12 +41,9 @@ def metrics_of(dataset: object) -> list[str]:
 
 
 def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
-    """Raises a ValueError if the metric ``wanted``, or a term of it, is none of those that are measured.
+    """Raises a ValueError if the metric that an option (``use``) looks up, or a term of it, is not measured.
 
-    Args:
-        wanted: a metric with or without ``eval_``, or a sum of them, see `parse_terms`.
-        names: the metrics, without ``eval_``.
-        use: the option for which the metric is looked up.
+    It is with or without ``eval_``, or a sum, see `parse_terms`; the names of those that are measured are without.
     """
     for _, name in parse_terms(wanted):
         if name not in names:

@@ -22,11 +22,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class Wrapper:
-    """A model without a wrapper. A subclass for each wrapper overrides the methods that it needs.
-
-    Attributes:
-        model: the model as the training loop calls it, without `torch.compile` around it.
-    """
+    """A model, as the training loop calls it, without a wrapper. Subclasses for wrappers override what they need."""
 
     synchronises = False  # whether the last backward of a window exchanges gradients
     backward_options: ClassVar[Mapping[str, Any]] = {}  # keyword arguments for `Accelerator.backward`

@@ -55,15 +55,12 @@ class TarReader:
         urls: the shards; their first samples show which images and captions exist. At least one of these samples must
             have a negative caption.
 
-    Attributes:
-        has_lists: whether the captions are lists of strings.
-
     Raises:
         ValueError: the first samples have no such image, caption or pair id; the message names their files and fields.
     """
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
-        self.has_lists = False
+        self.has_lists = False  # whether the captions are lists of strings
         self._extensions: frozenset[str] | None = None  # all are read, until it is known which are needed
         problem = f"The shard {urls[0]!r} holds no samples."
         for url, key, sample in itertools.islice(_first_samples(self, urls), _PROBED):
@@ -209,9 +206,6 @@ class ParquetReader:
 
     Args:
         urls: the shards; the first one determines the columns.
-
-    Attributes:
-        has_lists: as in `TarReader`.
 
     Raises:
         ValueError: the first file lacks a column, or has one of another type.

@@ -19,7 +19,7 @@ from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 from .early_stopping import EarlyStopping
 from .optimization import average_weights, switch_weights
-from .progress import BarOfSamples, Progress, keep_seconds
+from .progress import BarOfSamples, Progress
 
 # The flags of Trainer's control that callbacks can set.
 DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -73,7 +73,7 @@ class LoopEvents(TrainerCallback):
 
     def _count_seconds(self, state: TrainerState) -> None:
         if self._progress is not None:
-            keep_seconds(state, self._progress)
+            self._progress.keep_seconds(state)
 
 
 def add_own_callbacks(

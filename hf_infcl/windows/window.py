@@ -118,26 +118,21 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowLoss:
-    """The contrastive loss of the global batch as a function of this process's features.
-
-    Args:
-        equal_ids: ``"exclude"`` or ``"positive"``, as in `InfCLTrainingArguments`.
-        in_bf16: whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch,
-            gradients of features would underflow where no loss scale helps.
-        objective, strategy, backend: as for `hf_infcl.contrastive_loss`.
-        replay_as: with ``"own"`` new and old pairs are not each other's negatives: the loss is the mean of the losses
-            of both parts of the global batch, weighted by their pairs. Negative captions belong to both.
-        prefixes: the loss is the mean of those of the first so many dimensions, normalised, and of all dimensions
-            (Matryoshka, arXiv 2205.13147).
-    """
+    """The contrastive loss of the global batch as a function of this process's features."""
 
     rank: int
-    equal_ids: str
+    equal_ids: str  # "exclude" or "positive", as in `InfCLTrainingArguments`
+    # Whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch, gradients of
+    # features would underflow where no loss scale helps.
     in_bf16: bool
-    objective: str
+    objective: str  # this and the next two as for `hf_infcl.contrastive_loss`
     strategy: str = "ring"
     backend: str = "auto"
+    # With "own" new and old pairs are not each other's negatives: the loss is the mean of the losses of both parts of
+    # the global batch, weighted by their pairs. Negative captions belong to both.
     replay_as: str | None = None
+    # The loss is the mean of those of the first so many dimensions, normalised, and of all dimensions (Matryoshka,
+    # arXiv 2205.13147).
     prefixes: Sequence[int] = ()
 
     def of(
