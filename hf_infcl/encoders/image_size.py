@@ -32,14 +32,11 @@ def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
 
 
 def resize_images(encoder: DualEncoder, size: int) -> None:
-    """Gives the image tower position embeddings for images of another size, and its config that size.
+    """Gives the image tower position embeddings for images of another size in pixels, and its config that size.
 
     They are interpolated as transformers does it with ``interpolate_pos_encoding``: bicubic, for TIPSv2 bilinear with
     antialiasing. What is saved then loads with ``from_pretrained``. A tower without positions, such as a ConvNet, takes
     the size as it is.
-
-    Args:
-        size: height and width in pixels.
 
     Raises:
         ValueError: the size is no multiple of the patches; the positions of the tower cannot be interpolated; the model

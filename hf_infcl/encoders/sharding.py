@@ -53,8 +53,7 @@ def check_wrapper(accelerator: Accelerator) -> None:
 def check_in_bf16(accelerator: Accelerator, checkpointing: Sequence[str]) -> None:
     """Raises a ValueError for settings of a training with which ``bf16_activations`` does not work.
 
-    Args:
-        checkpointing: the options that are set and compute layers again in the backward.
+    ``checkpointing`` are the options that are set and compute layers again in the backward.
     """
     if accelerator.mixed_precision != "bf16":
         raise ValueError(

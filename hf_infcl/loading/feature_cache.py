@@ -149,7 +149,7 @@ def cached(
 def for_each_missing(
     count: int, is_there: Callable[[int], bool], compute: Callable[[int], None], agree: Callable[[], object]
 ) -> None:
-    """Computes what is missing among the numbers 0 to ``count - 1``; the processes take turns. Collective."""
+    """Computes what is missing of the numbers below ``count``; the processes take turns. Collective; see `cached`."""
     processes = Processes()
     for first in range(0, count, processes.world_size):
         agree()

@@ -120,11 +120,7 @@ def resumed_position(
 def make_course(
     args: InfCLTrainingArguments, state: TrainerState, record: RunRecord | None, plan: BatchPlan | None
 ) -> Course:
-    """The samples of the steps of a training, those before it was resumed included.
-
-    Args:
-        plan: of its global batches; None if they have one size, or before it begins.
-    """
+    """The samples of the steps of a training, those before it was resumed included: of its plan if the batch grows."""
     earlier = 0 if record is None else record.samples_seen
     if plan is not None and plan.grows:
         return plan

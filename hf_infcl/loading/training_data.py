@@ -93,14 +93,10 @@ class TrainingData:
             self.source.own.begin_epoch(epoch, windows, step, self._sides, lambda: self.passed_over(epoch))
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, int]) -> dict[str, int]:
-        """Begins the pass over the data that Trainer's loop begins.
+        """Begins the pass over the data that Trainer's loop begins after so many steps.
 
-        Args:
-            epoch, step: the passes and the optimizer steps before it.
-            counted: Trainer's numbers of the pass, by their names in ``Trainer._run_epoch``.
-
-        Returns:
-            The numbers that differ if the global batch grows, since passes then have different numbers of steps.
+        Returns those of Trainer's numbers of the pass (``counted``, as in ``Trainer._run_epoch``) that differ if the
+        global batch grows, since passes then have different numbers of steps.
         """
         trained = counted["steps_trained_in_current_epoch"] if epoch == counted["epochs_trained"] else 0
         self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step)

@@ -20,8 +20,7 @@ def check_values(
 ) -> None:
     """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs.
 
-    Args:
-        declared: the dataclass that declares the options, if that is not the class of ``options``.
+    The options are those of ``declared``, a dataclass, or else of the class of ``options``.
     """
     facts_of_all = facts_by_name(options if declared is None else declared)
     for one in fields(options if declared is None else declared):

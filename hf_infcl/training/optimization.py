@@ -269,12 +269,10 @@ def set_learning_rates(
 
 
 def over_samples(schedule: LRScheduler, course: Course, *, by_batch: bool) -> None:
-    """Lets a new schedule of the learning rate run over samples instead of steps; schedules by a metric stay.
+    """Lets a new schedule of transformers run over samples instead of steps; schedules by a metric stay.
 
-    Args:
-        schedule: of transformers, whose factors are functions of the step.
-        by_batch: whether the rates are those of the last batch, and the rate of each batch of a `BatchPlan` is
-            in proportion (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
+    ``by_batch``: the rates are those of the last batch, and the rate of each batch of a `BatchPlan` is in proportion
+    (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
     """
     if not isinstance(schedule, LambdaLR):
         return

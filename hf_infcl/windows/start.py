@@ -18,13 +18,10 @@ from ..passes.grad_cache import Features
 
 
 class Start:
-    """The start of a training: a frozen copy of the model for its embeddings, or copies of its trained weights.
+    """The start of a training: a frozen copy of the model, if it ``embeds``, or else copies of its trained weights.
 
-    What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy.
-
-    Args:
-        model: unwrapped, before its training.
-        embeds: whether the embeddings of the start are needed.
+    What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy. The model
+    is unwrapped, and has not been trained yet.
 
     Raises:
         ValueError: the training is DeepSpeed's.
