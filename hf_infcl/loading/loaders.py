@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
-from accelerate.utils import DistributedType, slice_tensors
+from accelerate.utils import slice_tensors
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -17,6 +17,7 @@ from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
 from ..data.wrapped import all_parts, check_has_end, has_epochs, set_epoch
 from ..encoders.dual_encoder import images_of
+from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
@@ -28,7 +29,7 @@ from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, che
 from .positions import make_plan
 from .replay import Replayed, is_own
 from .teacher_inputs import TrainingCollator
-from .training_loader import TrainingLoader
+from .training_loader import TrainingLoader, worker_options
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
@@ -211,20 +212,14 @@ def loader_of_stream(
     if not is_training:
         check_has_end(dataset)
     workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
-    # This option is not in transformers before 5.15.
-    context = getattr(args, "dataloader_multiprocessing_context", None)
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
         collate_fn=collate,
-        num_workers=workers,
-        pin_memory=args.dataloader_pin_memory,
         # Their copies of the stream would stay in the first epoch.
         persistent_workers=args.dataloader_persistent_workers and is_training and not has_epochs(dataset),
-        multiprocessing_context=context if workers else None,
-        prefetch_factor=args.dataloader_prefetch_factor,
         drop_last=is_training,
-        worker_init_fn=heed_parent_alone,
+        **worker_options(args, workers),
     )
     return loader if is_training else stream_for_evaluation(loader, args.device)
 
@@ -320,9 +315,8 @@ def with_cached_features(
     interruptions.phases.enter("computing features")
     tower: Any = encoder.frozen_towers().get("image")
     start = setup.start if args.keep_features else None
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    of_run = {"keeps": start is not None, "sharded": sharded, "compiled": args.torch_compile}
-    check_cacheable(pairs, tower, collator, **of_run)
+    of_run = {"sharded": is_sharded(accelerator), "compiled": args.torch_compile}
+    check_cacheable(pairs, tower, collator, keeps=start is not None, **of_run)
     assert isinstance(collator, ContrastiveCollator)
 
     def images(batch: dict[str, Tensor]) -> list[Tensor]:

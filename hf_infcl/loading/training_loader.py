@@ -103,18 +103,8 @@ class TrainingLoader(DataLoader[Any]):
         args, generator = self._args, torch.Generator()
         # torch draws the workers' seeds from it. If dropout used the same one, resumes would change it.
         generator.manual_seed(args.seed + self._step * args.world_size + args.process_index)
-        # Not in transformers before 5.15.
-        context = getattr(args, "dataloader_multiprocessing_context", None)
-        return DataLoader(
-            self._batches,
-            batch_size=None,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            multiprocessing_context=context if args.dataloader_num_workers else None,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            generator=generator,
-            worker_init_fn=heed_parent_alone,
-        )
+        options = worker_options(args, args.dataloader_num_workers)
+        return DataLoader(self._batches, batch_size=None, generator=generator, **options)
 
     def _to_device(self, batch: object) -> object:
         if self._device is None:
@@ -148,3 +138,16 @@ class TrainingLoader(DataLoader[Any]):
         rate = self._made * workers / self._seconds if self._seconds else 0.0
         self._seconds = self._made = 0.0
         return {**self._batches.counts(), "rate": rate}
+
+
+def worker_options(args: InfCLTrainingArguments, workers: int) -> dict[str, Any]:
+    """The arguments of a DataLoader with so many workers."""
+    # This option is not in transformers before 5.15.
+    context = getattr(args, "dataloader_multiprocessing_context", None)
+    return {
+        "num_workers": workers,
+        "pin_memory": args.dataloader_pin_memory,
+        "multiprocessing_context": context if workers else None,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "worker_init_fn": heed_parent_alone,
+    }

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from ..checkpoints.record import RunRecord
-from ..encoders.sharding import failures_announced_unless_sharded
+from ..encoders.sharding import failures_announced_unless_sharded, is_sharded
 from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, make_wrapper
@@ -64,10 +63,9 @@ class WindowStep:
         args, compiled = setup.args, is_compiled(model)
         self.windows = 0  # that were trained
         self.extensions = [*_make_extensions(setup, course), *setup.extensions]
-        sharded = setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
         # parameters within a forward or a backward.
-        self.repeats = not sharded
+        self.repeats = not is_sharded(setup.accelerator)
         # Whether the present step can, if memory runs out on this process. It cannot within a selection, which
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
         # micro-batch, where the others wait for what this one sends.
