@@ -83,7 +83,7 @@ def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Itera
         outputs[name] = BaseModelOutputWithPooling(first_position, part_of(full, "pooler_output"))
         return full
 
-    with _other_forward(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
+    with other_forward(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
         yield
 
 
@@ -124,7 +124,7 @@ class PlaceholderText:
     def instead_of_tower(self) -> Iterator[None]:
         """Within the context the tower returns the output, and computes nothing."""
         # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
-        with _other_forward(self._tower, self._forward), _evaluation_mode(self._projection):
+        with other_forward(self._tower, self._forward), _evaluation_mode(self._projection):
             yield
 
     def _again(self, *args: object, **kwargs: object) -> Any:
@@ -155,7 +155,7 @@ def _evaluation_mode(module: nn.Module | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _other_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+def other_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Within the context the module has another forward."""
     own, overridden = module.forward, "forward" in vars(module)
     module.forward = forward
