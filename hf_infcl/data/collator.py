@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,10 +32,7 @@ _LIKE_ROBERTA = {
 }
 
 
-class DataCollator(Protocol):
-    """Turns the items of a micro-batch into a batch, like the ``data_collator`` of Trainer."""
-
-    def __call__(self, items: list[Any], /) -> Any: ...
+DataCollator = Callable[[list[Any]], Any]  # makes a batch of the items of a micro-batch, as Trainer's does
 
 
 class ContrastiveCollator:

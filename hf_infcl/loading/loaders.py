@@ -211,6 +211,7 @@ def loader_of_stream(
     """
     if not is_training:
         check_has_end(dataset)
+    # The batches of several workers of an evaluation would end at different rows.
     workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
     loader = DataLoader(
         dataset,
@@ -221,7 +222,13 @@ def loader_of_stream(
         drop_last=is_training,
         **worker_options(args, workers),
     )
-    return loader if is_training else stream_for_evaluation(loader, args.device)
+    if is_training:
+        return loader
+    # The main process reads the stream and sends each process its part of the rows. Otherwise, accelerate would repeat
+    # rows to make all batches equally large, and the repeated rows at the end of a stream could not be recognised.
+    return prepare_data_loader(
+        loader, args.device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=rows_of_one_process
+    )
 
 
 def with_lasting_workers(dataloader: Any) -> Any:
@@ -251,21 +258,6 @@ def adapted(dataloader: Any, setup: Setup) -> Any:
     if setup.args.offload_inputs:
         dataloader.device = None
     return dataloader
-
-
-def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoaderDispatcher:
-    """A loader of a stream that returns every row once, on any number of processes.
-
-    The main process reads the stream and sends each process its part of the rows. Otherwise, accelerate would repeat
-    rows to make all batches equally large, and the repeated rows at the end of a stream could not be recognised.
-
-    Args:
-        loader: a loader of the whole stream, with at most one worker, because the batches of several workers end at
-            different rows.
-    """
-    return prepare_data_loader(
-        loader, device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=rows_of_one_process
-    )
 
 
 def rows_of_one_process(

@@ -19,20 +19,11 @@ _SAMPLED = 10_000  # images whose captions are compared
 _TOKENIZED = 2_000  # captions whose tokens are counted
 
 
-@dataclass(frozen=True)
-class CutCaptions:
-    """The captions of a dataset that exceed the model's limit."""
-
-    share: float  # of the captions that are cut
-    captions: int  # that were counted
-    limit: int  # the tokens of a caption that the model reads, including special ones
-
-
 @dataclass
 class CaptionNotices:
     """Looks once at the captions of each dataset, and warns about those that are cut or repeated."""
 
-    cut: dict[str, CutCaptions] = field(default_factory=dict)  # by the name of the dataset, of those that are cut
+    cut: dict[str, float] = field(default_factory=dict)  # the share of captions that are, if any, by the dataset's name
     _seen: set[str] = field(default_factory=set)
 
     def look(self, name: str, datasets: Iterable[Any], collator: object, batch_size: int | None = None) -> None:
@@ -51,13 +42,13 @@ class CaptionNotices:
         samples = [part.sample_captions(_SAMPLED) for part in parts]
         if isinstance(collator, ContrastiveCollator):
             texts = [caption for sample in samples for captions in sample for caption in captions]
-            cut = cut_captions(texts[:: -(-len(texts) // _TOKENIZED) or 1], collator)
-            if cut.share:
-                self.cut[name] = cut
+            texts = texts[:: -(-len(texts) // _TOKENIZED) or 1]
+            if cut := sum(map(collator.is_cut, texts)):
+                self.cut[name] = share = cut / len(texts)
                 logger.warning(
-                    f"{cut.share:.1%} of {cut.captions:,} captions of the {name} have more than {cut.limit} tokens, "
-                    "the limit of the model, which does not see what follows. Captions that differ only there are "
-                    f"equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
+                    f"{share:.1%} of {len(texts):,} captions of the {name} have more than {collator.max_length} "
+                    "tokens, the limit of the model, which does not see what follows. Captions that differ only there "
+                    f"are equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
                 )
         for part, sample in zip(parts, samples, strict=True):
             if batch_size is None or part.pair_id_column is not None:
@@ -77,12 +68,6 @@ class CaptionNotices:
             self.look(name, all_parts(part), collator, batch_size)
         for name, dataset in evaluated.items() if isinstance(evaluated, Mapping) else [("", evaluated)]:
             self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), collator)
-
-
-def cut_captions(captions: list[str], collator: ContrastiveCollator) -> CutCaptions:
-    """Counts the captions with more tokens than a model takes."""
-    count = sum(map(collator.is_cut, captions))
-    return CutCaptions(count / max(1, len(captions)), len(captions), collator.max_length)
 
 
 def repeated_captions(sample: list[list[str]]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,21 +22,11 @@ from ..processes.interruptions import Interruptions
 from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
-from .batch_plan import BatchPlan, Position
+from .batch_plan import BEGIN, BatchPlan, Position
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .loaders import LoaderParts, training_collator
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class _Epoch:
-    """A pass over the data."""
-
-    number: int = 0
-    windows: int = 0  # trained in it, like the next one
-    rows: int = 0
-    exhausted: bool = False  # for a stream
 
 
 class TrainingData:
@@ -79,14 +69,14 @@ class TrainingData:
         self._begin, sizes = begin, args.image_sizes(course)
         self._sides = None if sizes is None else sizes.smaller_at
         self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)  # see `WindowStep.passed_over`
-        self._epoch = _Epoch()
+        self._at, self._exhausted = BEGIN, False  # where the pass is, and whether a stream has no full window left
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
         """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
         rows, begin = windows * self._args.global_batch_size, self._begin
         if begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
             rows = begin.rows
-        self._epoch = _Epoch(epoch, windows, rows)
+        self._at, self._exhausted = Position(epoch=epoch, windows=windows, rows=rows), False
         if self.source.own is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
@@ -131,7 +121,7 @@ class TrainingData:
         self.window, self._loaded = Window([]), []  # the batches of the last one take memory
         source, rows = self.source, 0
         batches: list[Any] = []
-        if self._epoch.exhausted:
+        if self._exhausted:
             return self.window
         try:
             with self.wait.waiting():
@@ -172,7 +162,7 @@ class TrainingData:
         # Training on a short window would change the objective, and Trainer would leave its gradient behind.
         if step == 0:
             raise self._too_short(seen)
-        self._epoch.exhausted = True
+        self._exhausted = True
         return self.window
 
     def batches_of_loop(self) -> list[Any]:
@@ -194,8 +184,8 @@ class TrainingData:
 
     def end_window(self) -> None:
         """Records that the window is trained."""
-        self._epoch.windows += 1
-        self._epoch.rows += self._images * self._processes.world_size
+        rows = self._at.rows + self._images * self._processes.world_size
+        self._at = replace(self._at, windows=self._at.windows + 1, rows=rows)
         if skipped := [int(batch["skipped"].sum()) for batch in self.window.batches if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
         if self.source.own is not None:
@@ -219,9 +209,9 @@ class TrainingData:
             stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.state()))]
             stream = None if None in stream else stream
         return {
-            "epoch": self._epoch.number,
-            "windows": self._epoch.windows,
-            "rows": self._epoch.rows,
+            "epoch": self._at.epoch,
+            "windows": self._at.windows,
+            "rows": self._at.rows,
             "skipped_samples": self._skipped_samples(),
             "stream": stream,
         }
