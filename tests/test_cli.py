@@ -45,7 +45,7 @@ from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import declared
-from hf_infcl.options.declaring import declared_listing
+from hf_infcl.options.declaring import declared_facts
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.loss_options import EQUAL_IDS
 from hf_infcl.tools import cli
@@ -914,8 +914,8 @@ def helps_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def of_a_set(option: Field[Any]) -> bool:
-    listing = declared_listing(option)
-    return listing is not None and listing.of_one_set
+    facts = declared_facts(option)
+    return facts is not None and facts.of_one_set
 
 
 def options_of(text: str) -> list[str]:

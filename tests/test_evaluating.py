@@ -21,7 +21,7 @@ from helpers.trainers import arguments, parameters, trainer_for
 from torch.utils.data import ChainDataset, IterableDataset
 from transformers.utils import logging
 
-from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, reference
+from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, evaluation, reference
 from hf_infcl.checkpoints.average_choice import score
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
@@ -507,8 +507,8 @@ def test_texts_are_read_on_the_host(tmp_path):
     data, loader = Captioned(9), trainer.get_eval_dataloader(Captioned(9))
     names = next(iter(loader)).keys()
     read, metrics = [], []
-    apart = evaluating.taken_apart
-    with mock.patch.object(evaluating, "taken_apart", lambda batch: read.append(apart(batch)) or read[-1]):
+    apart = evaluation.taken_apart
+    with mock.patch.object(evaluation, "taken_apart", lambda batch: read.append(apart(batch)) or read[-1]):
         metrics.append(trainer.evaluation_loop(loader, "Evaluation").metrics)
     assert len(read) == 3
     for batch, texts in read:

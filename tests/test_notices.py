@@ -67,7 +67,7 @@ def test_captions_that_are_cut_are_told_of_every_set_before_step_1(tmp_path, war
         "eval_pairs_*",
         "eval_zero_shot_*",
     ]
-    assert trainer.caption_notices.cut["training set"].limit == LENGTH
+    assert trainer.caption_notices.cut["training set"] == 0.125
     facts = training_facts(trainer, model_class="CLIPModel", start="me/clip", sources=[], pair_id_column=None)
     assert [*facts.cut_captions.values()] == [0.125, 0.25, 0.5]
 

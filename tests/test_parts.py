@@ -26,7 +26,7 @@ from hf_infcl.training import progress, resuming
 from hf_infcl.training.ending import saved_early
 from hf_infcl.training.evaluating import Evaluator
 from hf_infcl.training.loop_events import replaced
-from hf_infcl.training.progress import Progress, keep_seconds, trained_seconds
+from hf_infcl.training.progress import Progress, trained_seconds
 from hf_infcl.training.resuming import Resumption
 from hf_infcl.windows.setup import Setup
 
@@ -185,5 +185,5 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     assert (logs["samples_seen"], logs["samples_per_second"], logs["train_seconds"]) == (1016, 4.0, 9.0)
     assert (part.steps(12), part.samples(12)) == (2, 1016)
     now[0] += 1
-    keep_seconds(state, part)
+    part.keep_seconds(state)
     assert trained_seconds(state) == 10.0, "a checkpoint knows the time since the last log as well"

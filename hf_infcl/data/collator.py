@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,10 +32,7 @@ _LIKE_ROBERTA = {
 }
 
 
-class DataCollator(Protocol):
-    """Turns the items of a micro-batch into a batch, like the ``data_collator`` of Trainer."""
-
-    def __call__(self, items: list[Any], /) -> Any: ...
+DataCollator = Callable[[list[Any]], Any]  # makes a batch of the items of a micro-batch, as Trainer's does
 
 
 class ContrastiveCollator:
@@ -332,11 +329,7 @@ def _as_array(image: object) -> np.ndarray | None:
 
 
 def text_positions(config: PretrainedConfig | None) -> int | None:
-    """The largest number of tokens of a text, special ones included; None if the config states none.
-
-    Args:
-        config: of the model, with a ``text_config``.
-    """
+    """The largest number of tokens of a text, special ones included; None if the config states none."""
     text: Any = getattr(config, "text_config", None)
     rows: int | None = getattr(text, "max_position_embeddings", None)
     if rows is None or getattr(text, "model_type", None) not in _LIKE_ROBERTA:

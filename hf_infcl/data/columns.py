@@ -18,7 +18,6 @@ def find_image_column(features: datasets.Features, wanted: str = "image") -> str
     """``wanted`` if the table has this column, else its only column of type Image, else the only one of a usual name.
 
     Args:
-        features: of a `datasets.Dataset`.
         wanted: the preferred name, which is also the result if no column or several ones come into question.
     """
     import datasets

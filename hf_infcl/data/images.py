@@ -59,14 +59,7 @@ class EncodedImage(TypedDict):
 
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row.
-
-    Attributes:
-        columns: the column of each option that names one.
-        split: the split of the dataset, if it knows it.
-        name: what messages about a bad row call the dataset.
-        benchmark: the files of a named benchmark (`hf_infcl.tools.benchmarks`); None for other sets.
-    """
+    """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, others: Mapping[str, str | None]) -> None:
         import datasets
@@ -105,11 +98,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             )
         rows = dataset.with_format(None).select_columns(with_errors(dataset, columns))
         self._rows = rows.cast_column(image_column, datasets.Image(decode=False))
-        self.columns = {option: column for option, column in options.items() if column}
+        self.columns = {option: column for option, column in options.items() if column}  # by the options
         self.split = None if dataset.split is None else str(dataset.split)
-        self.name = f"the dataset with columns {dataset.column_names}"
-        self.benchmark: Any = None
-        self._image_column = image_column
+        self.name = f"the dataset with columns {dataset.column_names}"  # in messages about a bad row
+        self.benchmark: Any = None  # the files of a named benchmark (`hf_infcl.tools.benchmarks`)
+        self.image_column = image_column
         self._min_side: int | None = None
 
     def __len__(self) -> int:
@@ -133,7 +126,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """The image of a row, decoded, and the path of its file if the dataset does not hold the file itself."""
         value = self.undecoded(row)
         self._check_errors(row, value)
-        image = value[self._image_column]
+        image = value[self.image_column]
         pixels = self._image(row, image)
         return pixels, None if image["bytes"] is not None or is_member(image["path"]) else image["path"]
 
@@ -145,15 +138,15 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """
         value = self.undecoded(row)
         self._check_errors(row, value)
-        return self._encoded(row, value[self._image_column])
+        return self._encoded(row, value[self.image_column])
 
     def file_sizes(self, step: int = 1) -> Iterator[tuple[int, int]]:
         """(row, bytes of its image file) of every ``step``-th row, if the file is local; none is read."""
         import pyarrow.compute
 
-        tables = self._rows.select_columns([self._image_column]).with_format("arrow").iter(1000)
+        tables = self._rows.select_columns([self.image_column]).with_format("arrow").iter(1000)
         first = 0
-        for chunk in itertools.chain.from_iterable(table[self._image_column].chunks for table in tables):
+        for chunk in itertools.chain.from_iterable(table[self.image_column].chunks for table in tables):
             sizes = pyarrow.compute.binary_length(chunk.field("bytes")).to_pylist()
             paths = chunk.field("path").to_pylist()
             for row in range(-first % step, len(sizes), step):
@@ -170,10 +163,10 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             OSError: a local file that a row refers to does not exist.
         """
-        digest = hashlib.sha256(f"{self._rows._fingerprint} {self._image_column} {self._min_side}".encode())
-        images = self._rows.select_columns([self._image_column]).with_format("arrow")
+        digest = hashlib.sha256(f"{self._rows._fingerprint} {self.image_column} {self._min_side}".encode())
+        images = self._rows.select_columns([self.image_column]).with_format("arrow")
         for table in images.iter(1000):
-            column = table[self._image_column].combine_chunks()
+            column = table[self.image_column].combine_chunks()
             paths = column.field("path").filter(column.field("bytes").is_null())
             for path in paths.to_pylist():
                 if path is not None and "://" not in path:
@@ -191,7 +184,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _encoded(self, row: int, value: EncodedImage | None) -> bytes:
         if value is None:
-            raise self._bad_sample(row, f"column {self._image_column!r}: no image")
+            raise self._bad_sample(row, f"column {self.image_column!r}: no image")
         with self._image_named(row):
             return read_encoded(value)
 
@@ -204,7 +197,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             yield
         except Exception as error:
-            raise self._bad_sample(row, f"column {self._image_column!r}: {type(error).__name__}: {error}") from error
+            raise self._bad_sample(row, f"column {self.image_column!r}: {type(error).__name__}: {error}") from error
 
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
         return BadSampleError(
@@ -246,7 +239,6 @@ def least_side(min_side: int | None, side: int | None) -> int | None:
     A fourth more than the side, so that random crops, of 0.82 of a side or more, are not enlarged.
 
     Args:
-        min_side: the option of the dataset.
         side: None for images of the full size, where ``min_side`` alone decides.
     """
     if side is None:
@@ -261,7 +253,6 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
     simplejpeg decodes most JPEGs, to the same pixels as PIL.
 
     Args:
-        encoded: the contents of the file.
         min_side: decode a JPEG at 1/2, 1/4 or 1/8 of its size if both sides keep at least this many pixels. This is
             faster and changes the pixels by a few grey levels. By default, images are decoded at full size.
 

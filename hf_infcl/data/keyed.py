@@ -31,9 +31,6 @@ class PlainRows(Dataset[Any]):
 
     Loaders of accelerate call a method ``set_epoch`` whenever they are iterated. That of a dataset that is evaluated
     would change the epoch of a training on the same dataset.
-
-    Args:
-        dataset: of any kind; it may take its rows from other datasets.
     """
 
     def __init__(self, dataset: SizedDataset) -> None:

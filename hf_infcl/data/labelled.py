@@ -106,7 +106,7 @@ class ZeroShotDataset(ImageDataset):
     def __getitem__(self, row: int) -> dict[str, Any]:
         value = self._rows[row]
         self._check_errors(row, value)
-        return {"image": self._image(row, value[self._image_column]), "label": value[self._label_column]}
+        return {"image": self._image(row, value[self.image_column]), "label": value[self._label_column]}
 
     def prompts(self) -> list[str]:
         """The prompts of class 0, one per template, then those of class 1, ..."""
@@ -173,10 +173,6 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
     If they are the names that the dataset knows, they are matched by name; case, spaces, "_" and "-" do not count.
     Otherwise the i-th name belongs to label i. If the names in the dataset are numbers, sorted as text as folders are
     (1, 10, 2), it belongs to the i-th number instead.
-
-    Args:
-        names: of the classes, one each.
-        known: the names of a `ClassLabel`.
 
     Raises:
         ValueError: there is another number of names.

@@ -7,8 +7,9 @@ import hashlib
 import math
 import random
 import unicodedata
+from collections.abc import Mapping
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -28,13 +29,25 @@ REPEATED = 0.01  # the share of repeated captions from which on they are worth a
 
 
 class PairSource:
-    """The protocol that tables and streams of image-text pairs share."""
+    """What tables and streams of image-text pairs share: how an item is made of the values of a sample.
 
+    Every random choice depends only on the seed, the epoch (the pass of a stream) and what names the sample.
+    """
+
+    image_column: Any  # a name; a stream may be without images or captions
+    caption_column: Any
+    captions_per_image: int
+    negative_caption_column: str | None
+    pair_id_column: str | None
+    seed: int
     on_bad_sample: str
     _augmentation: Augmentation
+    _min_side: int | None
     _text_dropout: float
+    _all_captions = False
     _number: int | None = None
     _views: int | None = None
+    _LACKS: ClassVar[str]  # what a message says of a sample without a part, "caption" or "pair id", in its column
 
     def name_places(self, number: int, views: int | None = None) -> None:
         """Adds a ``place`` to the items: where each is from, and the seed of its augmentation.
@@ -53,6 +66,59 @@ class PairSource:
         changed = copy.copy(self)
         changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"
         return changed
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that decide about the items, for the record of a training."""
+        return {
+            "image_column": self.image_column,
+            "caption_column": self.caption_column,
+            "pair_id_column": self.pair_id_column,
+            "on_bad_sample": self.on_bad_sample,
+            "augmentation": self._augmentation,
+            "min_side": self._min_side,
+            "text_dropout": self._text_dropout,
+        }
+
+    def _draw_texts(self, values: Mapping[str, Any], sample: object, epoch: int) -> dict[str, Any]:
+        """The captions of an item, and its negative captions and pair id where a column has them.
+
+        Raises:
+            ValueError: the sample has no caption or no pair id, or one that cannot be used.
+        """
+        captions = usable_captions(values[self.caption_column])
+        if not captions:
+            raise ValueError(self._LACKS.format("caption", self.caption_column))
+        if not self._all_captions:
+            captions = draw_captions(captions, self.captions_per_image, self._random(sample, "caption", epoch))
+        texts: dict[str, Any] = {"caption": captions}
+        if self.negative_caption_column:
+            negatives = usable_captions(values[self.negative_caption_column])
+            texts["negative_captions"] = draw_captions(negatives, 1, self._random(sample, "negative caption", epoch))
+        found: dict[str, Any] = {}
+        if self.pair_id_column == self.caption_column:
+            found["pair_id"] = caption_pair_id(captions[0])
+        elif self.pair_id_column:
+            if (pair_id := values[self.pair_id_column]) is None:
+                raise ValueError(self._LACKS.format("pair id", self.pair_id_column))
+            found["pair_id"] = as_pair_id(pair_id)
+        for key in texts if self._text_dropout else ():
+            texts[key] = drop_words(texts[key], self._text_dropout, self._random(sample, f"words of {key}", epoch))
+        return texts | found
+
+    def _augmented(self, image: np.ndarray, sample: object, count: int) -> dict[str, dict[str, Any]]:
+        """An image as the first ``count`` epochs augment it: what `augment` returns, by its seed."""
+        seeds = [self._seed_of_view(sample, epoch) for epoch in range(count)]
+        return {seed: augment(image, self._augmentation, seed) for seed in seeds}
+
+    def _seed_of_view(self, sample: object, epoch: int) -> str:
+        return self._seed_for(sample, "augmentation", epoch % self._views if self._views else epoch)
+
+    def _random(self, sample: object, purpose: str, epoch: int) -> random.Random:
+        return random.Random(self._seed_for(sample, purpose, epoch))  # seeded with the SHA-512 of the text
+
+    def _seed_for(self, sample: object, purpose: str, epoch: int) -> str:
+        return f"{self.seed} {epoch} {sample} {purpose}"
 
 
 class ImageTextDataset(PairSource, ImageDataset):
@@ -101,6 +167,8 @@ class ImageTextDataset(PairSource, ImageDataset):
     Raises:
         ValueError: at construction, for a wrong dataset, column, column type or option; on access, for a bad row.
     """
+
+    _LACKS = "column {1!r}: no {0}"
 
     def __init__(
         self,
@@ -159,7 +227,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         self.negative_caption_column = negative_caption_column
         self.pair_id_column = pair_id_column
         self._all_captions = all_captions
-        self._seed = seed
+        self.seed = seed
         self.on_bad_sample: str = on_bad_sample
         self._augmentation = augmentation
         self._min_side = min_side
@@ -172,9 +240,8 @@ class ImageTextDataset(PairSource, ImageDataset):
         self._epoch.fill_(epoch)
 
     def views(self, row: int, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
-        """An image as the first ``count`` epochs augment it: what `augment` returns, by its seed."""
-        seeds = [self._seed_for(row, "augmentation", epoch) for epoch in range(count)]
-        return {seed: augment(image, self._augmentation, seed) for seed in seeds}
+        """The image of a row as the first ``count`` epochs augment it: what `augment` returns, by its seed."""
+        return self._augmented(image, row, count)
 
     def sample_captions(self, count: int) -> list[list[str]]:
         """The usable captions of up to ``count`` rows, drawn at random but always the same, without their images."""
@@ -187,7 +254,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         side = getattr(row, "side", None)
         if self.on_bad_sample == "raise":
             return self._sample(row, side)
-        candidate, replacements = row, self._random(row, "replacement")
+        candidate, replacements = row, self._random(row, "replacement", self._now)
         for skipped in range(_MAX_TRIES):
             try:
                 return {**self._sample(candidate, side), "skipped": skipped}
@@ -199,13 +266,13 @@ class ImageTextDataset(PairSource, ImageDataset):
     def _sample(self, row: int, side: int | None) -> dict[str, Any]:
         value = self._rows[row]
         item = self._text(row, value)
-        encoded = self._encoded(row, value[self._image_column])
+        encoded = self._encoded(row, value[self.image_column])
         if self.on_bad_sample == "skip" and not self.pair_id_column:
             item["pair_id"] = content_pair_id(encoded, usable_captions(value[self.caption_column]))
         if side is not None:
             item["side"] = side
         image = self._decoded(row, encoded, side)
-        return augment(image, self._augmentation, self._seed_of_view(row)) | item
+        return augment(image, self._augmentation, self._seed_of_view(row, self._now)) | item
 
     def captions(self, row: int) -> list[str]:
         """The captions of a row from which an epoch may draw."""
@@ -217,43 +284,22 @@ class ImageTextDataset(PairSource, ImageDataset):
 
     def _text(self, row: int, value: dict[str, Any]) -> dict[str, Any]:
         self._check_errors(row, value)
-        captions = usable_captions(value[self.caption_column])
-        if not captions:
-            raise self._bad_sample(row, f"column {self.caption_column!r}: no caption")
-        if not self._all_captions:
-            captions = draw_captions(captions, self.captions_per_image, self._random(row, "caption"))
-        item: dict[str, Any] = {"caption": captions}
+        try:
+            item = self._draw_texts(value, row, self._now)
+        except ValueError as error:
+            raise self._bad_sample(row, str(error)) from error
         if self._number is not None:
-            item["place"] = (self._number, str(row), self._seed_of_view(row))
-        if self.negative_caption_column:
-            negatives = usable_captions(value[self.negative_caption_column])
-            item["negative_captions"] = draw_captions(negatives, 1, self._random(row, "negative caption"))
-        if self.pair_id_column == self.caption_column:
-            item["pair_id"] = caption_pair_id(captions[0])
-        elif self.pair_id_column:
-            pair_id = value[self.pair_id_column]
-            if pair_id is None:
-                raise self._bad_sample(row, f"column {self.pair_id_column!r}: no pair id")
-            item["pair_id"] = as_pair_id(pair_id)
-        for key in ("caption", "negative_captions") if self._text_dropout else ():
-            if key in item:
-                item[key] = drop_words(item[key], self._text_dropout, self._random(row, f"words of {key}"))
+            item["place"] = (self._number, str(row), self._seed_of_view(row, self._now))
         return item
 
     @property
+    def _now(self) -> int:
+        """The epoch."""
+        return int(self._epoch.item())
+
+    @property
     def options(self) -> dict[str, Any]:
-        """The options that decide about the items, for the record of a training."""
-        return {
-            "image_column": self._image_column,
-            "caption_column": self.caption_column,
-            "pair_id_column": self.pair_id_column,
-            "seed": self._seed,
-            "on_bad_sample": self.on_bad_sample,
-            "augmentation": self._augmentation,
-            "min_side": self._min_side,
-            "text_dropout": self._text_dropout,
-            "all_captions": self._all_captions,
-        }
+        return {**super().options, "seed": self.seed, "all_captions": self._all_captions}
 
     @property
     def optional_keys(self) -> set[str]:
@@ -275,16 +321,6 @@ class ImageTextDataset(PairSource, ImageDataset):
     def changes_images(self) -> bool:
         """Whether the image of an item may differ from epoch to epoch."""
         return self._augmentation != "none" or self.on_bad_sample == "skip"
-
-    def _random(self, row: int, purpose: str) -> random.Random:
-        return random.Random(self._seed_for(row, purpose))  # seeded with the SHA-512 of the text
-
-    def _seed_of_view(self, row: int) -> str:
-        epoch = int(self._epoch.item())
-        return self._seed_for(row, "augmentation", epoch % self._views if self._views else epoch)
-
-    def _seed_for(self, row: int, purpose: str, epoch: int | None = None) -> str:
-        return f"{self._seed} {int(self._epoch.item()) if epoch is None else epoch} {row} {purpose}"
 
 
 def usable_captions(value: str | list[str | None] | None) -> list[str]:
@@ -343,7 +379,9 @@ def as_pair_id(value: str | int) -> int:
         return _hash(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"the pair id {shortened(value)} is neither an integer nor a string")
-    return _as_int64(value)
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"the pair id {value} does not fit into 64 bits")
+    return (value + 2**63) % 2**64 - 2**63  # the upper half of uint64 becomes negative
 
 
 def caption_pair_id(caption: str) -> int:
@@ -371,10 +409,3 @@ def _hash(text: str) -> int:
 
 def _hash_of_bytes(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
-
-
-def _as_int64(value: int) -> int:
-    """Maps integers of any column to int64 one to one: the upper half of uint64 becomes negative."""
-    if not -(2**63) <= value < 2**64:
-        raise ValueError(f"the pair id {value} does not fit into 64 bits")
-    return (value + 2**63) % 2**64 - 2**63

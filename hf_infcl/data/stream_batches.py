@@ -35,6 +35,8 @@ VERSION = 1  # version of the order of samples and of the state in checkpoints
 _MAX_BAD = 100
 _DRAWS = 1024  # number of choices between the sources of a mixture that are drawn at a time
 
+Sides = Callable[[int], int | None]  # of the images in a step; None for the size of the collator
+
 
 class Samples(Protocol):
     """What the micro-batches need of an `ImageTextStream`, which documents the options."""
@@ -53,29 +55,18 @@ class Samples(Protocol):
         """The item of a raw sample, after this many passes, with its image for this side."""
 
 
-class StepSides(Protocol):
-    """The sides of the images in the steps of a training."""
-
-    def smaller_at(self, step: int) -> int | None:
-        """The side in a step; None for the size of the collator."""
-
-
 class Shares:
     """How many pairs of each micro-batch come from a stream: all, and equally many.
 
     Args:
         batch_size: the pairs of a micro-batch.
         micro_batches: the micro-batches of the first global batch, on all processes together.
-
-    Attributes:
-        identity: what the order of the samples depends on, for a checkpoint.
-        words: what the stream gives to the first global batch, for messages.
     """
 
     def __init__(self, batch_size: int, micro_batches: int) -> None:
         self.micro_batches, self._batch_size = micro_batches, batch_size
-        self.identity: dict[str, Any] = {"batch_size": batch_size}
-        self.words = f"one global batch of {batch_size * micro_batches} pairs"
+        self.identity: dict[str, Any] = {"batch_size": batch_size}  # what the order depends on, for a checkpoint
+        self.words = f"one global batch of {batch_size * micro_batches} pairs"  # the first one, for messages
 
     def size(self, number: int) -> int | None:
         """The pairs of a micro-batch that come from the stream; None after the end of a training."""
@@ -102,7 +93,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
         return False  # other data has all its samples, and does not ask which ones to pass over
 
-    def set_sides(self, sides: StepSides | None, step: int) -> None:
+    def set_sides(self, sides: Sides | None, step: int) -> None:
         """Makes images with these sides from the next micro-batch on, which belongs to this step."""
         raise NotImplementedError
 
@@ -127,7 +118,6 @@ class StreamBatches(MicroBatches):
     """The micro-batches of an `ImageTextStream` for one process.
 
     Args:
-        stream: the source of the pairs, an `ImageTextStream`.
         batch_size: the number of pairs of a micro-batch; or the `Shares` of this stream from the checkpoint on.
         collate: turns a list of items into a batch.
         rank, world_size: this process and the number of processes.
@@ -169,7 +159,7 @@ class StreamBatches(MicroBatches):
             [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
-        self._sides: tuple[StepSides | None, int] = None, 0  # and the step that the windows are counted from
+        self._sides: tuple[Sides | None, int] = None, 0  # and the step that the windows are counted from
         self._consumed = 0  # micro-batches of the whole run, of all processes
         self._cursors: dict[int, dict[str, Any]] = {}  # by lane
         split = None
@@ -237,12 +227,12 @@ class StreamBatches(MicroBatches):
 
     # ---- Reading ----
 
-    def set_sides(self, sides: StepSides | None, step: int) -> None:
+    def set_sides(self, sides: Sides | None, step: int) -> None:
         self._sides = sides, step - self._shares.step(self._consumed - self._begun)
 
     def _side(self, number: int) -> int | None:
         sides, first = self._sides
-        return None if sides is None else sides.smaller_at(first + self._shares.step(number - self._begun))
+        return None if sides is None else sides(first + self._shares.step(number - self._begun))
 
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
         """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""

@@ -9,7 +9,6 @@ import itertools
 import logging
 import math
 import posixpath
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -25,17 +24,14 @@ from ..shards.readers import Columns, KeptSamples, Sample, make_reader
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
 from ..shards.values import describe_cause
-from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
+from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb, least_side
 from .pairs import (
     PairSource,
-    as_pair_id,
-    caption_pair_id,
     check_captions_per_image,
     check_negative_captions,
     content_pair_id,
-    draw_captions,
     usable_captions,
 )
 from .stream_batches import Shares, StreamBatches
@@ -92,6 +88,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         ValueError: there are no such shards, columns or captions, or an option is invalid.
     """
 
+    _LACKS = "it has no {0} in column {1!r}"
+
     def __init__(
         self,
         sources: str | Sequence[str],
@@ -138,7 +136,6 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         self.weights = [1.0] if weights is None else [float(weight) for weight in weights]
         self.seed, self.shuffle_buffer, self.open_shards, self.lanes = seed, shuffle_buffer, open_shards, lanes
         self.samples_per_epoch = samples_per_epoch
-        self._columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
         self.image_column, self.caption_column, self.pair_id_column = image_column, caption_column, pair_id_column
         self._processes = 1  # when the stream was pickled
         self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
@@ -150,27 +147,13 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         groups: list[list[int]] = []
         for number, source in enumerate(sources):
             urls = find_shards(source, split=split, name=name)
-            reader = make_reader(urls, self._columns)
+            reader = make_reader(urls, Columns(image_column, caption_column, pair_id_column, negative_caption_column))
             if not reader.has_lists:
                 check_captions_per_image(captions_per_image, single=caption_column)
             groups.append(list(range(len(self.shards), len(self.shards) + len(urls))))
             names = [f"{number}/{short}" for short in shard_names(urls)]
             self.shards += [Shard(url, short, reader) for url, short in zip(urls, names, strict=True)]
         self.groups = groups if weights is not None else [list(range(len(self.shards)))]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options that decide about the items, for the record of a training. The order has its own record."""
-        columns = self._columns
-        return {
-            "image_column": columns.image,
-            "caption_column": columns.caption,
-            "pair_id_column": columns.pair_id,
-            "on_bad_sample": self.on_bad_sample,
-            "augmentation": self._augmentation,
-            "min_side": self._min_side,
-            "text_dropout": self._text_dropout,
-        }
 
     @property
     def optional_keys(self) -> set[str]:
@@ -214,8 +197,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
 
     def views(self, shard: int, key: str, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
         """The image of a sample as the first ``count`` passes augment it: what `augment` returns, by its seed."""
-        seeds = [self._seed_of_view(view, f"{self.shards[shard].name} {key}") for view in range(count)]
-        return {seed: augment(image, self._augmentation, seed) for seed in seeds}
+        return self._augmented(image, f"{self.shards[shard].name} {key}", count)
 
     def without(self, keys: np.ndarray) -> ImageTextStream:
         """The stream without the samples of some keys, [n] int64 in ascending order; see `sample_key`."""
@@ -254,12 +236,10 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         with self._named(url, key, sample):
             assert not isinstance(sample, DamagedShardError)
             item = self._item(url, f"{name} {key}", passes, reader.row(sample), side)
-            if self._number is None:
-                return item
-            return {
-                **item,
-                "place": (self._number, sample_place(url, key), self._seed_of_view(passes, f"{name} {key}")),
-            }
+            if self._number is not None:
+                view = self._seed_of_view(f"{name} {key}", passes)
+                item["place"] = (self._number, sample_place(url, key), view)
+            return item
 
     def image_and_captions(self, shard: int, key: str, sample: Sample) -> tuple[np.ndarray | None, list[str]]:
         """The image of a raw sample and all its captions, of which it need not have any.
@@ -301,37 +281,15 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             return file.read()
 
     def _item(self, url: str, sample: str, passes: int, row: dict[str, Any], side: int | None) -> dict[str, Any]:
-        columns = self._columns
-        if columns.image is None or columns.caption is None:
+        if self.image_column is None or self.caption_column is None:
             raise ValueError("it is read without its image or its captions")
         image = self._encoded(url, row)
-        captions = usable_captions(row[columns.caption])
-        if not captions:
-            raise ValueError(f"it has no caption in column {columns.caption!r}")
-        drawn = draw_captions(captions, self.captions_per_image, self._random(passes, sample, "caption"))
-        texts: dict[str, Any] = {"caption": drawn}
-        if columns.negative_caption:
-            negatives = usable_captions(row[columns.negative_caption])
-            texts["negative_captions"] = draw_captions(negatives, 1, self._random(passes, sample, "negative caption"))
-        if columns.pair_id is None:
-            pair_id = content_pair_id(image, captions)
-        elif columns.pair_id == columns.caption:
-            pair_id = caption_pair_id(drawn[0])
-        elif row[columns.pair_id] is None:
-            raise ValueError(f"it has no pair id in column {columns.pair_id!r}")
-        else:
-            pair_id = as_pair_id(row[columns.pair_id])
-        for key in texts if self._text_dropout else ():
-            texts[key] = drop_words(texts[key], self._text_dropout, self._random(passes, sample, f"words of {key}"))
+        texts = self._draw_texts(row, sample, passes)
+        if self.pair_id_column is None:
+            texts["pair_id"] = content_pair_id(image, usable_captions(row[self.caption_column]))
         decoded = decode_rgb(image, least_side(self._min_side, side))
-        item = augment(decoded, self._augmentation, self._seed_of_view(passes, sample))
-        return item | texts | {"pair_id": pair_id} | ({} if side is None else {"side": side})
-
-    def _seed_of_view(self, passes: int, sample: str) -> str:
-        return f"{self.seed} {passes % self._views if self._views else passes} {sample} augmentation"
-
-    def _random(self, passes: int, sample: str, purpose: str) -> random.Random:
-        return random.Random(f"{self.seed} {passes} {sample} {purpose}")
+        item = augment(decoded, self._augmentation, self._seed_of_view(sample, passes))
+        return item | texts | ({} if side is None else {"side": side})
 
 
 def name_of_shard(url: str) -> str:

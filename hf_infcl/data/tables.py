@@ -54,11 +54,7 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
 
 
 class Table:
-    """A dataset whose files are looked for once, which takes long in a folder of many images.
-
-    Args:
-        source, name: as for `load_pairs`.
-    """
+    """A dataset as for `load_pairs`, whose files are looked for once, which takes long in a folder of many images."""
 
     def __init__(self, source: str, name: str | None = None) -> None:
         self._source, self._name = source, name

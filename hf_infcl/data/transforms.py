@@ -27,20 +27,13 @@ class ImageTransform:
 
     The result is bit-identical to that of transformers' torchvision backend, but does not need torchvision. The PIL
     backend of transformers rounds differently when it resizes: photographs differ by about one grey level.
-
-    Args:
-        size: height and width after resizing; or the length of the shorter side, which keeps the aspect ratio.
-        crop: height and width of the center crop that follows; None if there is none.
-        mode: ``"bilinear"`` or ``"bicubic"``; both are antialiased.
-        mean: fp32 [3, 1, 1], in grey levels from 0 to 255.
-        std: fp32 [3, 1, 1], in grey levels.
     """
 
-    size: int | tuple[int, int]
-    crop: tuple[int, int] | None
-    mode: str
-    mean: Tensor
-    std: Tensor
+    size: int | tuple[int, int]  # height and width after resizing; or the shorter side, which keeps the aspect ratio
+    crop: tuple[int, int] | None  # height and width of the center crop that follows; None if there is none
+    mode: str  # "bilinear" or "bicubic"; both are antialiased
+    mean: Tensor  # fp32 [3, 1, 1], in grey levels from 0 to 255
+    std: Tensor  # fp32 [3, 1, 1], in grey levels
 
     @classmethod
     def of(cls, processor: Any) -> ImageTransform | None:

@@ -14,17 +14,11 @@ _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")  # the outermost numbered module of a
 
 
 class Place(NamedTuple):
-    """Where a parameter is.
+    """Where a parameter is."""
 
-    Attributes:
-        tower: ``"image"`` or ``"text"``.
-        depth: see `depths`. A projection is as deep as what comes after the layers.
-        layers: the number of layers of the tower.
-    """
-
-    tower: str
-    depth: int
-    layers: int
+    tower: str  # "image" or "text"
+    depth: int  # see `depths`. A projection is as deep as what comes after the layers
+    layers: int  # the number of layers of the tower
 
     @property
     def part(self) -> str:

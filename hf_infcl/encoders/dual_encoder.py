@@ -24,23 +24,16 @@ from .tower_outputs import PlaceholderText, embeds_of, part_of, pooled, remember
 
 @dataclass(frozen=True)
 class ModelType:
-    """A type of dual encoder.
+    """A type of dual encoder."""
 
-    Attributes:
-        objective: the objective that its models were designed for.
-        temperature: the name of the temperature's parameter: ``"logit_scale"``, the logarithm of the multiplier, or
-            ``"temperature"``, a divisor.
-        temperature_shape: its shape in transformers.
-        tower_of_one_size: the model_type of its vision tower, if that has an embedding for each patch of an image of
-            one size.
-        unused: a part of the names of parameters on which no embedding depends.
-    """
-
-    objective: str = "softmax"
+    objective: str = "softmax"  # that its models were designed for
+    # The name of the temperature's parameter: "logit_scale", the logarithm of the multiplier, or "temperature", a
+    # divisor; and its shape in transformers.
     temperature: str = "logit_scale"
     temperature_shape: tuple[int, ...] = ()
+    # The model_type of its vision tower, if that has an embedding for each patch of an image of one size.
     tower_of_one_size: str | None = None
-    unused: str | None = None
+    unused: str | None = None  # a part of the names of parameters on which no embedding depends
 
 
 # The model types of transformers whose logits are a scaled product of one image vector and one text vector.
@@ -109,24 +102,13 @@ class DualEncoder:
     Args:
         model: a dual encoder of transformers or one's own (see `known_type`), without DDP around it; PEFT adapters
             inside are fine.
-        dims: see the attribute.
 
     Raises:
         ValueError: the model is not a dual encoder that this package supports, its class has only one tower, or the
             model was split over devices or processes while it was loaded.
-
-    Attributes:
-        model: the model.
-        base: the model without PEFT adapters around it, whose attributes can be set.
-        objective: the objective that the model was designed for, ``"softmax"`` or ``"sigmoid"``.
-        temperature_name: the name of the temperature's parameter.
-        stock_temperature_shape: its shape in transformers.
-        takes_any_size: whether positions are interpolated for images of other sizes; see `OtherSizes`.
-        pooling: the token at which the text tower takes an embedding, if it is known.
-        dims: how many of their first dimensions `encode_images` and `encode_texts` return; None for all.
     """
 
-    takes_any_size = False
+    takes_any_size = False  # whether positions are interpolated for images of other sizes; see `OtherSizes`
 
     def __init__(self, model: nn.Module, dims: int | None = None) -> None:
         kind = known_type(model)
@@ -148,9 +130,10 @@ class DualEncoder:
                 "Load it without these options. To shard its parameters, train with --fsdp."
             )
         self.model: Any = model
-        self.dims = dims
+        self.dims = dims  # how many of their first dimensions `encode_images` and `encode_texts` return; None for all
+        # The model without PEFT adapters around it, whose attributes can be set.
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
-        self.objective, self._unused = kind.objective, kind.unused
+        self.objective, self._unused = kind.objective, kind.unused  # the former is that which it was designed for
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._return_dict = return_dict_for(self.base)
         self._divides = kind.temperature == "temperature"
@@ -333,10 +316,7 @@ class DualEncoder:
         return found
 
     def freeze_layers(self, count: int) -> None:
-        """Freezes the first layers of both towers, and the embeddings before them.
-
-        Args:
-            count: the number of layers; 0 freezes the embeddings alone.
+        """Freezes the first layers of both towers, and the embeddings before them; with 0 these alone.
 
         Raises:
             ValueError: a tower that trains has fewer layers.

@@ -32,15 +32,11 @@ def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
 
 
 def resize_images(encoder: DualEncoder, size: int) -> None:
-    """Gives the image tower position embeddings for images of another size, and its config that size.
+    """Gives the image tower position embeddings for images of another size in pixels, and its config that size.
 
     They are interpolated as transformers does it with ``interpolate_pos_encoding``: bicubic, for TIPSv2 bilinear with
     antialiasing. What is saved then loads with ``from_pretrained``. A tower without positions, such as a ConvNet, takes
     the size as it is.
-
-    Args:
-        encoder: the model, which is changed.
-        size: height and width in pixels.
 
     Raises:
         ValueError: the size is no multiple of the patches; the positions of the tower cannot be interpolated; the model
@@ -167,10 +163,7 @@ class OtherSizes:
     """Lets an image tower take images of other sizes: its positions are interpolated in each such forward.
 
     The interpolation is that of transformers' ``interpolate_pos_encoding``; the weights stay those of the full size and
-    get its gradient. Towers without positions need nothing.
-
-    Args:
-        encoder: the model, whose image tower may get a hook; see `check_sizes`.
+    get its gradient. Towers without positions need nothing. See `check_sizes`.
     """
 
     def __init__(self, encoder: DualEncoder) -> None:

@@ -42,13 +42,9 @@ def errors_in_bf16(model: nn.Module) -> Iterator[None]:
 def compute_in_bf16(model: nn.Module, *, wanted: bool) -> None:
     """Lets the forward of a model compute in bf16 from now on, or again in the precision of its inputs and weights.
 
-    Inputs and parameters of floating point are rounded to bf16 in every forward, also within autocast. Two kinds are
-    not: the temperature, whose gradient comes from the loss, and what batch norms read beside their running statistics.
-    Methods other than ``forward``, such as ``get_image_features``, do not change.
-
-    Args:
-        model: unwrapped, PEFT adapters included.
-        wanted: whether in bf16.
+    Inputs and parameters of floating point, PEFT's among them, are rounded to bf16 in every forward, also within
+    autocast. Two kinds are not: the temperature, whose gradient comes from the loss, and what batch norms read beside
+    their running statistics. Methods other than ``forward``, such as ``get_image_features``, do not change.
     """
     if wanted and not hasattr(model, _WANTED):
         # Bound to the model, so that a deep copy of the model has a forward of its own.

@@ -31,14 +31,11 @@ class PatchDropout:
 
     They are dropped after the position embedding, before the first layer. Class and register tokens stay. In evaluation
     mode nothing is dropped. The draw uses torch's generator of the device, so the second pass over a micro-batch, which
-    has the random state of the first, drops the same patches.
+    has the random state of the first, drops the same patches. A hook of the image tower does it.
 
     Args:
-        encoder: the model, whose image tower gets a hook.
-        share: the share of the patches to drop, in [0, 1). Of n patches, round(n · (1 - share)) stay, at least one.
-
-    Attributes:
-        share: the argument; it may be changed between two forwards.
+        share: the share of the patches to drop, in [0, 1). Of n patches, round(n · (1 - share)) stay, at least one. It
+            may be changed between two forwards.
 
     Raises:
         ValueError: see `check_patches`.

@@ -17,41 +17,27 @@ _AT_LARGEST = ("owlvit_text_model", "owlv2_text_model")
 
 
 class Reading(NamedTuple):
-    """A text that a tower does not read to its end.
+    """A text that a tower does not read to its end."""
 
-    Attributes:
-        read: the tokens on which its embedding depends.
-        text: all tokens of the text.
-    """
-
-    read: tuple[int, ...]
-    text: tuple[int, ...]
+    read: tuple[int, ...]  # the tokens on which its embedding depends
+    text: tuple[int, ...]  # all tokens of the text
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """The token at which a causal text tower takes the embedding, so that nothing behind it is read.
+    """The token at which a causal text tower takes the embedding, so that nothing behind it is read."""
 
-    Attributes:
-        stated: the ``eos_token_id`` of the tower. Its first place in a text is taken, or that of the first token.
-        at_largest: whether the first place of the largest token is taken instead.
-        by_type: whether that is so for any ``eos_token_id``.
-        if_padded: whether the tower is causal only in batches with padding, as AIMv2 in transformers.
-        padding: the ``pad_token_id`` of the tower's config, unless it is ``stated``.
-    """
-
-    stated: int
-    at_largest: bool = False
-    by_type: bool = False
-    if_padded: bool = False
-    padding: int | None = None
+    stated: int  # the eos_token_id of the tower. Its first place in a text is taken, or that of the first token
+    at_largest: bool = False  # whether the first place of the largest token is taken instead
+    by_type: bool = False  # whether that is so for any eos_token_id
+    if_padded: bool = False  # whether the tower is causal only in batches with padding, as AIMv2 in transformers
+    padding: int | None = None  # the pad_token_id of the tower's config, unless it is ``stated``
 
     @classmethod
     def of_config(cls, config: Any, stated: int | None = None) -> Pooling | None:
         """The pooling that a text tower's config implies; None for towers that read all tokens, or are not known.
 
         Args:
-            config: of the text tower.
             stated: the ``eos_token_id`` with which the tower was built, if it is there.
         """
         kind = getattr(config, "model_type", None)
@@ -77,7 +63,6 @@ class Pooling:
         """What the tower reads of a text; None if it takes the embedding at a token that ends texts.
 
         Args:
-            tokens: of the text, with padding.
             last: the index of its last token.
             ends: the number of tokens up to this one that may end it.
         """
@@ -90,12 +75,7 @@ class Pooling:
         return Reading(tuple(tokens[: taken + 1]), tuple(tokens[: last + 1]))
 
     def fault(self, first: Reading, texts: tuple[str, str]) -> str:
-        """Why two texts have one embedding, and what to do.
-
-        Args:
-            first: of the first of them.
-            texts: both.
-        """
+        """Why two texts have one embedding, and what to do."""
         end, taken = first.text[-1], first.read[-1]
         if self.by_type:
             why = "A model of this type takes the embedding of a text at its largest token"
@@ -115,11 +95,7 @@ class Pooling:
 
 
 class SameEmbeddings:
-    """Finds two different texts that get one embedding, among the first `LOOKED_AT`.
-
-    Args:
-        pooling: of the text tower. With None nothing is looked at.
-    """
+    """Finds two different texts that get one embedding, among the first `LOOKED_AT`; none without a pooling."""
 
     def __init__(self, pooling: Pooling | None) -> None:
         self._pooling, self._looked_at = pooling, 0

@@ -19,6 +19,11 @@ from .dual_encoder import DualEncoder
 FSDP_SINCE = "1.14"  # with older releases of accelerate plain tensors meet sharded ones in the backward of FSDP2
 
 
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether no process holds all that belongs to the training: under FSDP and DeepSpeed."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
 def check_wrapper(accelerator: Accelerator) -> None:
     """Raises a ValueError for wrappers under which the gradients have not been verified or are wrong."""
     # Also from the variables that `accelerate launch` sets, and for a model that was split while it was loaded.
@@ -53,16 +58,14 @@ def check_wrapper(accelerator: Accelerator) -> None:
 def check_in_bf16(accelerator: Accelerator, checkpointing: Sequence[str]) -> None:
     """Raises a ValueError for settings of a training with which ``bf16_activations`` does not work.
 
-    Args:
-        accelerator: of the training.
-        checkpointing: the options that are set and compute layers again in the backward.
+    ``checkpointing`` are the options that are set and compute layers again in the backward.
     """
     if accelerator.mixed_precision != "bf16":
         raise ValueError(
             f"bf16_activations needs bf16=True, but the mixed precision is {accelerator.mixed_precision!r}. Pass both "
             "or none."
         )
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    if is_sharded(accelerator):
         raise ValueError(
             "bf16_activations rounds whole weights in each forward, but FSDP and DeepSpeed divide or cast them in "
             "their own way. Use DDP, or leave it out."

@@ -29,8 +29,6 @@ def pooled(output: object, module: nn.Module, what: str, *, of_transformers: boo
     """One vector for each input, [n, H]: the output of a tower, or its ``pooler_output``.
 
     Args:
-        output: of the tower.
-        module: the tower.
         what: its name for the error.
         of_transformers: whether only outputs of transformers are taken, because a forward will get the vectors in one.
 
@@ -85,7 +83,7 @@ def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Itera
         outputs[name] = BaseModelOutputWithPooling(first_position, part_of(full, "pooler_output"))
         return full
 
-    with _other_forward(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
+    with other_forward(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
         yield
 
 
@@ -94,10 +92,6 @@ class PlaceholderText:
 
     A model's forward needs at least one text. Its embedding is dropped, so its values do not matter, and the tower has
     to run only once. But they have to be finite: in the backward they are multiplied by gradients of 0.
-
-    Args:
-        tower: the text tower.
-        projection: the module that takes its output, if any.
     """
 
     def __init__(self, tower: nn.Module, projection: nn.Module | None) -> None:
@@ -112,11 +106,9 @@ class PlaceholderText:
         return self._kind == self._kind_of_tower()
 
     def learn(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """Keeps the output, unless it is not finite.
+        """Keeps the output, unless it is not finite. ``forward`` calls the model on any images and one text.
 
-        Args:
-            model: the whole model. It is in evaluation mode meanwhile: the forward draws no random numbers.
-            forward: calls the model on any images and one text.
+        The model is in evaluation mode meanwhile: the forward draws no random numbers.
         """
         outputs: dict[str, Any] = {}
         # A compiled forward could not store the output.
@@ -132,7 +124,7 @@ class PlaceholderText:
     def instead_of_tower(self) -> Iterator[None]:
         """Within the context the tower returns the output, and computes nothing."""
         # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
-        with _other_forward(self._tower, self._forward), _evaluation_mode(self._projection):
+        with other_forward(self._tower, self._forward), _evaluation_mode(self._projection):
             yield
 
     def _again(self, *args: object, **kwargs: object) -> Any:
@@ -163,7 +155,7 @@ def _evaluation_mode(module: nn.Module | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _other_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+def other_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Within the context the module has another forward."""
     own, overridden = module.forward, "forward" in vars(module)
     module.forward = forward

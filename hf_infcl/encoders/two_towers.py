@@ -32,14 +32,10 @@ class _Tower(nn.Module):
 
 @dataclass
 class Embeddings(ModelOutput):
-    """The output of `TwoTowers`. It is a dataclass because `torch.compile` loses the fields of a plain ModelOutput.
+    """The output of `TwoTowers`. It is a dataclass because `torch.compile` loses the fields of a plain ModelOutput."""
 
-    Attributes:
-        image_embeds, text_embeds: [images, D] and [texts, D], of length 1.
-    """
-
-    image_embeds: Tensor | None = None
-    text_embeds: Tensor | None = None
+    image_embeds: Tensor | None = None  # [images, D], of length 1
+    text_embeds: Tensor | None = None  # [texts, D], of length 1
 
 
 class TwoTowers(nn.Module):

@@ -26,7 +26,6 @@ def check_batch(batch: object, equal_ids: str) -> None:
     """Raises a ValueError if a data collator returns a batch that cannot be trained on.
 
     Args:
-        batch: the output of the data collator.
         equal_ids: ``"exclude"``, with which every image needs exactly one caption, or ``"positive"``.
     """
     if not isinstance(batch, Mapping) or images_of(batch) is None or "input_ids" not in batch:

@@ -13,21 +13,13 @@ from ..options.batch_schedule import BatchSchedule, Course, divided_batch
 
 @dataclass(frozen=True)
 class Position:
-    """How far a training has come, between two steps.
+    """How far a training has come, between two steps."""
 
-    Attributes:
-        step: the trained optimizer steps.
-        samples: the trained pairs.
-        epoch: the completed passes over the data.
-        windows, rows: of the pass under way, the global batches and the rows that were trained; with replay, of the
-            new pairs.
-    """
-
-    step: int = 0
-    samples: int = 0
-    epoch: int = 0
-    windows: int = 0
-    rows: int = 0
+    step: int = 0  # the trained optimizer steps
+    samples: int = 0  # the trained pairs
+    epoch: int = 0  # the completed passes over the data
+    windows: int = 0  # of the pass under way, the trained global batches
+    rows: int = 0  # of the pass under way, the trained rows; with replay, of the new pairs
 
 
 BEGIN = Position()
@@ -35,18 +27,14 @@ _ENDLESS = 2**40  # steps of data without an end
 
 
 class Section(NamedTuple):
-    """Steps of one size within one pass over the data: where they begin, their number, and their division.
-
-    ``rows`` counts the rows of the pass in one step, and ``first`` the micro-batches, of all processes, that this
-    training has before them.
-    """
+    """Steps of one size within one pass over the data: where they begin, their number, and their division."""
 
     begin: Position
     size: int
-    rows: int
+    rows: int  # of the pass in one step
     steps: int
     micro_batch: int
-    first: int
+    first: int  # the micro-batches, of all processes, that this training has before them
 
     def after(self, steps: int) -> Position:
         """The position after some of these steps."""
@@ -77,24 +65,11 @@ class BatchPlan(Course):
     micro-batches.
 
     Args:
-        schedule: the stages.
         rows: the pairs of a pass over the data, with replay over the new ones; None if it has no end.
         epochs: the passes of the training, if ``max_steps`` does not limit it.
         max_steps: its steps, or a number below 1.
-        micro_batch: ``per_device_train_batch_size``.
-        processes: their number.
         at: the position from which the training goes on.
         replay_share: the share of each global batch that is not from this data, rounded to whole pairs.
-
-    Attributes:
-        begin, largest: ``at``, and the pairs of the largest global batch.
-        processes: their number.
-        has_passes: whether ``rows`` are known.
-        grows: whether global batches have several sizes.
-        sections: its steps, by size and pass.
-        steps: the steps of the training from its first on.
-        samples: its pairs.
-        epochs: the passes, the last of which may be incomplete.
 
     Raises:
         ValueError: a global batch does not fit into a pass, no step would have it, or the processes cannot share it
@@ -127,13 +102,13 @@ class BatchPlan(Course):
                     f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, use more data, or "
                     "raise samples_per_epoch of a stream."
                 )
-        self.begin, self.largest = at, max(schedule.sizes)
+        self.begin, self.largest = at, max(schedule.sizes)  # the latter in pairs
         self._too_large: set[int] = set()  # for the rest of a pass
-        self.sections = list(self._walk(at))
+        self.sections = list(self._walk(at))  # its steps, by size and pass
         end = self.sections[-1].after(self.sections[-1].steps) if self.sections else at
         self.steps = end.step if self.grows else max_steps
         end = self.reached(self.steps)
-        self.samples, self.epochs = end.samples, end.epoch + 1
+        self.samples, self.epochs = end.samples, end.epoch + 1  # the last pass may be incomplete
         if self.grows:
             self._check_stages()
 

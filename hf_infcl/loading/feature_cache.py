@@ -66,11 +66,8 @@ class CachedImages(Dataset[dict[str, Any]]):
 class CachedStart(Dataset[dict[str, Any]]):
     """The items of a dataset with the embeddings of the start of a training.
 
-    Item i is the dataset's item i with ``at_start`` [1 + captions, D] fp32, of its image and of its captions.
-
-    Args:
-        items: the dataset.
-        features: for each row of it the bytes of the embeddings of its image and of all its captions.
+    Item i is the dataset's item i with ``at_start`` [1 + captions, D] fp32, of its image and of its captions. The
+    features of a row are the bytes of the embeddings of its image and of all its captions.
     """
 
     def __init__(self, items: ImageTextDataset | CachedImages, features: datasets.Dataset) -> None:
@@ -114,11 +111,9 @@ def cached(
         folder: a folder that all processes can read; any number of datasets and models can share it.
         tower: what is frozen. Its weights and its config are part of the fingerprint.
         encode: maps a batch of the collator to the features of its rows, in host memory.
-        collator: prepares the inputs.
         dtype: the dtype of the tower's computation, which is part of the fingerprint.
         agree: called before each shard of a process and at the end; collective. It raises an error on all processes if
             one has failed, and may end the training.
-        batch_size, num_workers, pin_memory: of the data loader.
 
     Returns:
         A dataset of the bytes of the features, in fp32, by row.
@@ -154,14 +149,7 @@ def cached(
 def for_each_missing(
     count: int, is_there: Callable[[int], bool], compute: Callable[[int], None], agree: Callable[[], object]
 ) -> None:
-    """Computes what is missing among the numbers 0 to ``count - 1``; the processes take turns. Collective.
-
-    Args:
-        count: of the numbers.
-        is_there: whether a number needs no computation.
-        compute: called with each other number, by one process.
-        agree: see `cached`.
-    """
+    """Computes what is missing of the numbers below ``count``; the processes take turns. Collective; see `cached`."""
     processes = Processes()
     for first in range(0, count, processes.world_size):
         agree()
@@ -175,15 +163,7 @@ def for_each_missing(
 def check_cacheable(
     pairs: object, tower: nn.Module | None, collator: object, *, keeps: bool, sharded: bool, compiled: bool
 ) -> None:
-    """Raises a ValueError if the features of the images are not the same at every step, or cannot be used.
-
-    Args:
-        pairs: the training set.
-        tower: the frozen image tower, if any.
-        collator: of the training.
-        keeps: whether the embeddings of the start are cached.
-        sharded, compiled: whether the model is.
-    """
+    """Raises a ValueError if the features of the images are not the same at every step, or cannot be used."""
     reason = ""
     if tower is None and not keeps:
         reason = 'the image tower trains. Freeze it with freeze="image", or keep the start\'s with keep_features'
@@ -209,14 +189,7 @@ def check_cacheable(
 
 
 def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
-    """A hash, 32 hexadecimal digits, of everything on which the features of a dataset depend.
-
-    Args:
-        content: what ``image_fingerprint`` of the dataset returns.
-        tower: whose weights and config count.
-        collator: prepares the images.
-        dtype: of the computation.
-    """
+    """A hash, 32 hexadecimal digits, of all that features of a dataset with this ``image_fingerprint`` depend on."""
     digest = hashlib.sha256(f"2 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
     # The config has what the weights do not show, and the printed modules show what was changed after loading.
     digest.update(f"{json.dumps(options_of_model(tower), sort_keys=True)} {tower}\n".encode())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
-from accelerate.utils import DistributedType, slice_tensors
+from accelerate.utils import slice_tensors
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -17,6 +17,7 @@ from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
 from ..data.wrapped import all_parts, check_has_end, has_epochs, set_epoch
 from ..encoders.dual_encoder import images_of
+from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
@@ -28,7 +29,7 @@ from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, che
 from .positions import make_plan
 from .replay import Replayed, is_own
 from .teacher_inputs import TrainingCollator
-from .training_loader import TrainingLoader
+from .training_loader import TrainingLoader, worker_options
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
@@ -76,19 +77,14 @@ class WorkerSeeds(torch.Generator):
 
 
 class LoaderParts:
-    """The parts of a training loader that are needed while it is read; None for parts that it does not have.
-
-    Attributes:
-        own: the loader itself, if it is a `TrainingLoader`.
-        stream: the dataset, if Trainer's loader reads it, and it has no length.
-        dispatcher: the loader itself, for a stream that the main process reads for all.
-        worker_seeds: the loader's generator, if it is a `WorkerSeeds`.
-    """
+    """The parts of a training loader that are needed while it is read; None for parts that it does not have."""
 
     def __init__(self, loader: object = None) -> None:
         dataset = getattr(loader, "dataset", None)
         self.own = loader if isinstance(loader, TrainingLoader) else None
+        # The dataset, if Trainer's loader reads it, and it has no length.
         self.stream = dataset if self.own is None and isinstance(dataset, IterableDataset) else None
+        # The loader itself, for a stream that the main process reads for all.
         self.dispatcher = loader if isinstance(loader, DataLoaderDispatcher) else None
         generator = getattr(getattr(loader, "base_dataloader", loader), "generator", None)
         self.worker_seeds = generator if isinstance(generator, WorkerSeeds) else None
@@ -123,12 +119,6 @@ def training_loader(
     dataset: Dataset[object], collator: DataCollator, setup: Setup, plan: BatchPlan, states: Sequence[Mapping[str, Any]]
 ) -> TrainingLoader:
     """The training loader of a dataset that `is_own`; see `TrainingLoader`.
-
-    Args:
-        dataset: the training set.
-        collator: of its rows.
-        setup: of the training.
-        plan, states: as for `TrainingLoader`.
 
     Raises:
         ValueError: as `TrainingLoader`; or the main process should read a dataset with a length for all.
@@ -190,10 +180,7 @@ def without_epochs(dataset: Any) -> Any:
 def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """A batch on the device whose uint8 images are normalised there by the collator.
 
-    Args:
-        inputs: the batch.
-        collator: the data collator.
-        prepare: Trainer's preparation of a tensor, which under DeepSpeed casts to the dtype of the model.
+    ``prepare`` is Trainer's preparation of a tensor, which under DeepSpeed casts to the dtype of the model.
     """
     pixel_values = inputs.get("pixel_values")
     if pixel_values is None or pixel_values.dtype != torch.uint8:
@@ -224,23 +211,24 @@ def loader_of_stream(
     """
     if not is_training:
         check_has_end(dataset)
+    # The batches of several workers of an evaluation would end at different rows.
     workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
-    # This option is not in transformers before 5.15.
-    context = getattr(args, "dataloader_multiprocessing_context", None)
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
         collate_fn=collate,
-        num_workers=workers,
-        pin_memory=args.dataloader_pin_memory,
         # Their copies of the stream would stay in the first epoch.
         persistent_workers=args.dataloader_persistent_workers and is_training and not has_epochs(dataset),
-        multiprocessing_context=context if workers else None,
-        prefetch_factor=args.dataloader_prefetch_factor,
         drop_last=is_training,
-        worker_init_fn=heed_parent_alone,
+        **worker_options(args, workers),
     )
-    return loader if is_training else stream_for_evaluation(loader, args.device)
+    if is_training:
+        return loader
+    # The main process reads the stream and sends each process its part of the rows. Otherwise, accelerate would repeat
+    # rows to make all batches equally large, and the repeated rows at the end of a stream could not be recognised.
+    return prepare_data_loader(
+        loader, args.device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=rows_of_one_process
+    )
 
 
 def with_lasting_workers(dataloader: Any) -> Any:
@@ -270,22 +258,6 @@ def adapted(dataloader: Any, setup: Setup) -> Any:
     if setup.args.offload_inputs:
         dataloader.device = None
     return dataloader
-
-
-def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoaderDispatcher:
-    """A loader of a stream that returns every row once, on any number of processes.
-
-    The main process reads the stream and sends each process its part of the rows. Otherwise, accelerate would repeat
-    rows to make all batches equally large, and the repeated rows at the end of a stream could not be recognised.
-
-    Args:
-        loader: a loader of the whole stream, with at most one worker, because the batches of several workers end at
-            different rows.
-        device: the device to which the batches are moved.
-    """
-    return prepare_data_loader(
-        loader, device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=rows_of_one_process
-    )
 
 
 def rows_of_one_process(
@@ -335,9 +307,8 @@ def with_cached_features(
     interruptions.phases.enter("computing features")
     tower: Any = encoder.frozen_towers().get("image")
     start = setup.start if args.keep_features else None
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    of_run = {"keeps": start is not None, "sharded": sharded, "compiled": args.torch_compile}
-    check_cacheable(pairs, tower, collator, **of_run)
+    of_run = {"sharded": is_sharded(accelerator), "compiled": args.torch_compile}
+    check_cacheable(pairs, tower, collator, keeps=start is not None, **of_run)
     assert isinstance(collator, ContrastiveCollator)
 
     def images(batch: dict[str, Tensor]) -> list[Tensor]:

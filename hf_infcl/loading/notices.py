@@ -19,30 +19,11 @@ _SAMPLED = 10_000  # images whose captions are compared
 _TOKENIZED = 2_000  # captions whose tokens are counted
 
 
-@dataclass(frozen=True)
-class CutCaptions:
-    """The captions of a dataset that exceed the model's limit.
-
-    Args:
-        share: the share of the captions that are cut.
-        captions: the number of captions that were counted.
-        limit: the tokens of a caption that the model reads, including special ones.
-    """
-
-    share: float
-    captions: int
-    limit: int
-
-
 @dataclass
 class CaptionNotices:
-    """Looks once at the captions of each dataset, and warns about those that are cut or repeated.
+    """Looks once at the captions of each dataset, and warns about those that are cut or repeated."""
 
-    Attributes:
-        cut: by the name of the dataset; only datasets with captions that are cut.
-    """
-
-    cut: dict[str, CutCaptions] = field(default_factory=dict)
+    cut: dict[str, float] = field(default_factory=dict)  # the share of captions that are, if any, by the dataset's name
     _seen: set[str] = field(default_factory=set)
 
     def look(self, name: str, datasets: Iterable[Any], collator: object, batch_size: int | None = None) -> None:
@@ -61,13 +42,13 @@ class CaptionNotices:
         samples = [part.sample_captions(_SAMPLED) for part in parts]
         if isinstance(collator, ContrastiveCollator):
             texts = [caption for sample in samples for captions in sample for caption in captions]
-            cut = cut_captions(texts[:: -(-len(texts) // _TOKENIZED) or 1], collator)
-            if cut.share:
-                self.cut[name] = cut
+            texts = texts[:: -(-len(texts) // _TOKENIZED) or 1]
+            if cut := sum(map(collator.is_cut, texts)):
+                self.cut[name] = share = cut / len(texts)
                 logger.warning(
-                    f"{cut.share:.1%} of {cut.captions:,} captions of the {name} have more than {cut.limit} tokens, "
-                    "the limit of the model, which does not see what follows. Captions that differ only there are "
-                    f"equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
+                    f"{share:.1%} of {len(texts):,} captions of the {name} have more than {collator.max_length} "
+                    "tokens, the limit of the model, which does not see what follows. Captions that differ only there "
+                    f"are equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
                 )
         for part, sample in zip(parts, samples, strict=True):
             if batch_size is None or part.pair_id_column is not None:
@@ -81,13 +62,7 @@ class CaptionNotices:
                 )
 
     def look_at_all(self, train: object, evaluated: object, collator: object, batch_size: int) -> None:
-        """Looks at the training set and the evaluation sets of a trainer.
-
-        Args:
-            train: the training set; one of several parts has them by their names in ``parts``.
-            evaluated: an evaluation set, or a mapping of them.
-            collator, batch_size: as for `look`.
-        """
+        """Looks at the training set, or at the ``parts`` that it consists of, and at the evaluation sets."""
         parts: Mapping[str, object] = getattr(train, "parts", {"training set": train})
         for name, part in parts.items():
             self.look(name, all_parts(part), collator, batch_size)
@@ -95,18 +70,8 @@ class CaptionNotices:
             self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), collator)
 
 
-def cut_captions(captions: list[str], collator: ContrastiveCollator) -> CutCaptions:
-    """Counts the captions with more tokens than a model takes."""
-    count = sum(map(collator.is_cut, captions))
-    return CutCaptions(count / max(1, len(captions)), len(captions), collator.max_length)
-
-
 def repeated_captions(sample: list[list[str]]) -> int:
-    """The number of images with a caption that reads the same as one of another image.
-
-    Args:
-        sample: the captions of each image.
-    """
+    """The number of images with a caption that reads the same as one of another image."""
     ids = [{caption_pair_id(caption) for caption in captions} for captions in sample]
     times = collections.Counter(number for own in ids for number in own)
     return sum(any(times[number] > 1 for number in own) for own in ids)

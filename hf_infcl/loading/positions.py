@@ -26,10 +26,8 @@ def make_plan(
     """The global batches of a training, from where it begins or goes on.
 
     Args:
-        args: its arguments.
         data: its training set, or the number of its pairs. Nothing is known of the passes over a stream of another
             class than `ImageTextStream`.
-        record: of the checkpoint from which the training resumes, if any.
         changed: whether it was ever resumed with changes. Then what is left of ``num_train_epochs`` is trained, and
             otherwise all steps of the whole training.
 
@@ -104,9 +102,6 @@ def resumed_position(
     A pass over the data ends where no further global batch fits in.
 
     Args:
-        record: of the checkpoint.
-        batch: the pairs of a global batch.
-        windows: the global batches of a whole pass.
         pairs: of a pass, if reading can go on with any of them; None if it goes on with a whole window.
         rows: how many rows of the pass under way were trained, if not as many as the record says.
 
@@ -125,14 +120,7 @@ def resumed_position(
 def make_course(
     args: InfCLTrainingArguments, state: TrainerState, record: RunRecord | None, plan: BatchPlan | None
 ) -> Course:
-    """The samples of the steps of a training, those before it was resumed included.
-
-    Args:
-        args: its arguments.
-        state: Trainer's.
-        record: of the checkpoint from which the training resumes, if any.
-        plan: of its global batches; None if they have one size, or before it begins.
-    """
+    """The samples of the steps of a training, those before it was resumed included: of its plan if the batch grows."""
     earlier = 0 if record is None else record.samples_seen
     if plan is not None and plan.grows:
         return plan
@@ -151,12 +139,8 @@ def loop_values(
     """Where a training begins, and Trainer's initial values, computed from full windows and trained samples only.
 
     Args:
-        args: its arguments.
-        loader: the training loader.
         plan: of its global batches. Where they grow, each is one batch for Trainer's loop.
-        record: of the checkpoint, if any.
         values: what `Trainer.set_initial_training_values` returns.
-        changed: as for `make_plan`.
 
     Returns:
         The position, whose rows are all pairs of the pass, old ones included, and the values. For a new training the

@@ -17,7 +17,7 @@ from ..data import ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import MicroBatches, StepSides
+from ..data.stream_batches import MicroBatches, Sides
 from ..data.wrapped import gives
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import BatchSchedule
@@ -45,9 +45,6 @@ class Replayed(IterableDataset[Any]):
         new, old: an `ImageTextStream`, or any dataset with a length. If only one of them gives ids of its pairs, as a
             stream does, every pair of the other gets a unique id.
         args: the arguments of the training, which have the share and the batch.
-
-    Attributes:
-        datasets: the new pairs and the old ones.
 
     Raises:
         ValueError: a set has neither a length nor shards; the share gives no old or no new pairs, or more than a set
@@ -186,9 +183,6 @@ def make_micro_batches(
     """The micro-batches of one process from a table or an `ImageTextStream`.
 
     Args:
-        dataset: the source.
-        share: its part of each micro-batch.
-        collate: turns a list of items into a batch.
         order: the arguments of `TableRows` that decide about the order and the items of a table.
         states: the `state` of every process of the checkpoint to resume from, for sources that have one.
         **where: ``rank``, ``world_size``, ``num_workers`` and ``keyed``.
@@ -205,8 +199,6 @@ class MixedRows(MicroBatches):
         parts: the micro-batches of the new pairs and of the old pairs, not collated.
         collate: turns the items of both, the new ones first, into a batch. The batch also gets ``new_images``, the
             number of new ones.
-        plan: of the training.
-        world_size: the number of processes.
     """
 
     def __init__(
@@ -224,7 +216,7 @@ class MixedRows(MicroBatches):
             seconds = time.perf_counter() - began + tag["seconds"] + tag_of_old["seconds"]
             yield batch, {"parts": [tag, tag_of_old], "seconds": seconds, "pairs": len(new) + len(old)}
 
-    def set_sides(self, sides: StepSides | None, step: int) -> None:
+    def set_sides(self, sides: Sides | None, step: int) -> None:
         for part in self._parts:
             part.set_sides(sides, step)
 

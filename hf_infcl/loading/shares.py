@@ -14,21 +14,13 @@ def replay_share(option: float | None) -> float:
 
 
 class SourceShare(Shares):
-    """The pairs of each micro-batch of a training that come from one source.
+    """The pairs of each micro-batch of a training that come from one source: new, old (``is_old``), or the only one.
 
     Every global batch of one size has the same number of old pairs, and each of its micro-batches equally many but for
     one. Which ones have one more is drawn for each global batch, so that all lanes of a stream are read at the same
     pace; the processes differ by at most one pair. Nothing depends on the number of processes.
 
     Micro-batches are counted on all processes, from where the plan begins.
-
-    Args:
-        plan: of the training.
-        is_old: whether the source has the old pairs or the new ones; None if it is the only one.
-
-    Attributes:
-        is_alone: whether it is the only one.
-        kind: "old" or "new".
     """
 
     def __init__(self, plan: BatchPlan, is_old: bool | None = None) -> None:

@@ -26,22 +26,13 @@ SAMPLED = 32  # rows by which a table is recognised
 class StoredEmbeddings:
     """A folder of embeddings.
 
-    Args:
-        folder: that `infcl embed --format npy` has written.
-
-    Attributes:
-        folder: the same.
-        record: what was embedded, with which model.
-        kinds: which of "images" and "texts" it has.
-        width: of the embeddings.
-
     Raises:
         ValueError: there is no such folder, it is not complete, of another format or damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        try:
+        try:  # what was embedded, with which model
             self.record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ValueError(
@@ -54,7 +45,7 @@ class StoredEmbeddings:
                 f"The embeddings in {folder} are in the format {self.record.get('format')!r}, which cannot be mapped "
                 "into memory. Write them with `infcl embed --format npy`."
             )
-        self.kinds: list[str] = self.record["kinds"]
+        self.kinds: list[str] = self.record["kinds"]  # which of "images" and "texts" it has
         if missing := [kind for kind in self.kinds if not (self.folder / f"{kind}.npy").exists()]:
             raise ValueError(
                 f"The embeddings of {' and '.join(missing)} in {folder} are not complete. Run the same `infcl embed` "
@@ -99,10 +90,6 @@ class StoredEmbeddings:
 
     def find(self, kind: str, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The embeddings of some rows [rows, D], zeros where there is none, and whether there is one, [rows] bool.
-
-        Args:
-            kind: "images" or "texts".
-            keys: of the rows; see `of_caption`.
 
         Raises:
             ValueError: an embedding is not finite.
@@ -151,13 +138,7 @@ def index_paths(folder: Path, kind: str) -> tuple[Path, Path, Path]:
 def described_table(
     rows: int, encoded: Callable[[int], bytes] | None, captions: Callable[[int], list[str]] | None
 ) -> dict[str, Any]:
-    """By what a table is recognised: its length, and hashes of a few images and of the captions of a few rows.
-
-    Args:
-        rows: their number.
-        encoded: returns the image file of a row; None without images.
-        captions: returns the usable captions of a row; None without captions.
-    """
+    """By what a table is recognised: its length, and hashes of a few images and of the captions of a few rows."""
     sampled = range(0, rows, -(-rows // SAMPLED))
     found: dict[str, Any] = {"rows": rows}
     if encoded is not None:
@@ -185,12 +166,7 @@ def described_shards(urls: Iterable[str]) -> dict[str, Any]:
 
 
 def differences(recorded: Mapping[str, object], found: Mapping[str, object], kinds: Iterable[str]) -> str:
-    """How a table differs from the one that was embedded; empty if it does not.
-
-    Args:
-        recorded, found: the results of `described_table` for the two.
-        kinds: "images" and "texts", those that are taught.
-    """
+    """How a table differs from the one that was embedded, by `described_table` of both; empty if it does not."""
     names = ["rows", *kinds]
     return ", ".join(
         f"{name} {'were' if name != 'rows' else 'of the set were'} {recorded.get(name)} and are {found.get(name)}"

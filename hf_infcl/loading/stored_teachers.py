@@ -1,17 +1,29 @@
-"""Finds which stored embeddings belong to which part of a training set, and counts the pairs that have none."""
+"""Teachers whose embeddings were stored: which of these belong to which part of a training set, and pairs without."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..data import ImageTextDataset, ImageTextStream
 from ..data.wrapped import all_parts
+from ..passes.grad_cache import Features
 from ..windows.setup import Setup
-from ..windows.teachers import StoredTeacher, teacher_words
-from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences, embedding_folders
-from .teacher_inputs import StoredInputs
+from ..windows.teachers import teacher_prefix, teacher_words
+from .stored_embeddings import (
+    StoredEmbeddings,
+    described_shards,
+    described_table,
+    differences,
+    embedding_folders,
+    of_caption,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +65,7 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
     teachers = []
     for number, stored in enumerate(opened):
         own = [one.number for one in sets if one.lacking(stored) is not None]
-        inputs = StoredInputs(stored, own, sides, partial=partial, number=number)
-        fingerprint = {name: stored.record[name] for name in ("fingerprint", "weights")}
-        words = f"{teacher_words(stored.record['model'], stored.record.get('licence'))}, whose embeddings were stored"
-        teachers.append(StoredTeacher(inputs, stored.width, fingerprint, words, number=number, sides=sides))
+        teachers.append(StoredTeacher(stored, own, sides, partial=partial, number=number))
     return teachers, partial
 
 
@@ -80,17 +89,11 @@ def describe_views(part: ImageTextDataset | ImageTextStream, count: int | None) 
     """Text that determines the first ``count`` views of each image of a set; None for unchanged images."""
     if count is None:
         return None
-    seed = part.seed if isinstance(part, ImageTextStream) else part.options["seed"]
-    return {"count": count, "seed": seed, **{name: part.options[name] for name in ("augmentation", "min_side")}}
+    return {"count": count, "seed": part.seed, **{name: part.options[name] for name in ("augmentation", "min_side")}}
 
 
 class _DataSet:
-    """A table or a stream of the training set, which is compared with what was embedded.
-
-    Args:
-        part: the table or the stream.
-        number: its place among the tables and streams of the training set.
-        sides: that are taught.
+    """A table or a stream of the training set, by its number there, which is compared with what was embedded.
 
     Raises:
         ValueError: its captions have no stored embeddings.
@@ -157,3 +160,54 @@ class _DataSet:
             every = f"{len(shards):,} shards"
         name = self.part.name if isinstance(self.part, ImageTextDataset) else " ".join(self.part.sources)
         return f"{missing:,} of the {every} of {name}" if missing else ""
+
+
+class StoredTeacher:
+    """A `Teacher` whose embeddings were stored: looked up by the place of each item in its data set.
+
+    Args:
+        sets: the numbers of the data sets whose embeddings it has.
+        partial: whether items without an embedding are left out, and all batches say which.
+    """
+
+    def __init__(
+        self, embeddings: StoredEmbeddings, sets: Collection[int], sides: Sequence[str], *, partial: bool, number: int
+    ) -> None:
+        self._embeddings, self._sets, self._sides = embeddings, sets, sides
+        self._partial, self._prefix = partial, teacher_prefix(number)
+        record, self.width = embeddings.record, embeddings.width
+        self.options: Mapping[str, Any] = {name: record[name] for name in ("fingerprint", "weights")}
+        self.words = f"{teacher_words(record['model'], record.get('licence'))}, whose embeddings were stored"
+
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
+        return tuple(F.normalize(inputs[f"{self._prefix}{side}s"].float(), dim=-1) for side in self._sides)
+
+    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return inputs[f"{self._prefix}known_images"], inputs[f"{self._prefix}known_texts"]
+
+    def inputs(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        has_set = np.array([item["place"][0] in self._sets for item in items])
+        keys = [item["place"][1] for item in items]
+        counts = np.array([len(item["caption"]) for item in items])
+        known, found = has_set.copy(), {}
+        if "image" in self._sides:
+            of_views = [item["place"][2] for item in items]
+            found["images"], of_images = self._embeddings.find("images", of_views if self._embeddings.views else keys)
+            known &= of_images
+        if "text" in self._sides:
+            captions = [of_caption(key, c) for key, item in zip(keys, items, strict=True) for c in item["caption"]]
+            found["texts"], of_texts = self._embeddings.find("texts", captions)
+            known &= np.logical_and.reduceat(of_texts, np.cumsum(counts) - counts)
+        if not self._partial and not known.all():
+            raise ValueError(
+                f"{self._embeddings.folder} has no embedding of {keys[int((~known).argmax())]} or of its caption, "
+                "although it was made from this training set. Was it changed since? Embed it again, or pass "
+                "teacher_missing='contrastive'."
+            )
+        added = {name: torch.from_numpy(values) for name, values in found.items()}
+        if self._partial:
+            texts = np.repeat(known, counts)
+            negatives = len(batch["input_ids"]) - len(texts)
+            added["known_images"] = torch.from_numpy(known)
+            added["known_texts"] = torch.from_numpy(np.concatenate([texts, np.zeros(negatives, bool)]))
+        return {f"{self._prefix}{name}": value for name, value in added.items()}

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset, keyed_rows, read_rows
-from ..data.stream_batches import MicroBatches, StepSides
+from ..data.stream_batches import MicroBatches, Sides
 from ..data.wrapped import has_epochs, set_epoch
 from .batch_plan import MicroBatchPlace, Position
 from .shares import SourceShare
@@ -39,12 +39,8 @@ class TableRows(MicroBatches):
     no global batch has one twice: as many stay as the largest batch has.
 
     Args:
-        dataset: the table.
-        share: its part of each micro-batch.
-        collate: turns a list of items into a batch.
         shuffle: whether each pass is shuffled anew; otherwise the rows keep the dataset's order, and a pass begins with
             the row after the last one of the pass before.
-        seed: the seed of the shuffling.
         rank, world_size, num_workers, keyed: as for `StreamBatches`.
         filled: makes values of keys that the items lack, from words for the place of a row.
         state: in a replay, the `state` in the checkpoint to resume from, as any process wrote it.
@@ -69,7 +65,7 @@ class TableRows(MicroBatches):
         self._shuffle, self._seed, self._filled = shuffle, seed, filled or {}
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
-        self._sides: tuple[StepSides | None, int] = None, 0  # and how many steps later than in the plan they are
+        self._sides: tuple[Sides | None, int] = None, 0  # and how many steps later than in the plan they are
         self._pass, self._passed_over = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
         self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
         at = share.plan.begin
@@ -111,7 +107,7 @@ class TableRows(MicroBatches):
         self._passed_over = rows() if self._shuffle and self._share.is_alone else before
         return not torch.equal(self._passed_over, before)
 
-    def set_sides(self, sides: StepSides | None, step: int) -> None:
+    def set_sides(self, sides: Sides | None, step: int) -> None:
         self._sides = sides, step - self._share.step(self._consumed)
 
     def consume(self, tag: Mapping[str, Any]) -> None:
@@ -156,7 +152,7 @@ class TableRows(MicroBatches):
         rows = self._rows(place)
         sides, later = self._sides
         if sides is not None:
-            side = sides.smaller_at(later + self._share.step(number))
+            side = sides(later + self._share.step(number))
             rows = [SizedRow(row, side) for row in rows]
         set_epoch(dataset, self._at(place).epoch)
         items = read_rows(dataset, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,21 +22,11 @@ from ..processes.interruptions import Interruptions
 from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
-from .batch_plan import BatchPlan, Position
+from .batch_plan import BEGIN, BatchPlan, Position
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .loaders import LoaderParts, training_collator
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class _Epoch:
-    """A pass over the data."""
-
-    number: int = 0
-    windows: int = 0  # trained in it, like the next one
-    rows: int = 0
-    exhausted: bool = False  # for a stream
 
 
 class TrainingData:
@@ -44,19 +34,11 @@ class TrainingData:
 
     Args:
         loader: the training loader; None before there is one.
-        args: the arguments of the training.
-        resumed: the record of the checkpoint that the training resumes from, if any.
         collator: the data collator, which knows how captions are padded.
         course: the samples of the steps of the training, over which ``image_size_schedule`` changes the images. None
             before it begins.
         plan: of its global batches; None if all have one size and nothing is known of the passes over the data.
         begin: where a resumed training goes on, with all rows of the pass.
-
-    Attributes:
-        window: the micro-batches that are trained now.
-        source: the parts of the loader.
-        wait: how long this process waits for data.
-        passed_over: see `WindowStep.passed_over`.
     """
 
     def __init__(
@@ -69,7 +51,8 @@ class TrainingData:
         plan: BatchPlan | None = None,
         begin: Position | None = None,
     ) -> None:
-        self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
+        self.window = Window([])  # that is trained now
+        self.source, self.wait = LoaderParts(loader), DataWait()
         division = args.per_device_train_batch_size, args.world_size
         self._plan = plan or BatchPlan.endless(args.global_batch_size, *division)
         self._images = args.global_batch_size // args.world_size  # of a window
@@ -83,30 +66,27 @@ class TrainingData:
             self._skipped = 0
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
-        self._sides, self._begin = args.image_sizes(course), begin
-        self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)
-        self._epoch = _Epoch()
+        self._begin, sizes = begin, args.image_sizes(course)
+        self._sides = None if sizes is None else sizes.smaller_at
+        self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)  # see `WindowStep.passed_over`
+        self._at, self._exhausted = BEGIN, False  # where the pass is, and whether a stream has no full window left
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
         """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
         rows, begin = windows * self._args.global_batch_size, self._begin
         if begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
             rows = begin.rows
-        self._epoch = _Epoch(epoch, windows, rows)
+        self._at, self._exhausted = Position(epoch=epoch, windows=windows, rows=rows), False
         if self.source.own is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
             self.source.own.begin_epoch(epoch, windows, step, self._sides, lambda: self.passed_over(epoch))
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, int]) -> dict[str, int]:
-        """Begins the pass over the data that Trainer's loop begins.
+        """Begins the pass over the data that Trainer's loop begins after so many steps.
 
-        Args:
-            epoch, step: the passes and the optimizer steps before it.
-            counted: Trainer's numbers of the pass, by their names in ``Trainer._run_epoch``.
-
-        Returns:
-            The numbers that differ if the global batch grows, since passes then have different numbers of steps.
+        Returns those of Trainer's numbers of the pass (``counted``, as in ``Trainer._run_epoch``) that differ if the
+        global batch grows, since passes then have different numbers of steps.
         """
         trained = counted["steps_trained_in_current_epoch"] if epoch == counted["epochs_trained"] else 0
         self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step)
@@ -130,9 +110,6 @@ class TrainingData:
         Args:
             read: takes a number of batches from an iterator: `Trainer.get_batch_samples`.
             epoch_iterator: of Trainer's loop; a `TrainingLoader` reads from one that lasts for the whole training.
-            step: the number of trained optimizer steps.
-            equal_ids: ``"exclude"`` or ``"positive"``.
-            interruptions: of the training.
 
         Raises:
             ValueError: the collator returns batches that cannot be trained on; the stream is shorter than a global
@@ -144,7 +121,7 @@ class TrainingData:
         self.window, self._loaded = Window([]), []  # the batches of the last one take memory
         source, rows = self.source, 0
         batches: list[Any] = []
-        if self._epoch.exhausted:
+        if self._exhausted:
             return self.window
         try:
             with self.wait.waiting():
@@ -185,7 +162,7 @@ class TrainingData:
         # Training on a short window would change the objective, and Trainer would leave its gradient behind.
         if step == 0:
             raise self._too_short(seen)
-        self._epoch.exhausted = True
+        self._exhausted = True
         return self.window
 
     def batches_of_loop(self) -> list[Any]:
@@ -207,8 +184,8 @@ class TrainingData:
 
     def end_window(self) -> None:
         """Records that the window is trained."""
-        self._epoch.windows += 1
-        self._epoch.rows += self._images * self._processes.world_size
+        rows = self._at.rows + self._images * self._processes.world_size
+        self._at = replace(self._at, windows=self._at.windows + 1, rows=rows)
         if skipped := [int(batch["skipped"].sum()) for batch in self.window.batches if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
         if self.source.own is not None:
@@ -232,9 +209,9 @@ class TrainingData:
             stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.state()))]
             stream = None if None in stream else stream
         return {
-            "epoch": self._epoch.number,
-            "windows": self._epoch.windows,
-            "rows": self._epoch.rows,
+            "epoch": self._at.epoch,
+            "windows": self._at.windows,
+            "rows": self._at.rows,
             "skipped_samples": self._skipped_samples(),
             "stream": stream,
         }

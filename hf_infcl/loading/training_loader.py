@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from ..data.collator import DataCollator
-from ..data.stream_batches import MicroBatches, StepSides
+from ..data.stream_batches import MicroBatches, Sides
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.preemption import heed_parent_alone
 from .batch_plan import BatchPlan
@@ -30,9 +30,6 @@ class TrainingLoader(DataLoader[Any]):
 
     Args:
         dataset: the training set. An epoch of a `Replayed` ends with its new pairs.
-        collate: the data collator.
-        args: the arguments of the training.
-        plan: of its global batches.
         device: the device to which batches are moved; None leaves them in host memory.
         states: the `state` of every process of the checkpoint to resume from, for data that has one.
 
@@ -78,13 +75,8 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), self._length):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, windows: int, step: int, sides: StepSides | None, rows: Any) -> None:
-        """Begins an epoch with this step, in which ``windows`` global batches are trained already.
-
-        Args:
-            epoch, windows, step: as above.
-            sides, rows: of the images from this step on; for `MicroBatches.pass_over`.
-        """
+    def begin_epoch(self, epoch: int, windows: int, step: int, sides: Sides | None, rows: Any) -> None:
+        """Begins an epoch with this step, of which so many windows are trained; ``rows`` as for `pass_over`."""
         if self._batches.begin_at(epoch, windows) | self._batches.pass_over(rows):
             self.close()
         self._batches.set_sides(sides, step)
@@ -111,18 +103,8 @@ class TrainingLoader(DataLoader[Any]):
         args, generator = self._args, torch.Generator()
         # torch draws the workers' seeds from it. If dropout used the same one, resumes would change it.
         generator.manual_seed(args.seed + self._step * args.world_size + args.process_index)
-        # Not in transformers before 5.15.
-        context = getattr(args, "dataloader_multiprocessing_context", None)
-        return DataLoader(
-            self._batches,
-            batch_size=None,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            multiprocessing_context=context if args.dataloader_num_workers else None,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            generator=generator,
-            worker_init_fn=heed_parent_alone,
-        )
+        options = worker_options(args, args.dataloader_num_workers)
+        return DataLoader(self._batches, batch_size=None, generator=generator, **options)
 
     def _to_device(self, batch: object) -> object:
         if self._device is None:
@@ -156,3 +138,16 @@ class TrainingLoader(DataLoader[Any]):
         rate = self._made * workers / self._seconds if self._seconds else 0.0
         self._seconds = self._made = 0.0
         return {**self._batches.counts(), "rate": rate}
+
+
+def worker_options(args: InfCLTrainingArguments, workers: int) -> dict[str, Any]:
+    """The arguments of a DataLoader with so many workers."""
+    # This option is not in transformers before 5.15.
+    context = getattr(args, "dataloader_multiprocessing_context", None)
+    return {
+        "num_workers": workers,
+        "pin_memory": args.dataloader_pin_memory,
+        "multiprocessing_context": context if workers else None,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "worker_init_fn": heed_parent_alone,
+    }

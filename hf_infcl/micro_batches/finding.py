@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
+from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_division import largest_micro_batch, possible_micro_batches
 from ..options.batch_options import DIVISION
@@ -46,10 +46,8 @@ def find_micro_batches(
     stream, which its order depends on, stays that of the checkpoint.
 
     Args:
-        setup: of the training.
         record: the record of the checkpoint that the training resumes from, if any.
         batches_of: returns an iterable of the batches of a training loader, of which one is read.
-        prepare_inputs: moves a batch to the device.
 
     Returns:
         The micro-batch.
@@ -67,7 +65,7 @@ def find_micro_batches(
     args.texts_at_once, args.retain_graphs, args.largest_micro_batch, args.found = texts, graphs, None, {}
     if _resumed(args, record):
         return args.per_device_train_batch_size
-    if setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    if is_sharded(setup.accelerator):
         _decide_untried(args)
         return args.per_device_train_batch_size
     kept = _kept_by_stream(setup, record)

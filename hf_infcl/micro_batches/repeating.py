@@ -31,7 +31,6 @@ def run_repeating(
     """The step of a window, which is repeated with halved micro-batches as long as memory runs out; collective.
 
     Args:
-        step, model: of the training.
         data: has its next window, which becomes the one that is trained in the end.
         number: the optimizer steps that were trained.
         args: its arguments, of which ``largest_micro_batch`` becomes what fits.

@@ -14,17 +14,11 @@ TEXTS_AT_ONCE = (4, 2)  # texts are shorter than images: a GPU is at its rate wi
 
 @dataclass(frozen=True)
 class Trial:
-    """A window that is tried.
+    """A window that is tried."""
 
-    Attributes:
-        micro_batch: the pairs of a micro-batch.
-        texts: the micro-batches whose texts are encoded at once.
-        graphs: the micro-batches whose graphs are kept.
-    """
-
-    micro_batch: int
-    texts: int = 1
-    graphs: int = 1
+    micro_batch: int  # its pairs
+    texts: int = 1  # the micro-batches whose texts are encoded at once
+    graphs: int = 1  # the micro-batches whose graphs are kept
 
 
 # attempt(trial): the bytes that the window takes above its resting state, and those left over. Raises an
@@ -38,11 +32,9 @@ def find_micro_batch(attempt: Attempt, trial: Trial, possible: Sequence[int], ow
     """The largest of the micro-batches that fits on all processes and is not larger than is of use; 0 if none fits.
 
     Args:
-        attempt: tries a window on this process.
         trial: with the texts and the graphs that are decided already, or 1 of them.
         possible: the pairs of the micro-batches, in rising order.
         own: the pairs of a window on this process.
-        agree: collective.
     """
     candidates = [n for n in possible if n <= ENOUGH or n == own <= SINGLE]
     first, last = 0, len(candidates)  # all before the first fit, and none from the last on
@@ -56,25 +48,13 @@ def find_micro_batch(attempt: Attempt, trial: Trial, possible: Sequence[int], ow
 
 
 def find_texts_at_once(attempt: Attempt, trial: Trial, most: int, agree: Agree) -> int:
-    """The micro-batches whose texts can be encoded at once on all processes.
-
-    Args:
-        attempt, agree: as for `find_micro_batch`.
-        trial: with the micro-batch and the graphs that are decided already.
-        most: the micro-batches of a window that can give their texts to another one.
-    """
+    """The micro-batches, at most so many, whose texts all processes can encode at once; see `find_micro_batch`."""
     fitting = (n for n in TEXTS_AT_ONCE if n <= most and _fits(attempt, replace(trial, texts=n)))
     return agree(next(fitting, 1))
 
 
 def find_graphs(attempt: Attempt, trial: Trial, most: int, agree: Agree) -> int:
-    """The number of graphs that can be kept on all processes.
-
-    Args:
-        attempt, agree: as for `find_micro_batch`.
-        trial: with the micro-batch and the texts that are decided already.
-        most: the graphs that are of use.
-    """
+    """The number of graphs, at most so many, that can be kept on all processes; see `find_micro_batch`."""
     graphs, wanted, of_first, of_one = 0, 1, 0, 1
     while graphs < wanted:
         try:

@@ -17,6 +17,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from ..encoders.dual_encoder import TEXT_INPUTS
+from ..encoders.tower_outputs import other_forward
 from ..loss.cuda_graphs import forget_recordings
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, alone
@@ -42,11 +43,9 @@ class Trials:
     """Tries windows on this process alone, whatever the other processes do.
 
     Args:
-        setup: of the training.
         batch: one of its data loader, whose rows are repeated.
         longest: the tokens of the longest texts; None for those of the batch.
         padding: as for `deal_texts`.
-        prepare_inputs: moves a batch to the device.
         own: the pairs of a window on this process.
     """
 
@@ -168,7 +167,7 @@ def _copied(value: object) -> Any:
 @contextmanager
 def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """The context in which a model computes in the precision of the training, as accelerate will prepare it."""
-    forward, own = model.forward, vars(model).get("forward")
+    forward = model.forward
     scaler, accelerator.scaler = accelerator.scaler, None
 
     @functools.wraps(forward)
@@ -176,12 +175,8 @@ def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         with accelerator.autocast():
             return convert_outputs_to_fp32(forward)(*inputs, **named)
 
-    model.forward = in_precision
     try:
-        yield
+        with other_forward(model, in_precision):
+            yield
     finally:
         accelerator.scaler = scaler
-        if own is None:
-            del model.forward
-        else:
-            model.forward = own

@@ -19,15 +19,10 @@ Group = dict[str, Any]  # the parameters of an optimizer that share settings, as
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter is in its model.
+    """What a parameter is in its model."""
 
-    Attributes:
-        name: one of the words of this module.
-        parts: the matrices of which it consists, one below the other.
-    """
-
-    name: str
-    parts: int = 1
+    name: str  # one of the words of this module
+    parts: int = 1  # the matrices of which it consists, one below the other
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
@@ -188,11 +183,7 @@ def table_of_groups(groups: Iterable[Group], optimizer: str = "AdamW") -> str:
 
     Groups with one name, such as the layers of a tower with their rates, or the matrices and the biases of which only
     the former decay, share a line. A last sentence tells of single numbers, such as logit_scale. With a schedule, the
-    rates are those that it starts from.
-
-    Args:
-        groups: of any optimizer.
-        optimizer: updates the groups that name no algorithm.
+    rates are those that it starts from. The optimizer updates the groups that name no algorithm.
     """
     rows = [("parameters", "updated by", "tensors", "values", "learning rate", "weight decay")]
     single = []

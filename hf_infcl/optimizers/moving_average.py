@@ -35,9 +35,6 @@ class MovingAverage:
         after_switch: called when the weights of the optimizer have changed, to copy them into the model.
         in_host: whether the average is in host memory. It is computed where the weights are, so its bits are the same.
 
-    Attributes:
-        begins: whether the average of weights without one begins with their next step.
-
     Raises:
         ValueError: the optimizer averages its weights itself, or some weights are not in fp32.
     """
@@ -65,7 +62,8 @@ class MovingAverage:
             )
         self._optimizer, self._decay, self._in_host = optimizer, decay, in_host
         self._before_switch, self._after_switch = before_switch, after_switch
-        self._stepped, self.begins = False, True
+        self._stepped = False
+        self.begins = True  # the average of weights without one, with their next step
         for name, value in {UPDATES: 0, EVALUATES: False}.items():
             self._first.setdefault(name, value)  # under ZeRO a checkpoint may have been loaded already
         self._hook = optimizer.register_step_post_hook(self._note_step)

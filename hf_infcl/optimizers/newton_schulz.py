@@ -18,7 +18,6 @@ def orthogonalised(stack: Tensor, steps: int = STEPS) -> Tensor:
 
     Args:
         stack: [n, rows, columns] in any floating point dtype.
-        steps: how often the polynomial is applied.
 
     Returns:
         [n, rows, columns] in bfloat16.

@@ -70,7 +70,6 @@ def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
     """The micro-batches that divide every global batch of a training equally, in rising order.
 
     Args:
-        args: as for `divide_global_batch`.
         exceeds: whether a micro-batch may be larger than what a process has of the first of growing global batches,
             whose single micro-batch is smaller then. That of a stream may not.
     """
@@ -84,12 +83,7 @@ def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
 
 
 def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
-    """The largest possible micro-batch of at most this many pairs.
-
-    Args:
-        args: as for `divide_global_batch`.
-        possible: the return value of `possible_micro_batches`.
-        most: the pairs that fit.
+    """The largest of `possible_micro_batches` with at most this many pairs.
 
     Raises:
         ValueError: it is much smaller than ``most``; the message names global batches that can be divided.

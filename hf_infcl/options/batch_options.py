@@ -11,8 +11,6 @@ DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of 
 
 @dataclass
 class BatchOptions:
-    """The global batch of a training, and the memory and time that its windows take."""
-
     global_batch_size: int | None = option(
         "Pairs of one optimizer step, on all processes together. This number decides the result. How it is divided "
         "into micro-batches only takes time and memory: without per_device_train_batch_size that is tried before the "

@@ -14,19 +14,12 @@ from .stages import read_stages, same_words
 
 
 class Course:
-    """How far a training has come before each of its steps, in samples: all shares of a training are shares of these.
+    """How far a training has come before each of its steps, in samples, of which all shares are shares."""
 
-    Attributes:
-        steps: of the whole training, from its first on.
-        samples: its pairs.
-        grows: whether global batches have several sizes that were planned.
-        has_changed: whether a training that was resumed had another size before.
-    """
-
-    steps: int
-    samples: int
-    grows = False
-    has_changed = False
+    steps: int  # of the whole training, from its first on
+    samples: int  # its pairs
+    grows = False  # whether global batches have several sizes that were planned
+    has_changed = False  # whether a training that was resumed had another size before
 
     def samples_before(self, step: int) -> int:
         """The pairs trained before a step."""
@@ -79,15 +72,10 @@ class EqualBatches(Course):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batches of the stages of a training.
+    """The global batches of the stages of a training."""
 
-    Attributes:
-        sizes: pairs of a global batch, each larger than the one before.
-        ends: for each stage but the last, the share of the samples after which it ends.
-    """
-
-    sizes: tuple[int, ...]
-    ends: tuple[float, ...]
+    sizes: tuple[int, ...]  # pairs of a global batch, each larger than the one before
+    ends: tuple[float, ...]  # for each stage but the last, the share of the samples after which it ends
 
     @classmethod
     def of(cls, words: Sequence[str]) -> BatchSchedule:

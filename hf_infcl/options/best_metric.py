@@ -12,11 +12,7 @@ from .metric_sums import parse_terms
 
 
 def use_of_metric(options: Any) -> str | None:
-    """The option for which Trainer looks up a metric after every evaluation, or None if there is no such option.
-
-    Args:
-        options: training arguments, or a namespace of them.
-    """
+    """The option for which Trainer looks up a metric after every evaluation, or None if there is no such option."""
     schedule = getattr(options.lr_scheduler_type, "value", options.lr_scheduler_type)
     uses = {
         "early_stopping_patience": options.early_stopping_patience is not None,
@@ -29,12 +25,7 @@ def use_of_metric(options: Any) -> str | None:
 
 
 def check_metric_of_training(options: Any, evaluated: Any) -> None:
-    """Raises a ValueError if a training would look up a metric that its evaluations do not measure.
-
-    Args:
-        options: training arguments.
-        evaluated: the evaluation set, or a mapping of them.
-    """
+    """Raises a ValueError if a training would look up a metric that its evaluations do not measure."""
     use = use_of_metric(options)
     if use is not None and options.eval_strategy != "no":
         check_metric(str(options.metric_for_best_model), metrics_of(evaluated), use)
@@ -50,12 +41,9 @@ def metrics_of(dataset: object) -> list[str]:
 
 
 def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
-    """Raises a ValueError if the metric ``wanted``, or a term of it, is none of those that are measured.
+    """Raises a ValueError if the metric that an option (``use``) looks up, or a term of it, is not measured.
 
-    Args:
-        wanted: a metric with or without ``eval_``, or a sum of them, see `parse_terms`.
-        names: the metrics, without ``eval_``.
-        use: the option for which the metric is looked up.
+    It is with or without ``eval_``, or a sum, see `parse_terms`; the names of those that are measured are without.
     """
     for _, name in parse_terms(wanted):
         if name not in names:

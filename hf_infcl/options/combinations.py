@@ -124,7 +124,12 @@ def _check_best_checkpoint(args: Any) -> None:
 
 def _check_parts(args: Any) -> None:
     """Checks the options that apply to parts of the model."""
-    check_dropped_patches(args)
+    if args.patch_dropout and args.freeze == "image":
+        raise ExclusiveOptionsError(
+            f"patch_dropout={args.patch_dropout:g} would have no effect, because freeze='image' runs the image tower "
+            "in evaluation mode. Omit one of both.",
+            *("patch_dropout", "freeze"),
+        )
     names = [name for name in ("image_learning_rate", "text_learning_rate") if getattr(args, name) is not None]
     for name in names:
         if name.startswith(str(args.freeze)):
@@ -167,16 +172,6 @@ def _check_parts(args: Any) -> None:
                     *(f"{name}_kwargs", "freeze_layers"),
                 )
             setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
-
-
-def check_dropped_patches(args: Any) -> None:
-    """Raises a ValueError if ``patch_dropout`` would have no effect."""
-    if args.patch_dropout and args.freeze == "image":
-        raise ExclusiveOptionsError(
-            f"patch_dropout={args.patch_dropout:g} would have no effect, because freeze='image' runs the image tower "
-            "in evaluation mode. Omit one of both.",
-            *("patch_dropout", "freeze"),
-        )
 
 
 def _check_effects(args: Any) -> None:
@@ -276,12 +271,7 @@ def _check_cache_folder(args: Any) -> None:
 
 
 def check_command(data: Any, args: Any) -> None:
-    """Raises an ExclusiveOptionsError for options of `infcl train` that contradict each other.
-
-    Args:
-        data: the `DataOptions` of the command.
-        args: `InfCLTrainingArguments`.
-    """
+    """Raises an ExclusiveOptionsError for options of `infcl train` that contradict each other."""
     if data.overwrite_output_dir and args.resume_from_checkpoint:
         raise ExclusiveOptionsError(
             "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "

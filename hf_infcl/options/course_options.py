@@ -10,8 +10,6 @@ from .declaring import FROM_0, FROM_1, HelpPlace, Range, option
 
 @dataclass
 class CourseOptions:
-    """The course of a training: resumes, errors, its end, and what it saves."""
-
     save_formats: list[str] = option(
         "Formats of the saved models: transformers, or transformers and open_clip. OpenCLIP's files are then beside "
         "those of transformers, in checkpoints too.",

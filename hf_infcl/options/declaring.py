@@ -6,13 +6,12 @@ Nothing here imports torch, so that the help and mistakes on the command line ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-# The keys of an option's `Facts` and of its `Listing` in the metadata of its field.
-_FACTS, _LISTING = "facts", "listing"
+_FACTS = "facts"  # the key of an option's `Facts` in the metadata of its field
 
 # The headings of the short help of a training, in their order.
 HEADINGS = (
@@ -62,41 +61,11 @@ NUMBER = Range(Real, "a number", lambda value: True)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the package has to know of an option, besides its type, default and help.
-
-    Attributes:
-        decides: whether it decides what is trained, so that a resume with another value is a change.
-        one_machine: whether machines of one training may set it differently.
-        plans: whether `infcl plan` reads it.
-        choices: the values that it may have, besides its default, or a function that returns them where importing
-            them takes long; empty for any.
-        within: the numbers that it may be, besides None where that is the default.
-        needs: another option without which it has no effect, as ``name`` or ``name=value``.
-        card: its row in a model card, where it has another value than its default; after a colon the words of the row,
-            with {} for the value. Empty for none.
-    """
-
-    decides: bool
-    one_machine: bool = False
-    plans: bool = False
-    choices: Collection[str] | Callable[[], Collection[str]] = ()
-    within: Range | None = None
-    needs: str = ""
-    card: str = ""
-
-
-@dataclass(frozen=True)
 class HelpPlace:
-    """The place of an option in the short help of a training.
+    """The place of an option in the short help of a training."""
 
-    Attributes:
-        heading: one of `HEADINGS`.
-        number: its place under the heading, in rising order; by default after all that have a number.
-    """
-
-    heading: str
-    number: float = math.inf
+    heading: str  # one of `HEADINGS`
+    number: float = math.inf  # its place under the heading, in rising order; by default after all that have a number
 
     def __post_init__(self) -> None:
         if self.heading not in HEADINGS:
@@ -104,75 +73,64 @@ class HelpPlace:
 
 
 @dataclass(frozen=True)
-class Listing:
-    """How the help of a command lists an option.
+class Facts:
+    """What the package has to know of an option, besides its type, default and help."""
 
-    Attributes:
-        help_in_command: what a command says of it in place of its help; empty if that serves there, too.
-        short_help: its place in the short help of a training, which lists it only if it has one.
-        of_one_set: whether it only says how one data set is read. The name of the set has room for that (see
-            `hf_infcl.options.sets`), so no short help lists the option.
-    """
-
-    help_in_command: str = ""
-    short_help: HelpPlace | None = None
+    decides: bool = False  # whether it decides what is trained, so that a resume with another value is a change
+    one_machine: bool = False  # whether machines of one training may set it differently
+    plans: bool = False  # whether `infcl plan` reads it
+    # The values that it may have, besides its default, or a function that returns them where importing them takes long;
+    # empty for any.
+    choices: Collection[str] | Callable[[], Collection[str]] = ()
+    within: Range | None = None  # the numbers that it may be, besides None where that is the default
+    needs: str = ""  # another option without which it has no effect, as "name" or "name=value"
+    # Its row in a model card, where it has another value than its default; after a colon the words of the row, with {}
+    # for the value. Empty for none.
+    card: str = ""
+    short_help: HelpPlace | None = None  # its place in the short help of a training, which lists only such options
+    help_in_command: str = ""  # what a command says of it in place of its help; empty if that serves there, too
+    # Whether it only says how one data set is read. The name of the set has room for that (see `options.sets`), so no
+    # short help lists the option.
     of_one_set: bool = False
 
 
 class _Metadata(dict[str, Any]):
     """The metadata of a field, which HfArgumentParser copies into the arguments of argparse: only these items.
 
-    argparse refuses keywords that it does not know. The facts and the listing are therefore no items: a copy by `dict`
-    does not have them, whereas ``field.metadata[key]`` reaches `__missing__` here.
+    argparse refuses keywords that it does not know. The facts are therefore no item: a copy by `dict` does not have
+    them, whereas ``field.metadata[key]`` reaches `__missing__` here.
     """
 
-    def __init__(self, hidden: Mapping[str, object], **items: Any) -> None:
+    def __init__(self, facts: Facts, **items: Any) -> None:
         super().__init__(items)
-        self._hidden = hidden
+        self._facts = facts
 
-    def __missing__(self, key: str) -> Any:
-        return self._hidden[key]
+    def __missing__(self, key: str) -> Facts:
+        if key != _FACTS:
+            raise KeyError(key)
+        return self._facts
 
 
-def option(
-    help: str,
-    default: object = None,
-    *,
-    decides: bool,
-    short_help: HelpPlace | None = None,
-    help_in_command: str = "",
-    **facts: Any,
-) -> Any:
+def option(help: str, default: object = None, *, decides: bool, **facts: Any) -> Any:
     """The field of an option of the training in a dataclass.
 
     Args:
         help: what it does, of which the short help shows the first sentence.
         default: its default; a list is copied for each instance.
         decides, facts: see `Facts`.
-        short_help, help_in_command: see `Listing`.
     """
-    listing = Listing(help_in_command, short_help)
-    return _field(default, _Metadata({_FACTS: Facts(decides, **facts), _LISTING: listing}, help=help))
+    return _field(default, _Metadata(Facts(decides, **facts), help=help))
 
 
-def command_option(
-    help: str,
-    default: object = None,
-    *,
-    aliases: Sequence[str] = (),
-    short_help: HelpPlace | None = None,
-    of_one_set: bool = False,
-) -> Any:
+def command_option(help: str, default: object = None, *, aliases: Sequence[str] = (), **facts: Any) -> Any:
     """The field of an option that commands have beside those of the training.
 
     Args:
-        help: as for `option`.
+        help, facts: as for `option`.
         default: its default; a list is copied for each instance, and with MISSING of `dataclasses` it is required.
         aliases: further names of it, with their dashes.
-        short_help, of_one_set: see `Listing`.
     """
-    hidden = {_LISTING: Listing(short_help=short_help, of_one_set=of_one_set)}
-    return _field(default, _Metadata(hidden, help=help, aliases=list(aliases)))
+    return _field(default, _Metadata(Facts(**facts), help=help, aliases=list(aliases)))
 
 
 def _field(default: object, metadata: _Metadata) -> Any:
@@ -182,17 +140,9 @@ def _field(default: object, metadata: _Metadata) -> Any:
 
 
 def declared_facts(declared: Field[object]) -> Facts | None:
-    """The facts of a field; None if it is not declared by `option`."""
-    return _hidden(declared, _FACTS)
-
-
-def declared_listing(declared: Field[object]) -> Listing | None:
-    """The listing of a field; None if it is declared by neither `option` nor `command_option`."""
-    return _hidden(declared, _LISTING)
-
-
-def _hidden(declared: Field[object], key: str) -> Any:
+    """The facts of a field; None if it is declared by neither `option` nor `command_option`."""
     try:
-        return declared.metadata[key]
+        facts: Facts = declared.metadata[_FACTS]
     except KeyError:
         return None
+    return facts

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
-from .declaring import ExclusiveOptionsError, Facts, Listing, declared_facts, declared_listing
-from .theirs import facts_of_theirs, listing_of_theirs
+from .declaring import ExclusiveOptionsError, Facts, declared_facts
+from .theirs import facts_of_theirs
 
 
 def facts_by_name(kind: Any) -> dict[str, Facts]:
@@ -15,20 +15,12 @@ def facts_by_name(kind: Any) -> dict[str, Facts]:
     return {one.name: declared_facts(one) or facts_of_theirs(one.name) for one in fields(kind)}
 
 
-def listings_by_name(kind: type[Any]) -> dict[str, Listing]:
-    """How the help lists each field of a dataclass of options, whether of the training or of a command."""
-    return {one.name: declared_listing(one) or listing_of_theirs(one.name) for one in fields(kind)}
-
-
 def check_values(
     options: Any, declared: type[Any] | None = None, chosen: Callable[[Facts], bool] = lambda facts: True
 ) -> None:
     """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs.
 
-    Args:
-        options: has the values.
-        declared: the dataclass that declares the options, if that is not the class of ``options``.
-        chosen: which of them are checked.
+    The options are those of ``declared``, a dataclass, or else of the class of ``options``.
     """
     facts_of_all = facts_by_name(options if declared is None else declared)
     for one in fields(options if declared is None else declared):

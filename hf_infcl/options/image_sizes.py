@@ -13,25 +13,15 @@ from .stages import read_stages, same_words
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Smaller images first (arXiv 2305.07017): a size for each step, the full one at the end.
+    """Smaller images first (arXiv 2305.07017): a size for each step, the full one at the end."""
 
-    Attributes:
-        sizes: heights and widths in pixels; the last one is that of the model.
-        ends: for each size but the last, the share of the samples after which it ends.
-        first_steps: for each size but the first, the step with which it begins; empty without a training.
-    """
-
-    sizes: tuple[int, ...]
-    ends: tuple[float, ...]
-    first_steps: tuple[int, ...] = ()
+    sizes: tuple[int, ...]  # heights and widths in pixels; the last one is that of the model
+    ends: tuple[float, ...]  # for each size but the last, the share of the samples after which it ends
+    first_steps: tuple[int, ...] = ()  # for each size but the first, its first step; empty without a training
 
     @classmethod
     def of(cls, words: Sequence[str], course: Course | None = None) -> ImageSizes:
         """The schedule of words such as 112:0.5 160:0.4 224: each size with its share of the samples, the rest is last.
-
-        Args:
-            words: the words.
-            course: of the training, if its steps are known.
 
         Raises:
             ValueError: the words are no such schedule.

@@ -10,8 +10,6 @@ from .declaring import FINITE, HelpPlace, Range, option
 
 @dataclass
 class KeepingOptions:
-    """Options that keep a model near the one that it was before."""
-
     keep_features: float | None = option(
         "Weight β of the squared distance between the normalised embeddings of each pair and those of the "
         "model before the training. Its mean over the batch, summed over both towers, is minimised with the loss. "

@@ -32,8 +32,6 @@ def backends() -> Collection[str]:
 
 @dataclass
 class LossOptions:
-    """The loss of a training, and how it is computed."""
-
     objective: str | None = option(
         "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a logit_bias. "
         "Defaults to the one that the model was designed for.",

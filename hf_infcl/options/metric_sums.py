@@ -34,12 +34,7 @@ def is_sum(metric: str | None) -> bool:
 
 
 def value_of(metric: str, metrics: Mapping[str, float]) -> float | None:
-    """The value of a metric or a sum of them; None if one of its terms was not measured.
-
-    Args:
-        metric: as in `parse_terms`.
-        metrics: the measured ones by their names with ``eval_``.
-    """
+    """The value of a metric or a sum of them (see `parse_terms`); None if one of its terms was not measured."""
     terms = parse_terms(metric)
     if any(f"eval_{name}" not in metrics for _, name in terms):
         return None

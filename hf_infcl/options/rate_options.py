@@ -19,8 +19,6 @@ RATES = (
 
 @dataclass
 class RateOptions:
-    """Learning rates, the optimizer and averages of the weights."""
-
     logit_scale_learning_rate: float | None = option(
         "Learning rate of logit_scale and logit_bias, on the same schedule. Defaults to learning_rate.",
         decides=True,

@@ -12,8 +12,6 @@ NOISY = "noisy"
 
 @dataclass
 class SelectionOptions:
-    """Which pairs of a window are trained."""
-
     leave_out: str | None = option(
         "Leave out pairs that do not seem to belong together: 'noisy' finds how many, or a share such as 0.1. They "
         " are neither positives nor negatives. 'noisy' leaves out none while too few pairs look "

@@ -24,7 +24,6 @@ def read_stages(
     """The numbers of the stages, and for each stage but the last the share of the training after which it ends.
 
     Args:
-        name: the name of the option.
         words: its value; the last stage gets the rest, and has no share.
         of: what the words list, for messages.
         least: the smallest numbers that are allowed, for messages.

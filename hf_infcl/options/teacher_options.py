@@ -10,8 +10,6 @@ from .declaring import FINITE, FROM_1, HelpPlace, Range, option
 
 @dataclass
 class TeacherOptions:
-    """Teachers, and embeddings that can be cut."""
-
     teacher: list[str] | None = option(
         "Models whose embeddings the student learns, too: Hub ids or folders. Also those of OpenCLIP. Each is frozen, "
         "has its own processor, tokenizer and image size, and runs once per step.",

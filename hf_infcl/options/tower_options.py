@@ -17,8 +17,6 @@ def towers() -> Collection[str]:
 
 @dataclass
 class TowerOptions:
-    """Options that say which parts of the towers train, and how much of images and captions they see."""
-
     freeze: str | None = option(
         "Tower that does not train, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per "
         "step, in evaluation mode.",

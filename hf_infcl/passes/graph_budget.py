@@ -13,16 +13,12 @@ class GraphBudget:
     Args:
         wanted: the number, or None for as many as fit into the memory of the GPU. This is measured in the second
             window, because the optimizer's state is created at the end of the first; until then, one graph is kept.
-        device: the device of the model.
-
-    Attributes:
-        affordable: the number of graphs that fit, or None before it was measured.
     """
 
     def __init__(self, wanted: int | None, device: torch.device) -> None:
         self._wanted, self._device = wanted, device
         self._windows = 0
-        self.affordable: int | None = None
+        self.affordable: int | None = None  # the number of graphs that fit, once it was measured
 
     def graphs(self, most: int) -> int:
         """The number of graphs for the window that begins now, from 1 to ``most``."""

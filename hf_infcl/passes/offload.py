@@ -19,9 +19,6 @@ class Fetcher:
     with the computation. At most two micro-batches are on the device at a time, however far the host is ahead of it:
     their memory comes from the current stream, which uses it again for a later micro-batch, and a copy waits for what
     was queued there before.
-
-    Args:
-        device: the destination.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -22,19 +22,10 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class Wrapper:
-    """A model without a wrapper. A subclass for each wrapper overrides the methods that it needs.
+    """A model, as the training loop calls it, without a wrapper. Subclasses for wrappers override what they need."""
 
-    Args:
-        model: the model as the training loop calls it.
-
-    Attributes:
-        model: the argument, without `torch.compile` around it.
-        synchronises: whether the last backward of a window exchanges gradients.
-        backward_options: keyword arguments for `Accelerator.backward`.
-    """
-
-    synchronises = False
-    backward_options: ClassVar[Mapping[str, Any]] = {}
+    synchronises = False  # whether the last backward of a window exchanges gradients
+    backward_options: ClassVar[Mapping[str, Any]] = {}  # keyword arguments for `Accelerator.backward`
 
     def __init__(self, model: nn.Module) -> None:
         self.model = without_compiler(model)

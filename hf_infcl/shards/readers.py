@@ -52,19 +52,15 @@ class TarReader:
     """Samples of webdataset tar files: successive files whose names are equal up to the first dot of the last part.
 
     Args:
-        columns: the parts of a sample.
         urls: the shards; their first samples show which images and captions exist. At least one of these samples must
             have a negative caption.
-
-    Attributes:
-        has_lists: whether the captions are lists of strings.
 
     Raises:
         ValueError: the first samples have no such image, caption or pair id; the message names their files and fields.
     """
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
-        self.has_lists = False
+        self.has_lists = False  # whether the captions are lists of strings
         self._extensions: frozenset[str] | None = None  # all are read, until it is known which are needed
         problem = f"The shard {urls[0]!r} holds no samples."
         for url, key, sample in itertools.islice(_first_samples(self, urls), _PROBED):
@@ -109,7 +105,8 @@ class TarReader:
         ):
             if not column:
                 continue
-            place = _tar_column(column, sample, fields)
+            # Whether it is a field of the JSON, and the field or extension.
+            place = (True, column) if column in fields else (False, column) if column in sample else None
             if place is None and column == columns.caption == "caption" and "txt" in sample:
                 place = False, "txt"
             if place is None:
@@ -186,11 +183,6 @@ def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
     return fields
 
 
-def _tar_column(column: str, sample: dict[str, bytes], fields: Mapping[str, object]) -> tuple[bool, str] | None:
-    """(whether it is a field of the JSON, the field or extension) that holds a column."""
-    return (True, column) if column in fields else (False, column) if column in sample else None
-
-
 def _images(sample: dict[str, bytes]) -> list[str]:
     """The extensions of the images in a sample."""
     return [extension for extension in sample if extension in IMAGE_EXTENSIONS]
@@ -213,11 +205,7 @@ class ParquetReader:
     """Rows of parquet files; only the needed columns are read, and only the row groups from the position on.
 
     Args:
-        columns: the parts of a sample.
         urls: the shards; the first one determines the columns.
-
-    Attributes:
-        has_lists: as in `TarReader`.
 
     Raises:
         ValueError: the first file lacks a column, or has one of another type.

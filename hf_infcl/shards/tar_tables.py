@@ -60,7 +60,6 @@ def tar_table(
     Args:
         shards: the path or URL to read, and the one to name, of each shard.
         image_column: the extension of images, if they have not one of `IMAGE_EXTENSIONS`.
-        split: the name of the split.
         most: the number of samples to read; all by default.
 
     Raises:

@@ -33,8 +33,6 @@ def checked_arguments(model: nn.Module | None, args: Any, data_collator: Any, ot
 
     Args:
         model: the model; None if ``model_init`` creates it.
-        args: the arguments.
-        data_collator: the data collator, or None.
         others: the remaining arguments of Trainer's constructor, and ``replay_dataset``.
 
     Returns:

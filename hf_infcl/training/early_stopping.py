@@ -52,13 +52,7 @@ def _count(state: Any) -> int:
 
 
 def why_complete(state: TrainerState, max_steps: int, patience: int | None) -> str:
-    """Why a resumed training has no step left; empty if it has one.
-
-    Args:
-        state: the state of Trainer.
-        max_steps: the steps of the whole training.
-        patience: ``early_stopping_patience``.
-    """
+    """Why a resumed training has no step left; empty if it has one."""
     if state.global_step >= max_steps:
         return f"the run has {max_steps} steps"
     if patience is not None and _count(state) >= patience:

@@ -13,14 +13,9 @@ from ..processes.preemption import Preempted, end_early
 def saved_early(
     number: int, state: TrainerState, checkpoints: Checkpoints, *, trained: bool, saves: Iterable[Callable[[], object]]
 ) -> Preempted:
-    """The end of a training by a signal, for which it saves a checkpoint; collective.
+    """The end of a training by a signal, for which it saves a checkpoint, if it has trained any step; collective.
 
-    Args:
-        number: the signal's.
-        state: Trainer's.
-        checkpoints: those of the training.
-        trained: whether it has trained any step.
-        saves: save a checkpoint of the last step, and tell the callbacks of it.
+    ``saves`` save a checkpoint of the last step, and tell the callbacks of it.
     """
     step = state.global_step
     for save in saves if trained and checkpoints.saved_step != step else ():

@@ -18,32 +18,12 @@ from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
+from .. import evaluation
 from ..checkpoints.average_choice import score_if_measured
 from ..data import ContrastiveCollator, ZeroShotDataset
 from ..data.wrapped import all_parts
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
-from ..evaluation import (
-    Found,
-    WithTextsOnHost,
-    bounds,
-    caption_ids,
-    checked_ranks,
-    checked_scores,
-    choices,
-    class_places,
-    class_scores,
-    count_hits,
-    group_by_image,
-    image_of_captions,
-    interval,
-    measured,
-    pair_ranks,
-    recall_ceilings,
-    resampled,
-    taken_apart,
-    zero_shot_classifier,
-)
 from ..evaluation.metrics import CEILING, CHANGE, HIGH, KS, LOW
 from ..loading.notices import CaptionNotices
 from ..loss import local_contrastive_loss
@@ -87,16 +67,11 @@ class Evaluator:
     """Embeds the batches of an evaluation, and computes the metrics of the whole set from all embeddings.
 
     Args:
-        setup: the model, its arguments and its loss, and the data collator, which tokenizes prompts if it has a method
-            ``tokenize``.
+        setup: its data collator tokenizes prompts if it has a method ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
-        prepare_inputs: moves a batch to the device.
         notices: looks at the captions of a set, on the main process.
         state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
             number of its images and the resampled values of its score; later it compares with them.
-
-    Attributes:
-        found: ranks or scores of the set that `run` has evaluated last.
     """
 
     def __init__(
@@ -118,7 +93,7 @@ class Evaluator:
         self._classifier: Tensor | None = None
         self._type_of_set, self._prefix = "dataset", "eval"
         self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
-        self.found: Found | None = None
+        self.found: evaluation.Found | None = None
 
     def embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
         """The predictions and labels of this process's rows, which are image-text pairs or labelled images.
@@ -169,11 +144,11 @@ class Evaluator:
             labels = batch["labels"][:rows]
             predictions = self._classified(images[:rows], self._classifier, labels)
         else:
-            order, counts = group_by_image(on_host.get("caption_image"), len(texts), len(images))
+            order, counts = evaluation.group_by_image(on_host.get("caption_image"), len(texts), len(images))
             counts = counts[:rows]
             order = order[: int(counts.sum())]
             mask = on_host.get("attention_mask")
-            ids = caption_ids(on_host["input_ids"][order], None if mask is None else mask[order])
+            ids = evaluation.caption_ids(on_host["input_ids"][order], None if mask is None else mask[order])
             order, counts, ids = (one.to(texts.device, non_blocking=True) for one in (order, counts, ids))
             kept |= dict.fromkeys(TEXT_INPUTS, order)
             predictions, labels = (images[:rows], texts[order]), (counts, ids)
@@ -190,8 +165,8 @@ class Evaluator:
             return images.new_zeros(0, len(classifier) if several else 3)
         # A check would wait for the device, which works on while the next batches are prepared; see `metrics`.
         if several:
-            return class_scores(images, classifier)
-        return torch.stack([part.to(images) for part in class_places(images, classifier, labels)], dim=1)
+            return evaluation.class_scores(images, classifier)
+        return torch.stack([part.to(images) for part in evaluation.class_places(images, classifier, labels)], dim=1)
 
     def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
         """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
@@ -206,7 +181,6 @@ class Evaluator:
 
         Args:
             loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.
-            dataloader: the loader.
             prefix: of the names of the metrics.
         """
         if self._args.process_index == 0:
@@ -235,7 +209,7 @@ class Evaluator:
         return output
 
     def _take_apart(self, batch: Any) -> Any:
-        self._of_batch = taken_apart(batch)
+        self._of_batch = evaluation.taken_apart(batch)
         return self._of_batch[0]
 
     def _without_padding(self) -> AbstractContextManager[None]:
@@ -253,31 +227,31 @@ class Evaluator:
             embeddings: Any = output.predictions
             counts_and_ids: Any = output.label_ids
             images, texts, counts = map(self._on_device, (*embeddings, counts_and_ids[0]))
-            self.found = choices(images, texts, image_of_captions(counts), of_choices[0].right)
-            return measured(self.found)
+            self.found = evaluation.choices(images, texts, evaluation.image_of_captions(counts), of_choices[0].right)
+            return evaluation.measured(self.found)
         if isinstance(output.predictions, tuple):
             return self._pair_metrics(output)
         assert self._classifier is not None
         found, labels = (torch.as_tensor(array).cpu() for array in (output.predictions, output.label_ids))
         if labels.ndim == 2:
-            self.found = checked_scores(found, labels)
+            self.found = evaluation.checked_scores(found, labels)
         else:
-            self.found = checked_ranks(found, labels, len(self._classifier))
-        return measured(self.found)
+            self.found = evaluation.checked_ranks(found, labels, len(self._classifier))
+        return evaluation.measured(self.found)
 
     def _intervals(self, prefix: str) -> dict[str, float]:
         """Intervals of the metrics and, during a training, of the change of the score; on the main process."""
-        if Processes().rank > 0 or self.found is None or not (hits := count_hits(self.found)):
+        if Processes().rank > 0 or self.found is None or not (hits := evaluation.count_hits(self.found)):
             return {}
-        values = dict(zip(hits, resampled(list(hits.values())), strict=True))
-        found = bounds(values)
+        values = dict(zip(hits, evaluation.resampled(list(hits.values())), strict=True))
+        found = evaluation.bounds(values)
         resampled_score: Any = score_if_measured(values)
         score = [round(float(value), 6) for value in resampled_score]  # short in checkpoints
         size = len(next(iter(hits.values())).right)
         if self._at_start:
             self._scores_before[prefix] = {"images": size, "values": score}
         elif (before := self._scores_before.get(prefix)) is not None and before["images"] == size:
-            low, high = interval(np.subtract(score, before["values"]))
+            low, high = evaluation.interval(np.subtract(score, before["values"]))
             found |= {CHANGE + LOW: low, CHANGE + HIGH: high}
         return found
 
@@ -294,7 +268,7 @@ class Evaluator:
         with failures_announced_unless_sharded(self._accelerator):
             share = encode_share(prompts, encode, self._args.per_device_eval_batch_size)
         texts = gather_rows(share)[: len(prompts)]
-        return zero_shot_classifier(texts, num_templates=len(dataset.templates))
+        return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))
 
     def _prompt_tokenizer(self) -> Callable[[list[str]], dict[str, Tensor]]:
         if callable(tokenize := getattr(self._collator, "tokenize", None)):
@@ -314,10 +288,14 @@ class Evaluator:
         labels: Any = output.label_ids
         images, texts = map(self._on_device, predictions)
         counts, ids, *pair_ids = map(self._on_device, labels)
+        text_image = evaluation.image_of_captions(counts)
         with torch.no_grad():
             if self._equal_ids == "positive":
                 image_ids = pair_ids[0] if pair_ids else torch.arange(len(images), device=images.device)
-                captions, ids_of = texts, {"image_ids": image_ids, "text_ids": image_ids[image_of_captions(counts)]}
+                captions, ids_of = (
+                    texts,
+                    {"image_ids": image_ids, "text_ids": image_ids[text_image]},
+                )
             else:
                 captions = texts[counts.cumsum(0) - counts]  # the first of each image
                 ids_of = {"pair_ids": pair_ids[0]} if pair_ids else {}
@@ -329,8 +307,8 @@ class Evaluator:
                 backend=self._args.backend,
                 **ids_of,
             )
-        self.found = ranks = pair_ranks(images, texts, image_of_captions(counts), ids)
-        every = recall_ceilings(ids, ranks.text_image, len(images), KS)
+        self.found = ranks = evaluation.pair_ranks(images, texts, text_image, ids)
+        every = evaluation.recall_ceilings(ids, ranks.text_image, len(images), KS)
         ceilings = {name: value for name, value in every.items() if value < 1}
         told = any(f"{self._prefix}_{name}" in entry for name in ceilings for entry in self._logged)
         if ceilings and not told and self._accelerator.is_main_process:
@@ -339,7 +317,7 @@ class Evaluator:
                 f"Some captions of {self._prefix}_*, as the model reads them, belong to several images, so some "
                 f"recalls cannot reach 100%. The highest that any model can reach: {highest}."
             )
-        return {"loss": loss.item(), **measured(ranks), **every}
+        return {"loss": loss.item(), **evaluation.measured(ranks), **every}
 
     def _on_device(self, array: object) -> Tensor:
         return torch.as_tensor(array, device=self._args.device)
@@ -350,7 +328,7 @@ def _texts_kept(dataloader: Any) -> AbstractContextManager[None]:
     loader = getattr(dataloader, "base_dataloader", dataloader)
     if isinstance(dataloader, DataLoaderDispatcher) or not isinstance(loader, DataLoader):
         return nullcontext()
-    return replaced(loader, collate_fn=WithTextsOnHost(loader.collate_fn))
+    return replaced(loader, collate_fn=evaluation.WithTextsOnHost(loader.collate_fn))
 
 
 def check_same_size(dataset: object, prefix: str) -> None:

@@ -19,20 +19,17 @@ from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 from .early_stopping import EarlyStopping
 from .optimization import average_weights, switch_weights
-from .progress import BarOfSamples, Progress, keep_seconds
+from .progress import BarOfSamples, Progress
 
 # The flags of Trainer's control that callbacks can set.
 DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
 class LoopEvents(TrainerCallback):
-    """Calls the parts of a training at points of Trainer's loop.
+    """Calls the parts of a training at points of Trainer's loop; ``begin_training`` returns them.
 
-    Trainer passes arguments, state and control by position, and everything else by name.
-
-    Args:
-        callbacks: those of the trainer. While it trains, a `CompleteWindows` is the last of them.
-        begin_training: called at the begin of a training; returns its parts.
+    Trainer passes arguments, state and control by position, and everything else by name. While it trains, a
+    `CompleteWindows` is the last of its callbacks.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class LoopEvents(TrainerCallback):
 
     def _count_seconds(self, state: TrainerState) -> None:
         if self._progress is not None:
-            keep_seconds(state, self._progress)
+            self._progress.keep_seconds(state)
 
 
 def add_own_callbacks(
@@ -85,14 +82,7 @@ def add_own_callbacks(
     begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]],
     plan: Callable[[], BatchPlan],
 ) -> None:
-    """Adds the callbacks of this package to those of a trainer.
-
-    Args:
-        handler: of Trainer.
-        args: the arguments of the training.
-        begin_training: as for `LoopEvents`.
-        plan: as for `BarOfSamples`.
-    """
+    """Adds the callbacks of this package to those of a trainer."""
     # This callback comes first, so that the user's callbacks see the clamped logit_scale.
     handler.callbacks.insert(0, LoopEvents(handler.callbacks, begin_training))
     if args.global_batch_schedule is not None and handler.pop_callback(ProgressCallback) is not None:
@@ -151,10 +141,8 @@ class Decisions:
     """Makes all processes log, evaluate, save or end the training if a callback on any process asks for it.
 
     For example, a callback may read the clock, which differs between processes. Callbacks of transformers and of this
-    package decide alike on all processes; among them nothing is exchanged.
-
-    Args:
-        callbacks: the callbacks of this process. The constructor compares them with the other processes; collective.
+    package decide alike on all processes; among them nothing is exchanged. The constructor compares the callbacks with
+    those of the other processes; collective.
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:

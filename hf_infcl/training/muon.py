@@ -40,11 +40,7 @@ def create_muon(
 ) -> MuonAdamW:
     """The optimizer of ``optimizer="muon"``, with rates that are not yet scaled with the batch.
 
-    Args:
-        model: unwrapped.
-        args: `InfCLTrainingArguments`.
-        decaying: the names of the parameters that decay.
-        accelerator: the accelerator. Processes that hold equal parameters share the matrices among themselves.
+    Processes that hold equal parameters share the matrices among themselves. ``decaying`` are names of parameters.
 
     Raises:
         ValueError: no parameter is left to Muon, or the patterns do not fit the model; see `parameter_groups`.

@@ -30,24 +30,14 @@ ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class Optimization:
-    """The optimizer of a training and its schedule: creates them, and knows where they come from.
-
-    Args:
-        args: the arguments of the training.
-
-    Attributes:
-        creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
-            passed, or come from DeepSpeed's config.
-        table_of_groups: the parameter groups of the optimizer that was created, with their rates; see `table_of_groups`
-            of `hf_infcl.optimizers`.
-        options: of both, for the record of a checkpoint.
-    """
+    """The optimizer of a training and its schedule: creates them, and knows where they come from."""
 
     def __init__(self, args: InfCLTrainingArguments) -> None:
         self._args = args
+        # Whether Trainer created them from the arguments. Otherwise they were passed, or come from DeepSpeed's config.
         self.creates_optimizer = self.creates_scheduler = False
-        self.table_of_groups = ""
-        self.options = OptimizerOptions(None)
+        self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optimizers`
+        self.options = OptimizerOptions(None)  # of both, for the record of a checkpoint
 
     def optimizer(
         self,
@@ -58,12 +48,9 @@ class Optimization:
         decaying: Callable[[nn.Module], list[str]],
         settings_for: Callable[[InfCLTrainingArguments], object] | None,
     ) -> torch.optim.Optimizer:
-        """The optimizer that was passed, or Trainer's or Muon with the learning rates that the options set.
+        """The optimizer that was passed (``given``), or Trainer's or Muon with the learning rates that the options set.
 
         Args:
-            setup: the setup of the training.
-            given: the optimizer that was passed or created before, if any.
-            create: the method of Trainer.
             decaying: returns the names of the parameters that decay.
             settings_for: as for `check_optimizer_options`; None if the class of the optimizer was passed.
 
@@ -95,13 +82,7 @@ class Optimization:
     def scheduler(
         self, optimizer: Optimizer | None, given: LRScheduler | None, create: Callable[[], LRScheduler], course: Course
     ) -> LRScheduler:
-        """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
-
-        Args:
-            optimizer: the optimizer.
-            given: the schedule that was passed or created before, if any.
-            create: the method of Trainer.
-            course: the course of the training.
+        """The schedule that was passed (``given``), or Trainer's. Notes its options and those of the optimizer.
 
         Raises:
             ValueError: the schedule does not take its options.
@@ -122,10 +103,7 @@ class Optimization:
 def errors_of_options(args: InfCLTrainingArguments, kind: str, further: str, made: str) -> Iterator[None]:
     """Within the context, an error of a constructor becomes a ValueError that names the options ``kind``, ``further``.
 
-    Args:
-        args: the arguments.
-        kind, further: the names of the option that selects a class, and of that with its settings.
-        made: what the class makes.
+    The former selects the class of what is ``made``, and the latter has its settings.
     """
     try:
         yield
@@ -212,13 +190,7 @@ def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) 
 
 
 def average_weights(optimizer: Optimizer | None, args: InfCLTrainingArguments, model: nn.Module) -> None:
-    """Gives an optimizer the moving average of ``ema_decay``, unless it has one; see `MovingAverage`.
-
-    Args:
-        optimizer: the optimizer, or what accelerate and DeepSpeed have wrapped it in; None before there is one.
-        args: the arguments.
-        model: the model that is trained, unwrapped.
-    """
+    """Gives an optimizer, wrapped or not, the `MovingAverage` of ``ema_decay``, unless it has one."""
     if args.ema_decay is None or optimizer is None:
         return
     if not hasattr(unwrapped(optimizer), "update_average"):
@@ -241,10 +213,6 @@ def average_loaded(
 
     Without ``ema_decay``, the training goes on from the weights that were trained, not from their average. A new
     average begins with the weights after the next step.
-
-    Args:
-        optimizer, args, model: as for `average_weights`.
-        was_averaged: whether the training of the checkpoint had an average.
     """
     if not was_averaged:
         with without_average(unwrapped(optimizer)):
@@ -258,12 +226,9 @@ def average_loaded(
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
-    """The parameters that decay: those of ``names`` that are matrices, tables or convolutions.
+    """The parameters among those that Trainer would let decay that are matrices, tables or convolutions.
 
-    Args:
-        model: the model.
-        names: of the parameters that Trainer would let decay.
-        exempt: regular expressions that match parts of the names of further parameters that do not decay.
+    ``exempt`` are regular expressions that match parts of the names of further parameters that do not decay.
 
     Raises:
         ValueError: a pattern is no regular expression, or matches no name.
@@ -281,11 +246,7 @@ def set_learning_rates(
 ) -> str:
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
 
-    Args:
-        optimizer: an optimizer before its first step.
-        encoder: the model.
-        args: the arguments of the training.
-        beside: parameters that train beside the model; they form a separate group.
+    What trains ``beside`` the model forms a separate group.
 
     Raises:
         ValueError: the rate should fall with the depth of a tower that has no layers.
@@ -308,13 +269,10 @@ def set_learning_rates(
 
 
 def over_samples(schedule: LRScheduler, course: Course, *, by_batch: bool) -> None:
-    """Lets a new schedule of the learning rate run over samples instead of steps; schedules by a metric stay.
+    """Lets a new schedule of transformers run over samples instead of steps; schedules by a metric stay.
 
-    Args:
-        schedule: of transformers, whose factors are functions of the step.
-        course: the course of the training.
-        by_batch: whether the rates are those of the last batch, and the rate of each batch of a `BatchPlan` is
-            in proportion (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
+    ``by_batch``: the rates are those of the last batch, and the rate of each batch of a `BatchPlan` is in proportion
+    (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
     """
     if not isinstance(schedule, LambdaLR):
         return

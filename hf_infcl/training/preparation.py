@@ -15,15 +15,13 @@ from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import check_sizes, resize_images
 from ..encoders.in_bf16 import compute_in_bf16
 from ..encoders.patch_dropout import check_patches
-from ..encoders.sharding import check_in_bf16, check_wrapper, prepare_for_wrapper
+from ..encoders.sharding import check_in_bf16, check_wrapper, is_sharded, prepare_for_wrapper
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import CHECKPOINTING
 from ..options.rate_options import RATES
 from ..windows.number_checks import check_supported
 from ..windows.start import Start
 from .muon import check_wrapper_of_muon
-
-_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +64,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"per_device_train_batch_size, which is {args.per_device_train_batch_size}, or leave gradient_noise_steps "
             "out."
         )
-    if args.gradient_noise_steps is not None and accelerator.distributed_type in _SHARDED:
+    if args.gradient_noise_steps is not None and is_sharded(accelerator):
         raise ValueError(
             "gradient_noise_steps compares the gradients of micro-batches, which FSDP and DeepSpeed do not expose. "
             "Leave it out, or measure under DDP."

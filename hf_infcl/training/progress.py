@@ -32,10 +32,10 @@ class Progress:
         self._last_log = now, step
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
 
-    @property
-    def seconds(self) -> float:
-        """The seconds of the training up to now, without those between an interruption and its resume."""
-        return round(time.perf_counter() - self._began, 3)
+    def keep_seconds(self, state: TrainerState) -> None:
+        """Puts the seconds of the training up to now into the part of Trainer's state that checkpoints keep."""
+        kept: Any = state.stateful_callbacks
+        kept[_SECONDS] = round(time.perf_counter() - self._began, 3)
 
     def steps(self, step: int) -> int:
         """The optimizer steps of this training up to a step."""
@@ -73,18 +73,8 @@ def trained_seconds(state: TrainerState) -> float:
     return seconds
 
 
-def keep_seconds(state: TrainerState, progress: Progress) -> None:
-    """Puts the seconds into the part of Trainer's state that checkpoints keep."""
-    kept: Any = state.stateful_callbacks
-    kept[_SECONDS] = progress.seconds
-
-
 class BarOfSamples(ProgressCallback):
-    """Trainer's progress bar, in pairs: where the global batch grows, the later steps take longer.
-
-    Args:
-        plan: returns the plan of the training that begins.
-    """
+    """Trainer's progress bar, in pairs: where the global batch grows, the later steps take longer."""
 
     def __init__(self, plan: Callable[[], BatchPlan]) -> None:
         super().__init__()

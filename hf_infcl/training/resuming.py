@@ -69,14 +69,7 @@ def make_record(
     stages: list[Stage],
     progress: tuple[int, int],
 ) -> RunRecord:
-    """What a checkpoint says of the run and of how far it has come; collective.
-
-    Args:
-        setup: of the run.
-        data, window_step, optimization: the parts of its training.
-        stages: `Resumption.stages`.
-        progress: the pairs and the optimizer steps that were trained.
-    """
+    """What a checkpoint says of the run and of its progress, the pairs and the steps that were trained; collective."""
     samples_seen, step = progress
     return RunRecord(
         make_run(setup),
@@ -136,11 +129,6 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
 def make_resumption(setup: Setup, resumes: str | bool | None, repository: str | None) -> Resumption:
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
-    Args:
-        setup: of the run.
-        resumes: as for `InfCLTrainer.train`.
-        repository: the one of the Hub that the run pushes to, if it is known.
-
     Raises:
         ValueError: the ranks would train different runs; there is no such checkpoint, it is damaged, or
             `Resumption.check` refuses it.
@@ -155,24 +143,17 @@ def make_resumption(setup: Setup, resumes: str | bool | None, repository: str | 
 
 
 class Resumption:
-    """The checkpoint from which a training resumes, if any, and whether it may.
+    """The checkpoint (its folder) from which a training resumes, if any, and whether it may.
 
-    Args:
-        checkpoint: its folder; None for a new run.
-        allows_changes: whether the run may differ from that of the checkpoint (``resume_with_changes``).
-
-    Attributes:
-        checkpoint: the argument.
-        record: the record of the checkpoint; None if there is no checkpoint, or another trainer wrote it.
-        changes: phrases about what differs from the run of the checkpoint.
-        begin: where the training goes on, as soon as `rest` has computed it; None without a record.
+    The run may differ from that of the checkpoint if it ``allows_changes`` (``resume_with_changes``).
     """
 
     def __init__(self, checkpoint: str | None = None, *, allows_changes: bool = False) -> None:
         self.checkpoint, self._allows_changes = checkpoint, allows_changes
+        # None if there is no checkpoint, or another trainer wrote it.
         self.record = None if checkpoint is None else RunRecord.read(checkpoint)
-        self.changes: list[str] = []
-        self.begin: Position | None = None
+        self.changes: list[str] = []  # phrases about what differs from the run of the checkpoint
+        self.begin: Position | None = None  # where the training goes on, as soon as `rest` has computed it
 
     def of(self, checkpoint: str) -> Resumption:
         """This one, or that of another checkpoint, which may differ from the run if this one may."""
@@ -253,11 +234,6 @@ class Resumption:
     ) -> Iterator[None]:
         """The context in which the states of optimizer and schedule are loaded; their options stay those of this run.
 
-        Args:
-            setup: of this run.
-            optimization: of its optimizer and schedule.
-            optimizer, schedule: those that are loaded.
-
         Raises:
             ValueError: as `check_optimizer`, or a state does not fit.
         """
@@ -296,15 +272,7 @@ class Resumption:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
         The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
-        logged before it was cut off is dropped.
-
-        Args:
-            state, control: Trainer's.
-            args: the arguments of the training.
-            decisions: what its callbacks ask for.
-            epoch: the one that begins.
-            given: the arguments that Trainer passes to its method for an epoch.
-            evaluate, determine_best: the methods of Trainer.
+        logged before it was cut off is dropped. ``given`` are the arguments of Trainer's method for an epoch.
         """
         kept: Any = state.stateful_callbacks
         saved = kept.get("TrainerControl", {}).get("args", {})
@@ -351,8 +319,6 @@ class Resumption:
         become those of the arguments.
 
         Args:
-            state: Trainer's, as it was loaded.
-            args: the arguments of the training.
             lengths: the steps of the training, those of a pass over the data, and the passes, which are what
                 ``Trainer._init_training_state`` is given first.
             counted: the numbers that Trainer computes, for checkpoints without a record.

@@ -18,14 +18,10 @@ PROGRESS = "eval_progress.json"
 
 
 def evaluate_sets(trainer: InfCLTrainer, sets: Mapping[str, object]) -> dict[str, float]:
-    """The metrics of ``trainer.evaluate(sets)``; collective.
+    """The metrics of ``trainer.evaluate(sets)``, for a trainer that has evaluated nothing; collective.
 
     After each set they are kept in ``eval_progress.json`` of the output folder, until all are measured. A set is taken
     from there if its content, its prompts, and the weights, the processor, the precision and the loss are the same.
-
-    Args:
-        trainer: before its first evaluation.
-        sets: the evaluation sets by the names of their metrics.
 
     Raises:
         ValueError: ``eval_progress.json`` is damaged.

@@ -25,7 +25,6 @@ def make_teachers(setup: Setup, given: object, *, remakes_model: bool) -> tuple[
     """The term of the teachers that the arguments name, or that were passed; none without teachers.
 
     Args:
-        setup: of the training, with its data.
         given: a module, a pair of a module and its processor, or a list of these; None for none.
         remakes_model: whether ``model_init`` makes a new model for each training.
 

@@ -28,6 +28,9 @@ from .trainer import InfCLTrainer
 class AverageWithStart:
     """Finds the average of the weights before and after a training, once it has ended.
 
+    The main process keeps a copy of the start in host memory, and no process a second model on its device. A model may
+    be on one process, under DDP or DeepSpeed, or sharded by FSDP2.
+
     Args:
         trainer: before its training, with the model as it was loaded.
         gains: the names of those sets of its ``eval_dataset`` that the training is for.
@@ -55,7 +58,18 @@ class AverageWithStart:
         self._gains, self._guards = list(gains), list(guards)
         validation, rest = ({name: halves[number] for name, halves in guards.items()} for number in (0, 1))
         self._sets = {**gains, **with_halves(validation, rest)}
-        self._start = StartKept(trainer, path)
+        self._end: dict[str, Tensor] | None = None
+        names = self._model.state_dict()
+        check_new_adapters(names)
+        if path == "depth":
+            scales_by_depth(names, 0.5)
+        self._batch_norms = len(running_statistics(names)) // 2
+        self._start = _on_main_process(self._model)
+
+    @property
+    def _model(self) -> nn.Module:
+        """The unwrapped model, which FSDP2 replaces when the training begins."""
+        return self._trainer.dual_encoder.model
 
     def find(self) -> Averaged:
         """Measures the averages and gives the model the weights of the one to be saved; collective.
@@ -70,13 +84,20 @@ class AverageWithStart:
                 "saved. Average them with `infcl average`."
             )
         return find_average(
-            self._start.move,
+            self._move,
             self._measure if self._sets else None,
             alpha=self._alpha,
             path=self._path,
             tolerance=self._tolerance,
-            batch_norms=self._start.batch_norms,
+            batch_norms=self._batch_norms,
         )
+
+    def _move(self, alpha: float) -> None:
+        """Gives the model the weights at ``alpha``; the first call keeps those that it has, the end's; collective."""
+        if self._end is None:
+            self._end = _on_main_process(self._model)
+            self._start = with_factors_of_end(self._start, self._end)
+        _set_from_main_process(self._model, interpolated(self._start, self._end, alpha, self._path))
 
     def _measure(self, alpha: float) -> Measured:
         metrics: dict[str, float] = {}
@@ -93,52 +114,6 @@ def checkpoint_of_end(trainer: InfCLTrainer) -> Path | None:
     resumed = trainer.resumption.checkpoint if trainer.steps_trained == 0 else None
     last = Path(resumed or Path(str(trainer.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"))
     return last if last.is_dir() else None
-
-
-class StartKept:
-    """Moves the weights of a trained model between those from which its training started and those at its end.
-
-    The main process keeps a copy of the start in host memory, and no process a second model on its device. A model may
-    be on one process, under DDP or DeepSpeed, or sharded by FSDP2.
-
-    Construct this before the training, with the model as it was loaded.
-
-    Args:
-        trainer: the trainer, before its training.
-        path: one of `average_weights.PATHS`.
-
-    Attributes:
-        batch_norms: the number of batch norms with running statistics.
-
-    Raises:
-        ValueError: the change cannot grow with the depth of this model; its adapters were trained before.
-    """
-
-    def __init__(self, trainer: InfCLTrainer, path: str = "line") -> None:
-        self._trainer, self._path = trainer, path
-        self._end: dict[str, Tensor] | None = None
-        names = self._model.state_dict()
-        check_new_adapters(names)
-        if path == "depth":
-            scales_by_depth(names, 0.5)
-        self.batch_norms = len(running_statistics(names)) // 2
-        self._start = _on_main_process(self._model)
-
-    @property
-    def _model(self) -> nn.Module:
-        """The unwrapped model, which FSDP2 replaces when the training begins."""
-        return self._trainer.dual_encoder.model
-
-    def move(self, alpha: float) -> None:
-        """Gives the model the weights at ``alpha``; the first call keeps those that it has, the end's; collective.
-
-        Args:
-            alpha: from 0, the start, to 1, the end.
-        """
-        if self._end is None:
-            self._end = _on_main_process(self._model)
-            self._start = with_factors_of_end(self._start, self._end)
-        _set_from_main_process(self._model, interpolated(self._start, self._end, alpha, self._path))
 
 
 def _on_main_process(model: nn.Module) -> dict[str, Tensor]:

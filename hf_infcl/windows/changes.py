@@ -21,13 +21,8 @@ class DroppedPatches(StepChange):
     """Drops a share of the patches of each image (``patch_dropout``), except in the last steps.
 
     Args:
-        encoder: the model, whose image tower gets a hook with the first window.
-        share: of the patches to drop.
         full_last: the share of the samples, at the end, that see all patches (``full_tokens_last``).
         course: the samples of the steps of the training; None before it begins.
-
-    Attributes:
-        graphs: the share that the present window drops.
     """
 
     name = "patch_dropout"
@@ -36,7 +31,7 @@ class DroppedPatches(StepChange):
         self._encoder, self._share = encoder, share
         self._first_full = course.steps - course.last_steps(full_last) if full_last and course else math.inf
         self._dropout: PatchDropout | None = None
-        self.graphs: float = 0.0
+        self.graphs: float = 0.0  # the share that the present window drops
 
     def begin_window(self, window: Window, step: int) -> None:
         self.graphs = self._share if step < self._first_full else 0.0
@@ -51,15 +46,7 @@ class DroppedPatches(StepChange):
 
 
 class ImageSizeOfStep(StepChange):
-    """Gives the images the size of the step (``image_size_schedule``).
-
-    Args:
-        encoders: the models that see these images; their image towers get hooks with the first window.
-        sizes: the size of each step.
-
-    Attributes:
-        graphs: the size of the images of the present window in pixels.
-    """
+    """Gives the images the size of the step (``image_size_schedule``), with hooks from the first window on."""
 
     name = "image_size_schedule"
     resizes = True
@@ -67,7 +54,7 @@ class ImageSizeOfStep(StepChange):
     def __init__(self, encoders: Sequence[DualEncoder], sizes: ImageSizes) -> None:
         self._encoders, self._sizes = encoders, sizes
         self._hooks: list[OtherSizes] = []
-        self.graphs: int | None = None
+        self.graphs: int | None = None  # the size of the images of the present window in pixels
 
     def begin_window(self, window: Window, step: int) -> None:
         self.graphs = self._sizes.at(step)

@@ -21,15 +21,8 @@ class DealtAnew:
     All micro-batches have as many images as those of the window, so a compiled model sees no other shapes.
 
     Args:
-        window: the window, after its first pass.
-        micro_batches: those of its first pass.
         needed: [images] bool on the CPU, the images whose rows, or whose captions' rows, have a gradient.
-        count: the number of micro-batches to make.
         fetcher: copies inputs to the device, if they are in host memory.
-
-    Attributes:
-        window: the new micro-batches, whose images are gathered one micro-batch at a time.
-        micro_batches: what the second pass encodes.
     """
 
     def __init__(
@@ -53,9 +46,8 @@ class DealtAnew:
             {"pixel_values": torch.empty(size, 0), **{name: t[rows.to(device)] for name, t in texts.items()}}
             for rows in rows_of_texts
         ]
-        self.window = Window(
-            batches, window.padding, window.at_once, last_has_texts=window.last_has_texts
-        )  # which deals the texts out by length again
+        # Which deals the texts out by length again.
+        self.window = Window(batches, window.padding, window.at_once, last_has_texts=window.last_has_texts)
         self._images = chosen
         self._texts = torch.cat(rows_of_texts)[self.window.text_order()]
         # ---- The images, gathered when they are encoded ----

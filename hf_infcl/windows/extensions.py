@@ -19,13 +19,9 @@ NO_ROWS = torch.empty(0, dtype=torch.bool)
 
 
 class Extension:
-    """A part of the step.
+    """A part of the step."""
 
-    Attributes:
-        name: under which checkpoints keep its state; no two extensions of a training have the same.
-    """
-
-    name = ""
+    name = ""  # under which checkpoints keep its state; no two extensions of a training have the same
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -99,15 +95,10 @@ class LossTerm(Extension):
 
 
 class StepChange(Extension):
-    """A change of the inputs or of the towers that depends on the step, the same in both passes.
+    """A change of the inputs or of the towers that depends on the step, the same in both passes."""
 
-    Attributes:
-        graphs: a number or other value that differs where the graph of a micro-batch takes another amount of memory.
-        resizes: whether the micro-batches of different steps have other shapes.
-    """
-
-    graphs: Any = None
-    resizes = False
+    graphs: Any = None  # a value that differs where the graph of a micro-batch takes another amount of memory
+    resizes = False  # whether the micro-batches of different steps have other shapes
 
     def inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """The inputs of a micro-batch, on the device, as they are to be encoded."""

@@ -33,7 +33,6 @@ class GradientNoise(StepObserver):
     Args:
         parameters: those that the micro-batches train, without the temperature.
         every: the number of steps of which one is measured.
-        processes: the number of processes.
     """
 
     name = "gradient_noise"

@@ -15,16 +15,7 @@ from .window import Window
 
 
 class WindowMemory:
-    """Decides what windows keep on the device.
-
-    Args:
-        args: the arguments of the training.
-        compiled: whether the model is compiled.
-
-    Attributes:
-        fetcher: copies inputs to the device, with ``offload_inputs``.
-        graph_budget: decides for how many micro-batches the graph is kept.
-    """
+    """Decides what windows keep on the device."""
 
     def __init__(self, args: InfCLTrainingArguments, *, compiled: bool) -> None:
         self._args = args
@@ -41,9 +32,7 @@ class WindowMemory:
     def begin_window(self, window: Window, graphs: Sequence[object]) -> None:
         """Plans kept graphs anew where they take another amount of memory, and lets go of that of smaller batches.
 
-        Args:
-            window: the window that begins.
-            graphs: what the memory of a graph depends on, besides the micro-batch.
+        ``graphs`` are what that amount depends on, besides the micro-batch.
         """
         grows = self._args.global_batch_schedule is not None and self._batch not in (None, window.sizes[0])
         if grows or self._graphs not in (None, graphs):
@@ -52,11 +41,6 @@ class WindowMemory:
             forget_recordings()
             clear_device_cache()
         self._batch, self._graphs = list(window.sizes[0]), graphs
-
-    def fetch(self, window: Window, order: list[int]) -> None:
-        """With ``offload_inputs``, lets the inputs arrive on the device in the order in which they are encoded."""
-        if self.fetcher is not None:
-            window.fetch(self.fetcher, order)
 
     def after_backward(self, window: Window, index: int, step: int) -> None:
         """Lets go of a micro-batch after its backward."""

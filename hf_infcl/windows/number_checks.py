@@ -42,9 +42,6 @@ class NumberChecks:
     """The checks of a training. Every process gets the same answers.
 
     Args:
-        skipped: decides what is skipped, and counts it.
-        encoder: the model.
-        accelerator: of the training.
         roll_back: restores the last checkpoint when the loss has exploded, for the reason that it is given; with None
             the training ends.
         rows_of_dataset: the rows of the training set at places (micro-batch, row) of this process's window; empty if
@@ -81,11 +78,7 @@ class NumberChecks:
     def check_loss(self, loss: Tensor, finite_rows: Sequence[Tensor], window: Window, step: int) -> None:
         """Refuses or skips the window if its loss is not finite or has exploded, and goes back to a checkpoint then.
 
-        Args:
-            loss: the global loss.
-            finite_rows: for images and texts, whether the embedding of each row is finite, [rows of the window] bool.
-            window: the window.
-            step: the number of trained optimizer steps.
+        ``finite_rows`` say for images and texts whether the embedding of each row is finite, [rows of the window] bool.
 
         Raises:
             ValueError: the window must not be trained, and no more windows may be skipped.
@@ -177,11 +170,7 @@ class NumberChecks:
             self.skipped.end_window(self._loss)
 
     def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
-        """The logs of `SkippedWindows`. Warns once of a loss and a gradient that are exactly 0.
-
-        Args:
-            logs: Trainer's, with ``loss`` and ``grad_norm``.
-        """
+        """The logs of `SkippedWindows`. Warns once if ``loss`` and ``grad_norm`` in Trainer's are exactly 0."""
         if logs["loss"] == logs.get("grad_norm") == 0 and not self.skipped.skipping and not self._has_warned_of_zero:
             self._has_warned_of_zero = True
             logger.warning(

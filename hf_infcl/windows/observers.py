@@ -17,10 +17,7 @@ class TowerNorms(StepObserver):
     """The norms of the gradients of the image tower and of the text tower, with their projections.
 
     It reads every gradient once and does not wait for the device; `logs` fetches the values. DeepSpeed does not expose
-    the gradients, so there is nothing to measure.
-
-    Args:
-        encoder: the model as it trains, after a wrapper such as FSDP2 has replaced its parameters.
+    the gradients, so there is nothing to measure. FSDP2 has to have replaced the parameters before.
     """
 
     name = "tower_norms"

@@ -16,29 +16,17 @@ from .start import Start
 
 @dataclass(frozen=True)
 class Setup:
-    """The model of a training or of an evaluation, its arguments, where it computes, its loss and its data.
+    """The model of a training or of an evaluation, its arguments, where it computes, its loss and its data."""
 
-    Args:
-        encoder: the model, unwrapped.
-        accelerator: the accelerator.
-        args: the arguments.
-        equal_ids: ``"exclude"`` or ``"positive"``; see `InfCLTrainingArguments`.
-        start: the weights that the model had before the training, if it is to stay near them.
-        data: the training set.
-        collator: the data collator.
-        extensions: of the step, beside those that the arguments ask for.
-        rows: of the training set, without old pairs; None for a stream.
-    """
-
-    encoder: DualEncoder
+    encoder: DualEncoder  # unwrapped
     accelerator: Accelerator
     args: InfCLTrainingArguments
-    equal_ids: str
-    start: Start | None = None
-    data: Any = None
-    collator: Any = None
-    extensions: Sequence[Extension] = ()
-    rows: int | None = None
+    equal_ids: str  # "exclude" or "positive"; see `InfCLTrainingArguments`
+    start: Start | None = None  # the weights that the model had before the training, if it is to stay near them
+    data: Any = None  # the training set
+    collator: Any = None  # the data collator
+    extensions: Sequence[Extension] = ()  # of the step, beside those that the arguments ask for
+    rows: int | None = None  # of the training set, without old pairs; None for a stream
 
     @property
     def objective(self) -> str:

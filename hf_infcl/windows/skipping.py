@@ -28,22 +28,17 @@ class SkippedWindows:
         most: the maximum number of windows to skip in a row because their numbers are not finite.
         divergence_factor: a loss has exploded if it exceeds this factor times the mean of the previous
             `WINDOWS_COMPARED` windows; None for no such limit.
-        resumed: the record of the checkpoint that the training resumes from, if any.
-
-    Attributes:
-        skipping: whether the current window is skipped.
-        count: the number of windows skipped since the run began, including those with an overflow in fp16.
-        in_a_row: the number of windows skipped just before the current one because of numbers that are not finite.
-        losses: the losses of the last `WINDOWS_COMPARED` trained windows.
-        last_loss: the loss of the last trained window.
     """
 
     def __init__(self, most: int, divergence_factor: float | None, resumed: RunRecord | None = None) -> None:
         self._most, self._factor = most, divergence_factor
+        # Skipped just before the current window because of numbers that are not finite.
         self.in_a_row = 0 if resumed is None else resumed.skipped_in_a_row
+        # Of the last trained windows.
         self.losses: deque[float] = deque(() if resumed is None else resumed.losses, maxlen=WINDOWS_COMPARED)
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        self.skipping = False
+        self.skipping = False  # the current window
+        # Skipped since the run began, including those with an overflow in fp16.
         self.count = 0 if resumed is None else resumed.skipped_windows
         self.last_loss = self.losses[-1] if self.losses else 0.0
 
@@ -62,8 +57,7 @@ class SkippedWindows:
     def refuse(self, problem: str) -> None:
         """Skips the present window, or ends the training if as many as are allowed were skipped just before it.
 
-        Args:
-            problem: a sentence that says which numbers are not finite.
+        ``problem`` is a sentence that says which numbers are not finite.
 
         Raises:
             ValueError: no more windows may be skipped.
@@ -105,8 +99,7 @@ class SkippedWindows:
     def skipped_by_scaler(self, scale: float) -> None:
         """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
 
-        Args:
-            scale: the factor by which the scaler multiplies the loss of the next window.
+        ``scale`` is the factor by which the scaler multiplies the loss of the next window.
 
         Raises:
             ValueError: the gradient overflows although it is not scaled up.

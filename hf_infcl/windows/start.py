@@ -18,18 +18,10 @@ from ..passes.grad_cache import Features
 
 
 class Start:
-    """The start of a training: a frozen copy of the model for its embeddings, or copies of its trained weights.
+    """The start of a training: a frozen copy of the model, if it ``embeds``, or else copies of its trained weights.
 
-    What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy.
-
-    Args:
-        model: unwrapped, before its training.
-        accelerator: of the training.
-        embeds: whether the embeddings of the start are needed.
-
-    Attributes:
-        fingerprint: a hash of the weights, without LoRA's factors.
-        encoder: the copy of the model, if its embeddings are needed.
+    What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy. The model
+    is unwrapped, and has not been trained yet.
 
     Raises:
         ValueError: the training is DeepSpeed's.
@@ -43,7 +35,7 @@ class Start:
             )
         self._accelerator = accelerator
         self.fingerprint = weight_fingerprint(model)
-        self.encoder: DualEncoder | None = None
+        self.encoder: DualEncoder | None = None  # the copy of the model, if its embeddings are needed
         if not embeds:
             self._weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
             return
@@ -62,9 +54,7 @@ class Start:
     def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
         """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
 
-        Args:
-            inputs: of the micro-batch, on the device.
-            frozen_outputs: what the model's frozen towers returned for it; the copies of these towers do not run.
+        The copies of frozen towers do not run: ``frozen_outputs`` are what the model's have returned.
         """
         assert self.encoder is not None
         # A forward writes the projection into the output that it gets, which the second pass needs as it is.
@@ -78,12 +68,6 @@ class Start:
         """Lets each step of an optimizer begin with p ← p − rate · strength · (p − start), as decoupled weight decay.
 
         The rate is that of the parameter's group at that step.
-
-        Args:
-            optimizer: before its first step.
-            model: returns the model that is trained, unwrapped.
-            names: of the parameters.
-            strength: λ.
 
         Raises:
             ValueError: the rate of a group times the strength is 1 or more.

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from ..checkpoints.record import RunRecord
-from ..encoders.sharding import failures_announced_unless_sharded
+from ..encoders.sharding import failures_announced_unless_sharded, is_sharded
 from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, make_wrapper
@@ -25,7 +24,6 @@ from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
 from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
-from .encoding import MicroBatchEncoder
 from .extensions import NO_ROWS, Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .gradient_noise import GradientNoise
 from .memory import WindowMemory
@@ -36,7 +34,7 @@ from .selection import WithoutNoisyPairs
 from .setup import Setup
 from .skipping import SkippedWindows
 from .temperature import Temperature
-from .terms import KeptFeatures
+from .terms import OF_TEACHERS, KeptFeatures
 from .window import MicroBatch, Window, WindowLoss
 
 
@@ -44,25 +42,10 @@ class WindowStep:
     """Computes the gradient of one window after the other, for as long as a training lasts.
 
     Args:
-        setup: of the training.
         model: its model as the training loop calls it, wrapped and compiled.
-        record: that of the checkpoint that the training resumes from, if any.
-        prepare_inputs: moves a batch to the device.
         rows_of_dataset: as for `NumberChecks`.
         roll_back: called with a reason, restores the last checkpoint.
-        phases: learns what this process is doing.
         course: the samples of its steps; None or without steps before it begins.
-
-    Attributes:
-        windows: the number that was trained.
-        repeats: whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper
-            exchanges parameters within a forward or a backward.
-        may_repeat: whether the present step can, if memory runs out on this process. It cannot within a selection,
-            which remembers what it has seen, nor, among several processes, within the loss and the backward of the
-            last micro-batch, where the others wait for what this one sends.
-        extensions: the terms, changes, observers and the selection of this training.
-        memory: decides what windows keep on the device.
-        checks: look at the loss and the gradient of each window.
     """
 
     def __init__(
@@ -78,10 +61,14 @@ class WindowStep:
         course: Course | None = None,
     ) -> None:
         args, compiled = setup.args, is_compiled(model)
-        self.windows = 0
+        self.windows = 0  # that were trained
         self.extensions = [*_make_extensions(setup, course), *setup.extensions]
-        sharded = setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        self.repeats = not sharded
+        # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
+        # parameters within a forward or a backward.
+        self.repeats = not is_sharded(setup.accelerator)
+        # Whether the present step can, if memory runs out on this process. It cannot within a selection, which
+        # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
+        # micro-batch, where the others wait for what this one sends.
         self.may_repeat = self.repeats
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
@@ -109,27 +96,12 @@ class WindowStep:
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
         self._temperature = Temperature(setup, self._wrapper, warns=course is not None and course.steps > 0)
-        changes = of_kind(self.extensions, StepChange)
-        self._encoder = MicroBatchEncoder(
-            setup.encoder,
-            prepare_inputs,
-            changes,
-            of_kind(self.extensions, LossTerm),
-            self.memory,
-            phases,
-            compiled=compiled,
-            resizes=args.global_batch_schedule is not None or any(change.resizes for change in changes),
-        )
+        self._prepare_inputs = prepare_inputs
 
     # ---- The step ----
 
     def run(self, model: nn.Module, window: Window, step: int) -> Tensor:
         """Adds the gradient of a window to that of the parameters.
-
-        Args:
-            model: as the training loop calls it.
-            window: the window.
-            step: the number of trained optimizer steps.
 
         Returns:
             The global loss; if the window is skipped, that of the last trained window.
@@ -207,15 +179,42 @@ class WindowStep:
         self, model: nn.Module, window: Window, micro_batches: Sequence[MicroBatch]
     ) -> CachedWindow[MicroBatch]:
         passes = CachedWindow(
-            partial(self._encoder.encode, model, window),
+            partial(self._encode, model, window),
             micro_batches,
             device=self._setup.args.device,
             retain=self.memory.graph_budget.graphs(self._wrapper.most_graphs(len(window))),
             keep_grad_mode=self._compiled,
             buffers=model.buffers(),
         )
-        self.memory.fetch(window, passes.order)
+        if self.memory.fetcher is not None:  # the inputs arrive in the order in which both passes encode them
+            window.arrive(self.memory.fetcher.fetch(window.batches[index] for index in passes.order))
         return passes
+
+    def _encode(self, model: nn.Module, window: Window, micro_batch: MicroBatch) -> Features:
+        """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
+
+        The first time, it also computes what the terms compare them with.
+        """
+        self._phases.note_progress()
+        if window.encoded == 1:
+            self.memory.collect_after_compiling()
+        inputs = self._prepare_inputs(window.inputs(micro_batch))
+        changes = of_kind(self.extensions, StepChange)
+        for change in changes:
+            inputs = change.inputs(inputs)
+        resizes = self._setup.args.global_batch_schedule is not None or any(change.resizes for change in changes)
+        if self._compiled and resizes and "pixel_values" in inputs:  # for each size, rather than once for all
+            torch._dynamo.mark_static(inputs["pixel_values"])
+        # Leaving out a tower would trigger another compilation of a compiled model.
+        frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
+        embeds = self._setup.encoder.embed(model, inputs, frozen_outputs)
+        if micro_batch.references is None:
+            terms = of_kind(self.extensions, LossTerm)
+            micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in terms]
+            for name in [name for name in micro_batch.inputs if name.startswith(OF_TEACHERS)]:
+                del micro_batch.inputs[name]  # images of another size may take much memory
+        # DeepSpeed's fp16 has no autocast that returns fp32.
+        return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
 
     @contextmanager
     def _gradient_sync(self, *, last: bool) -> Iterator[None]:
@@ -280,7 +279,7 @@ class WindowStep:
             return window
         dealt = DealtAnew(window, micro_batches, taking_part, count, self.memory.fetcher)
         passes.deal_anew(
-            partial(self._encoder.encode, model, dealt.window),
+            partial(self._encode, model, dealt.window),
             dealt.micro_batches,
             dealt.rows(gradients_in_order(window, passes.gradients)),
         )
@@ -337,11 +336,7 @@ class WindowStep:
         self._temperature.clamp()
 
     def logs(self, logs: dict[str, float]) -> dict[str, float]:
-        """The metrics of the last windows: those of the extensions, of `Temperature` and of the checks; collective.
-
-        Args:
-            logs: Trainer's, with ``loss`` and ``grad_norm``.
-        """
+        """The logs of the extensions, of `Temperature` and of the checks, which read Trainer's; collective."""
         found: dict[str, float] = {}
         for extension in self.extensions:
             found |= extension.logs()

@@ -1,4 +1,4 @@
-"""The teachers of `TeacherDistance`: frozen models that run with the student, and embeddings that were stored."""
+"""A teacher of `TeacherDistance` that is a model: it runs with the student."""
 
 from __future__ import annotations
 
@@ -35,11 +35,8 @@ class OnlineTeacher:
 
     Args:
         encoder: the model, on the device, which is frozen here.
-        accelerator: of the training.
         inputs: what a data collator adds to a batch for it: at least the texts, in the order of the collator.
         normalise: of uint8 images of its own; see `ContrastiveCollator.normalise`.
-        number: among the teachers.
-        sides: that are taught.
         licence: that is stated for the model; None if none is.
     """
 
@@ -84,27 +81,3 @@ class OnlineTeacher:
         own = {name.removeprefix(self._prefix): v for name, v in inputs.items() if name.startswith(self._prefix)}
         shared = () if "pixel_values" in own else IMAGE_INPUTS
         return {name: inputs[name] for name in shared if name in inputs} | own
-
-
-class StoredTeacher:
-    """A `Teacher` whose embeddings are in the batch.
-
-    Args:
-        inputs: what a data collator adds to a batch for it.
-        width: of its embeddings.
-        options: see `Teacher`.
-        words: the teacher in words, for the model card.
-        number, sides: as for `OnlineTeacher`.
-    """
-
-    def __init__(
-        self, inputs: Inputs, width: int, options: Mapping[str, Any], words: str, *, number: int, sides: Sequence[str]
-    ) -> None:
-        self.inputs, self.width, self.options, self.words = inputs, width, options, words
-        self._prefix, self._sides = teacher_prefix(number), sides
-
-    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        return tuple(F.normalize(inputs[f"{self._prefix}{side}s"].float(), dim=-1) for side in self._sides)
-
-    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return inputs[f"{self._prefix}known_images"], inputs[f"{self._prefix}known_texts"]

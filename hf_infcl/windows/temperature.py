@@ -18,10 +18,7 @@ logger = logging.get_logger(__name__)
 class Temperature:
     """Keeps logit_scale between 1 and ``max_logit_scale``, and tells its value.
 
-    Args:
-        setup: of the training.
-        wrapper: of its model.
-        warns: whether to warn if the default of ``max_logit_scale`` lowers the scale of the model in the first step.
+    It ``warns`` if the default of ``max_logit_scale`` lowers the scale of the model in the first step.
     """
 
     def __init__(self, setup: Setup, wrapper: Wrapper, *, warns: bool) -> None:

@@ -62,7 +62,6 @@ class TeacherDistance(LossTerm):
         partial: whether a teacher may not know all pairs; equal on all processes.
         width: that of the student's embeddings, where that of a teacher may differ.
         seed: of the maps' first weights.
-        device: that of the student.
     """
 
     name = "teacher"
@@ -125,10 +124,14 @@ class TeacherDistance(LossTerm):
         each = [references[first : first + size] for first in range(0, len(references), size)]
         students = [[self._mapped(features[p], n, SIDES[p]) for p in places] for n in range(len(each))]
         if not self._partial:
-            distances = [
-                squared_distance(student, known[: len(places)], len(features[0]))
-                for student, known in zip(students, each, strict=True)
-            ]
+            distances = []
+            for student, of_teacher in zip(students, each, strict=True):
+                of_towers = [
+                    (found.float() - wanted.float()).square().sum()
+                    for found, wanted in zip(student, of_teacher, strict=True)
+                ]
+                # With equal numbers of images on all processes, the mean over processes is that of the global batch.
+                distances.append(torch.stack(of_towers).sum() / len(features[0]))
             return self._weight * (distances[0] if len(distances) == 1 else torch.stack(distances).mean())
         # How many teachers know each image, and each text.
         counts = [torch.stack([of_teacher[tower - 2] for of_teacher in each]).sum(0) for tower in (0, 1)]
@@ -156,12 +159,7 @@ class TeacherDistance(LossTerm):
 
 
 class KeptFeatures(TeacherDistance):
-    """Holds the embeddings near those of the model before the training (``keep_features``): its start is the teacher.
-
-    Args:
-        start: the frozen copy of the model.
-        weight: β, the weight of the squared distance.
-    """
+    """Holds the embeddings near those of the model before the training (``keep_features``), which is the teacher."""
 
     name = "keep_features"
     in_order = False  # the start reads the texts as they are encoded
@@ -187,16 +185,3 @@ class StartAsTeacher:
 
     def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         raise NotImplementedError  # it knows all pairs
-
-
-def squared_distance(features: Sequence[Tensor], references: Sequence[Tensor], images: int) -> Tensor:
-    """Σ‖f − f₀‖² over the normalised embeddings of the towers, divided by the number of images; a scalar in fp32.
-
-    With equal numbers of images on all processes, the mean over processes is that of the global batch.
-
-    Args:
-        features, references: for each tower the embeddings of this process, [rows, D].
-        images: of this process.
-    """
-    distances = [(f.float() - f0.float()).square().sum() for f, f0 in zip(features, references, strict=True)]
-    return torch.stack(distances).sum() / images

@@ -30,7 +30,6 @@ def deal_texts(
             text as a placeholder, and has ``no_texts``.
         padding: for each of these tensors, among them ``attention_mask``, the value that it is padded with at its end.
             With None texts are not sorted by length.
-        at_once: ``texts_at_once``.
         last_has_texts: whether the last micro-batch keeps texts of its own.
 
     Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from torch import Tensor
 from ..encoders.dual_encoder import images_of
 from ..loss import contrastive_loss
 from ..passes.grad_cache import Features
-from ..passes.offload import Fetcher
 from ..processes.collectives import Processes
 from .texts import deal_texts
 
@@ -34,16 +33,6 @@ class Window:
         batches: as the data loader returned them; none between two windows.
         padding, at_once, last_has_texts: how texts are dealt out anew, as for `deal_texts`.
         keeps_loaded: whether the step may have to be repeated with smaller micro-batches.
-
-    Attributes:
-        padding, at_once, last_has_texts: the arguments.
-        loaded: the batches as the data loader returned them, if they are kept.
-        sizes: the numbers of images, and of texts, in each micro-batch as the data loader returned it.
-        encoded: the number of forwards so far, in both passes.
-        part_losses: with ``replay_as="own"`` the losses of the global batch's new and of its old pairs, once known.
-        term_values: the value of each term of the loss on this process, by its name, once known.
-        is_selected: whether it is decided which pairs take part, also for a window that repeats another one.
-        taking_part: [images] bool on the CPU, these pairs; None for all.
     """
 
     def __init__(
@@ -56,22 +45,21 @@ class Window:
         keeps_loaded: bool = False,
     ) -> None:
         self.batches = batches
+        # As the data loader returned them, if they are kept.
         self.loaded = [dict(batch) for batch in batches] if keeps_loaded else []
         self.padding, self.at_once, self.last_has_texts = padding, at_once, last_has_texts
+        # The numbers of images, and of texts, in each micro-batch as the data loader returned it.
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
         self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)
-        self.encoded = 0
-        self.part_losses: list[Tensor] = []
-        self.term_values: dict[str, Tensor] = {}
-        self.is_selected, self.taking_part = False, cast("Tensor | None", None)
+        self.encoded = 0  # forwards so far, in both passes
+        self.part_losses: list[Tensor] = []  # with replay_as="own" of the global batch's new and of its old pairs
+        self.term_values: dict[str, Tensor] = {}  # of the loss on this process, by the names of the terms, once known
+        self.is_selected = False  # whether it is decided which pairs take part, also if it repeats another window
+        self.taking_part: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
         self._arriving: Iterator[Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
-
-    def fetch(self, fetcher: Fetcher, order: list[int]) -> None:
-        """Lets the micro-batches arrive on the device one by one, in the order in which both passes encode them."""
-        self.arrive(fetcher.fetch(self.batches[index] for index in order))
 
     def arrive(self, inputs: Iterator[Mapping[str, Tensor]]) -> None:
         """Takes the inputs of the micro-batches from here, in the order in which they are encoded."""
@@ -130,27 +118,21 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowLoss:
-    """The contrastive loss of the global batch as a function of this process's features.
-
-    Args:
-        rank: of this process.
-        equal_ids: ``"exclude"`` or ``"positive"``, as in `InfCLTrainingArguments`.
-        in_bf16: whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch,
-            gradients of features would underflow where no loss scale helps.
-        objective, strategy, backend: as for `hf_infcl.contrastive_loss`.
-        replay_as: with ``"own"`` new and old pairs are not each other's negatives: the loss is the mean of the losses
-            of both parts of the global batch, weighted by their pairs. Negative captions belong to both.
-        prefixes: the loss is the mean of those of the first so many dimensions, normalised, and of all dimensions
-            (Matryoshka, arXiv 2205.13147).
-    """
+    """The contrastive loss of the global batch as a function of this process's features."""
 
     rank: int
-    equal_ids: str
+    equal_ids: str  # "exclude" or "positive", as in `InfCLTrainingArguments`
+    # Whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch, gradients of
+    # features would underflow where no loss scale helps.
     in_bf16: bool
-    objective: str
+    objective: str  # this and the next two as for `hf_infcl.contrastive_loss`
     strategy: str = "ring"
     backend: str = "auto"
+    # With "own" new and old pairs are not each other's negatives: the loss is the mean of the losses of both parts of
+    # the global batch, weighted by their pairs. Negative captions belong to both.
     replay_as: str | None = None
+    # The loss is the mean of those of the first so many dimensions, normalised, and of all dimensions (Matryoshka,
+    # arXiv 2205.13147).
     prefixes: Sequence[int] = ()
 
     def of(

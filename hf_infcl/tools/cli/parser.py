@@ -24,7 +24,7 @@ from transformers.hf_argparser import string_to_bool
 from ...options.batch_options import DIVISION
 from ...options.declared import of_transformers, training_options
 from ...options.declaring import HEADINGS
-from ...options.facts import listings_by_name
+from ...options.facts import facts_by_name
 from ...options.files import options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
 from .messages import is_missing_package, missing_package, tell
@@ -129,7 +129,7 @@ class Parser(HfArgumentParser):
     ) -> None:
         places = places or {}
         self._declared: tuple[Any, ...] = (*options, training_options())
-        self._listings = {name: one for kind in self._declared for name, one in listings_by_name(kind).items()}
+        self._facts = {name: one for kind in self._declared for name, one in facts_by_name(kind).items()}
         super().__init__(
             self._declared,
             prog=f"infcl {command}",
@@ -173,8 +173,8 @@ class Parser(HfArgumentParser):
         """Adds an option of the training. These have no group of their own, so they go into one of two."""
         ours, theirs = self._of_training
         name = _name(names[0])
-        if name in self._listings:
-            settings["help"] = self._listings[name].help_in_command or settings["help"]
+        if name in self._facts:
+            settings["help"] = self._facts[name].help_in_command or settings["help"]
         if settings.get("action") == "store_false":  # --no_NAME, which is --NAME false
             settings["help"] = argparse.SUPPRESS
         if settings.get("type") is string_to_bool and "nargs" not in settings:
@@ -186,7 +186,7 @@ class Parser(HfArgumentParser):
         """Makes the help list the options that are shown, each with the first sentence of its description."""
         known = {action.dest: action for action in reversed(self._actions)}
         if self._shown is None:
-            places = {name: one.short_help for name, one in self._listings.items() if one.short_help and name in known}
+            places = {name: one.short_help for name, one in self._facts.items() if one.short_help and name in known}
             if "activation_checkpointing" in places:
                 places.pop("gradient_checkpointing", None)  # its old name
             del self._action_groups[2:]  # the first two are those of the help and of --recipe
@@ -194,10 +194,10 @@ class Parser(HfArgumentParser):
                 names = [name for name, place in places.items() if place.heading == heading]
                 names.sort(key=lambda name: places[name].number)
                 self.add_argument_group(heading)._group_actions += [known[name] for name in names]
-            hidden = self._listings.keys() - places.keys()
+            hidden = self._facts.keys() - places.keys()
         else:
             accepted = {f.name for declared in self._accepts for f in fields(declared)}
-            of_one_set = {name for name, one in self._listings.items() if one.of_one_set}
+            of_one_set = {name for name, one in self._facts.items() if one.of_one_set}
             hidden = (accepted - set(self._shown)) | of_one_set
         for action in self._actions:
             if action.dest in hidden:

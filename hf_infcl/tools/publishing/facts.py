@@ -290,7 +290,7 @@ def training_facts(
         captions_per_image=captions_per_image,
         negative_caption_column=negative_caption_column,
         caption_limit=caption_limit,
-        cut_captions={name: cut.share for name, cut in trainer.caption_notices.cut.items()},
+        cut_captions=dict(trainer.caption_notices.cut),
         replayed=trainer.train_dataset.old if isinstance(trainer.train_dataset, Replayed) else 0,
         replay_sources=replay_sources,
         replay_as=args.replay_as or "negatives",
