@@ -4,31 +4,30 @@ Memory is counted, and within 10% of what was measured. Times are operations ove
 the launches of the host, and within 25% for most of the measured steps (scripts/benchmarks/results/PLAN.md).
 """
 
-from .costs import COSTS, GPUS, RATES, USABLE, Choice, Cost
-from .counting import Counts, Setting, Tower, Work, count, measure
-from .planner import Planner, check_memory, count_training, make_choice
-from .prediction import GIB, best, choices, memory, seconds
+from .costs import COSTS, GIB, GPUS, LAUNCHES, MODEL_CHANGES, USABLE, Choice, Cost
+from .counting import Counts, Tower, Work
+from .planner import Planner, check_memory, model_options, search, training_choice
+from .prediction import count, measure, memory, seconds
 
 __all__ = [
     "COSTS",
     "GIB",
     "GPUS",
-    "RATES",
+    "LAUNCHES",
+    "MODEL_CHANGES",
     "USABLE",
     "Choice",
     "Cost",
     "Counts",
     "Planner",
-    "Setting",
     "Tower",
     "Work",
-    "best",
     "check_memory",
-    "choices",
     "count",
-    "count_training",
-    "make_choice",
     "measure",
     "memory",
+    "model_options",
+    "search",
     "seconds",
+    "training_choice",
 ]
