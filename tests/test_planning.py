@@ -23,7 +23,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.optimizers.newton_schulz import orthogonalised
 from hf_infcl.tools import cli, planning
 from hf_infcl.tools.cli import commands
-from hf_infcl.tools.planning import GIB, Choice, Counts, Tower, Work, check_memory, training_choice
+from hf_infcl.tools.planning import GIB, Choice, Counts, Tower, Work, check_memory, make_choice
 from hf_infcl.tools.planning.costs import total_cost
 from hf_infcl.tools.planning.report import report
 
@@ -225,7 +225,9 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
     ):
         said = planned(capsys, small_model, "--global_batch", 1024, "--gpu_memory", 0.016, *words)
         assert re.findall("^Choose  (.*)$", said, re.MULTILINE) == [chosen], words
-        assert re.findall("instead, .* add\n  (.*)$", said, re.MULTILINE) == ([] if found is None else [found]), words
+        assert re.findall("skip that search .* add\n  (.*)$", said, re.MULTILINE) == (
+            [] if found is None else [found]
+        ), words
     said = planned(capsys, small_model, *window, f"--{max(commands.CHECKPOINTING)}")
     assert "--gradient_checkpointing" in said
     assert "Give --global_batch, or both" in refused(capsys, small_model)
@@ -292,7 +294,7 @@ def test_the_plan_knows_teachers_and_prefixes(small_model, tmp_path, capsys):
         assert option in chosen
     assert "leaves out" not in said
     args = InfCLTrainingArguments(use_cpu=True, teacher=[str(small_model)], matryoshka_dims=[4], optimizer="muon")
-    assert training_choice(args).options == {"teacher": [str(small_model)], "matryoshka_dims": [4], "optimizer": "muon"}
+    assert make_choice(args).options == {"teacher": [str(small_model)], "matryoshka_dims": [4], "optimizer": "muon"}
     assert "none" in refused(capsys, small_model, *words, "--teacher", small_model / "none")
     transformers.Siglip2Config().save_pretrained(tmp_path)
     said = refused(capsys, small_model, *words, "--teacher", tmp_path)
@@ -423,7 +425,7 @@ def test_the_plan_knows_texts_at_once(small_model, capsys):
     assert "--texts_at_once" not in two, "two micro-batches are refused with it among several processes"
     assert "--texts_at_once 4" in three
     args = InfCLTrainingArguments(use_cpu=True, gradient_accumulation_steps=4, texts_at_once=2)
-    assert training_choice(args).options == {"texts_at_once": 2}
+    assert make_choice(args).options == {"texts_at_once": 2}
 
 
 def test_the_plan_knows_replay_and_averages(small_model, capsys):

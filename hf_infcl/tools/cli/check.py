@@ -38,7 +38,7 @@ from ..checking.findings import (
 from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
-from ..planning import GPUS, model_options, training_choice
+from ..planning import GPUS, make_choice, model_options
 from ..planning.answers import answer_line, choose_answer
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
@@ -148,7 +148,7 @@ def predict_workers(config: PretrainedConfig, args: InfCLTrainingArguments, fact
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = GPUS["h200" if "h200" in name else "h100"]
     try:
-        choice = training_choice(args)
+        choice = make_choice(args)
         ways = {"gradient_checkpointing": choice.gradient_checkpointing, "patch_dropout": args.patch_dropout}
         counts = planning.count(config, **model_options(args, **ways))
     except ValueError as error:

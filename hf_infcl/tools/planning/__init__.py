@@ -6,7 +6,7 @@ the launches of the host, and within 25% for most of the measured steps (scripts
 
 from .costs import COSTS, GIB, GPUS, LAUNCHES, MODEL_CHANGES, USABLE, Choice, Cost
 from .counting import Counts, Tower, Work
-from .planner import Planner, check_memory, model_options, search, training_choice
+from .planner import Planner, check_memory, make_choice, model_options, search
 from .prediction import count, measure, memory, seconds
 
 __all__ = [
@@ -24,10 +24,10 @@ __all__ = [
     "Work",
     "check_memory",
     "count",
+    "make_choice",
     "measure",
     "memory",
     "model_options",
     "search",
     "seconds",
-    "training_choice",
 ]

@@ -57,24 +57,21 @@ def planned_options(options: Options) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in others}
 
 
-def make_choice(options: Options, division: tuple[int, int], gpus: int) -> Choice:
-    """The composition of a global batch; what the options leave open has its least value."""
-    graphs = options.retain_graphs
+def make_choice(args: Any) -> Choice:
+    """The composition of the global batch of a training; of its last one, which is the largest.
+
+    Args:
+        args: `InfCLTrainingArguments`, or an object with its options, ``world_size`` and ``global_batch_size``.
+    """
     return Choice(
-        gpus,
-        *division,
-        retain_graphs=1 if graphs in (None, "auto") else max(1, int(graphs)),
-        offload_inputs=options.offload_inputs,
-        gradient_checkpointing=any(getattr(options, name, False) for name in CHECKPOINTING),
-        torch_compile=options.torch_compile,
-        options=planned_options(options),
+        args.world_size,
+        *divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size),
+        retain_graphs=1 if args.retain_graphs in (None, "auto") else max(1, int(args.retain_graphs)),
+        offload_inputs=args.offload_inputs,
+        gradient_checkpointing=any(getattr(args, name, False) for name in CHECKPOINTING),
+        torch_compile=args.torch_compile,
+        options=planned_options(args),
     )
-
-
-def training_choice(args: InfCLTrainingArguments) -> Choice:
-    """The composition of the global batch of a training; of its last one, which is the largest."""
-    division = divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size)
-    return make_choice(args, division, args.world_size)
 
 
 def search(
@@ -86,11 +83,8 @@ def search(
         counts: of the model.
         start: has the rows of the window, and all that is not searched.
         sizes: the micro-batches to choose from, in rising order.
-        usable: bytes of a GPU.
+        usable: bytes of a GPU; None is returned if nothing fits into them.
         searched: those of `SEARCHED` that nobody has decided.
-
-    Returns:
-        None if nothing fits.
     """
 
     def choice(trial: Trial) -> Choice:
@@ -197,17 +191,17 @@ class Planner:
         args.global_batch_size = self._growth.sizes[-1]
         divide_global_batch(args, size or args.global_batch_size, micro_batch, accumulation)
         for batch in self._growth.sizes:
-            division = divided_batch(batch, args.per_device_train_batch_size, options.gpus)
+            divided_batch(batch, args.per_device_train_batch_size, options.gpus)
+        start = make_choice(args)
         decided = micro_batch or accumulation or options.use_cpu
-        sizes = [division[0]] if decided else possible_micro_batches(args, exceeds=True)
-        return make_choice(options, division, options.gpus), sizes
+        return start, [start.per_device_train_batch_size] if decided else possible_micro_batches(args, exceeds=True)
 
     def _count(self, **changes: Any) -> Counts:
         return count(self._config, **model_options(self.options, **changes))
 
     def _measure(self) -> tuple[float, int]:
         on_cpu, checkpointing = self.options.use_cpu, self.choice.gradient_checkpointing
-        autocast = bool(self.options.bf16) or not on_cpu
+        autocast = self.options.bf16 or not on_cpu
         options = model_options(self.options, gradient_checkpointing=checkpointing, autocast=autocast)
         return measure(self._config, self.single.rows, torch.device("cpu" if on_cpu else "cuda"), **options)
 
@@ -257,7 +251,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     """
     if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
         return None
-    choice = training_choice(args)
+    choice = make_choice(args)
     options = model_options(args, gradient_checkpointing=choice.gradient_checkpointing, autocast=args.bf16 or args.fp16)
     try:
         counts = count(config, **options)

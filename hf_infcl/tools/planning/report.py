@@ -61,7 +61,7 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     command, whole = (_command(planner, choice, divided=divided) for divided in (False, True))
     yield f"\nChoose  {_words(command)}"
     if (found := {name: value for name, value in whole.items() if name not in command}) and not options.use_cpu:
-        yield "  Before the first step this tries what fits. To decide it instead, as planned below, add"
+        yield "  Before the first step this finds what fits. To skip that search and take what is planned below, add"
         yield f"  {_words(found)}"
     yield "\nMemory per GPU at the peak of a step, GiB"
     parts = memory(counts, choice)
