@@ -136,13 +136,13 @@ class Planner:
         self.options, self._config, self.gpu = options, config, GPUS[options.gpu]
         self.memory_gib: float = options.gpu_memory or self.gpu.memory_gib
         sharded = bool(options.fsdp or options.deepspeed)
-        tries = [] if sharded or options.use_cpu else SEARCHED
-        self.searched = [name for name in tries if getattr(options, name) in (None, "auto")]
-        if options.gradient_noise_steps is not None:
-            self.searched = [name for name in self.searched if name != "texts_at_once"]
         self.is_divided = sharded or any(name in given for name in DIVISION)
         factors = [getattr(options, name) if name in given else None for name in DIVISION]
         self.start, self._sizes = self._divide(*factors)
+        is_single = self.is_divided and self.start.gradient_accumulation_steps == 1 and len(self._growth.sizes) == 1
+        tries: Sequence[str] = () if sharded or options.use_cpu or is_single else SEARCHED
+        tries = tries if options.gradient_noise_steps is None else tries[1:]  # each micro-batch keeps its texts
+        self.searched = [name for name in tries if getattr(options, name) in (None, "auto")]
         offload = [self.start.offload_inputs] if "offload_inputs" in given else [False, True]
         checkpoint = [self.start.gradient_checkpointing] if {*CHECKPOINTING} & {*given} else [False, True]
         self._ways = list(itertools.product(checkpoint, offload))
