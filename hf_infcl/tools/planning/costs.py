@@ -24,19 +24,12 @@ from .counting import NOTHING, ROWS, Counts, Work, count_encoder, example_inputs
 
 
 class GPU(NamedTuple):
-    """A GPU, of which all but the shares is stated by CUDA or its data sheet.
-
-    Attributes:
-        name: for people.
-        memory_gib: its memory.
-        peak: FLOP/s (bf16, dense).
-        shares: by the kind of step, the share of the peak with which it computes; an optimizer computes as eager steps.
-    """
+    """A GPU: what CUDA and its data sheet say of it, and the measured shares of its peak."""
 
     name: str
     memory_gib: float
-    peak: float
-    shares: Mapping[str, float]
+    peak: float  # FLOP/s (bf16, dense)
+    shares: Mapping[str, float]  # by the kind of step; an optimizer computes as eager steps do
 
     def seconds(self, flops: float, kind: str) -> float:
         return flops / (self.peak * self.shares[kind])

@@ -77,12 +77,9 @@ def _checkpoint_leaf(
 
 
 def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) -> Counts:
-    """Counts the model that a config describes, as it trains with these options.
+    """Counts the model that a config describes, as it trains with these options, see `micro_batch`.
 
-    Args:
-        config: of the model.
-        autocast: whether to compute in bf16, like ``bf16=True``; otherwise in fp32.
-        options: see `micro_batch`.
+    Without ``autocast``, which stands for ``bf16=True``, it computes in fp32.
 
     Raises:
         ValueError: the model is not a dual encoder, cannot train with the options, or its forward needs the content of
