@@ -165,14 +165,12 @@ def _times(planner: Planner) -> Iterator[str]:
         yield "  With --torch_compile the first step takes tens of seconds longer, because the model is compiled."
     rate = max(stage.choice.rows / stage.seconds for stage in planner.stages)
     workers = math.ceil(rate / WORKER_RATE)
-    enough, limit = (
-        f"{number(workers, 'worker')} per GPU keep up.",
-        f"data limit the rate even with {MOST_WORKERS} per GPU",
-    )
+    so = f"{number(workers, 'worker')} per GPU keep{'s' if workers == 1 else ''} up"
+    if workers > MOST_WORKERS:
+        so = f"data limit the rate even with {MOST_WORKERS} per GPU: store smaller images, or see --min_side"
     yield (
         f"  Each GPU trains up to {rate:,.0f} images per second. A worker (--dataloader_num_workers) loads about "
-        f"{WORKER_RATE} JPEGs of 500 × 375, so "
-        + (enough if workers <= MOST_WORKERS else f"{limit}: store smaller images, or see --min_side.")
+        f"{WORKER_RATE} JPEGs of 500 × 375, so {so}."
     )
 
 
