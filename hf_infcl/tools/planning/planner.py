@@ -33,7 +33,7 @@ SMALL = 32  # below this micro-batch, inputs are offloaded or activations checkp
 Options = argparse.Namespace | InfCLTrainingArguments
 
 
-class Stage(NamedTuple):
+class PlannedStage(NamedTuple):
     """Steps of one global batch whose images have equally many tokens."""
 
     share: float  # of the samples of the training
@@ -217,7 +217,7 @@ class Planner:
             "with --fsdp, or use more GPUs or GPUs with more memory."
         )
 
-    def _stages(self) -> Iterator[Stage]:
+    def _stages(self) -> Iterator[PlannedStage]:
         """Divides the training by ``global_batch_schedule``, ``image_size_schedule`` and ``full_tokens_last``."""
         options, way, growth = self.options, self.choice, self._growth
         sizes = ImageSizes((options.image_size,), ())
@@ -233,7 +233,7 @@ class Planner:
             changes = {"image_size": size, "patch_dropout": share, "gradient_checkpointing": way.gradient_checkpointing}
             counts = self._count(**changes) if words else self.counts
             choice = way.divided(*divided_batch(batch, way.per_device_train_batch_size, way.gpus))
-            yield Stage(end - begin, choice, sum(self.times(choice, counts).values()), " and ".join(words))
+            yield PlannedStage(end - begin, choice, sum(self.times(choice, counts).values()), " and ".join(words))
 
 
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
