@@ -23,7 +23,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.optimizers.newton_schulz import orthogonalised
 from hf_infcl.tools import cli, planning
 from hf_infcl.tools.cli import commands
-from hf_infcl.tools.planning import GIB, Choice, Counts, Setting, Tower, Work, check_memory, make_choice
+from hf_infcl.tools.planning import GIB, Choice, Counts, Tower, Work, check_memory, make_choice
 from hf_infcl.tools.planning.costs import total_cost
 from hf_infcl.tools.planning.report import report
 
@@ -36,7 +36,7 @@ def counted() -> dict[str | None, Counts]:
     """The counts of a two-layer CLIP with the widths of ViT-B/16 and its text tower, for each frozen tower or none."""
     layers = {"num_hidden_layers": 2}
     config = transformers.CLIPConfig(vision_config={**layers, "patch_size": 16}, text_config=layers)
-    return {freeze: planning.count(config, Setting(freeze=freeze)) for freeze in (None, "image")}
+    return {freeze: planning.count(config, freeze=freeze) for freeze in (None, "image")}
 
 
 def test_predictions_hold_against_measured_rows(monkeypatch):
@@ -53,13 +53,14 @@ def test_predictions_hold_against_measured_rows(monkeypatch):
     assert len(alone) >= 45
     assert [loss.name for loss in alone if not loss.near[0]] == []
     assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} == {one.row["device"] for one in (*whole, *alone)}
-    for kind, (share, launch) in measured.rates([*steps, *losses]).items():
-        assert planning.RATES[kind].share == pytest.approx(share, abs=0.01), kind
-        assert planning.RATES[kind].launch == pytest.approx(launch or 0, abs=1e-6), kind
+    shares = measured.shares([*steps, *losses])
+    assert shares == {key: pytest.approx(planning.GPUS[key[0]].shares[key[1]], abs=0.01) for key in shares}
+    assert len(shares) == sum(len(gpu.shares) for gpu in planning.GPUS.values())
+    assert measured.launches(steps) == pytest.approx(planning.LAUNCHES, abs=1e-6)
 
 
 def flops_of_update(counts: Counts, choice: Choice) -> float:
-    return planning.seconds(counts, choice, GPU)["optimizer"] * planning.RATES["eager"].share * GPU.peak
+    return planning.seconds(counts, choice, GPU)["optimizer"] * GPU.shares["eager"] * GPU.peak
 
 
 def test_muon_keeps_one_buffer_for_a_matrix_and_its_products_are_counted(counted):
@@ -79,16 +80,14 @@ def test_muon_keeps_one_buffer_for_a_matrix_and_its_products_are_counted(counted
 
 
 def test_a_pass_takes_as_long_as_the_gpu_or_as_the_host():
-    rate, pairs = planning.RATES["eager"], 64
+    pairs = 64
 
     def of(flops: float, launches: float) -> float:
-        tower = Tower(0, 0.0, 0.0, forward=Work(flops, launches), again=Work(), backward=Work())
-        none = Tower(0, 0.0, 0.0, *[Work()] * 3)
-        counts = Counts(1, 0, 1, 1, "softmax", image=tower, text=none)
+        counts = Counts(1, 0, 1, 1, "softmax", image=Tower(forward=Work(flops, launches)), text=Tower())
         return planning.seconds(counts, Choice(1, pairs, 3), GPU)["first pass"]
 
-    assert of(1e9, 0) == pytest.approx(3 * pairs * 1e9 / (rate.share * GPU.peak))
-    assert of(0, 1000) == pytest.approx(3 * 1000 * rate.launch)
+    assert of(1e9, 0) == pytest.approx(3 * pairs * 1e9 / (GPU.shares["eager"] * GPU.peak))
+    assert of(0, 1000) == pytest.approx(3 * 1000 * planning.LAUNCHES["eager"])
     assert of(1e9, 1000) == max(of(1e9, 0), of(0, 1000))
 
 
@@ -114,32 +113,33 @@ def test_towers_are_counted_as_the_whole_model():
 
 
 def test_what_is_chosen_fits_and_more_memory_is_no_slower(counted):
-    times = []
+    start, times = Choice(8, 1, 4096), []
     for gib in (2.0, 8.0, 80.0):
-        setting: dict[str, Any] = {"gpus": 8, "global_batch": 32768, "gpu": planning.GPUS["h100"], "memory_gib": gib}
-        found = planning.best(planning.choices({False: counted[None]}, **setting))
-        assert found is not None
-        time, choice = found
+        choice = planning.search(counted[None], start, [2**n for n in range(13)], gib * GIB)
+        assert choice is not None
         assert choice.global_batch == 32768
-        assert planning.memory(counted[None], choice).total <= planning.USABLE * gib * GIB
-        times.append(time)
+        assert choice.per_device_train_batch_size <= 256, "as many as a training tries"
+        assert planning.memory(counted[None], choice).total <= gib * GIB
+        times.append(sum(planning.seconds(counted[None], choice, GPU).values()))
     assert times == sorted(times, reverse=True)
-    with pytest.raises(ValueError, match=r"equally among 8 GPUs. Choose 1000 or 1008\."):
-        list(planning.choices({False: counted[None]}, **{**setting, "global_batch": 1001}))
-    assert planning.best(planning.choices({False: counted[None]}, **{**setting, "memory_gib": 0.5})) is None
+    assert choice.kept > 1
+    assert choice.options == {"texts_at_once": 4}
+    fixed = planning.search(counted[None], start, [512], gib * GIB, searched=())
+    assert fixed == start.divided(512, 8)
+    assert planning.search(counted[None], start, [1, 2], 0.5 * GIB) is None
 
 
 def test_checkpointing_a_frozen_tower_and_fp32_change_the_counts(counted):
     config = models.clip().config
     plain = planning.count(config)
     assert plain.parameters == plain.trained == sum(p.numel() for p in models.clip().parameters())
-    checkpointed = planning.count(config, Setting(checkpointing=True))
+    checkpointed = planning.count(config, gradient_checkpointing=True)
     assert checkpointed.graph < plain.graph
     for tower in ("image", "text"):
         assert getattr(checkpointed, tower).backward.flops > getattr(plain, tower).backward.flops
         assert getattr(checkpointed, tower).backward.launches > getattr(plain, tower).backward.launches
-    assert planning.count(config, Setting(autocast=False)).weight_copies == 0
-    in_bf16 = planning.count(config, Setting(bf16_activations=True))
+    assert planning.count(config, autocast=False).weight_copies == 0
+    in_bf16 = planning.count(config, bf16_activations=True)
     assert in_bf16.weight_copies == pytest.approx(2 * plain.parameters, abs=4), "every weight but the temperature"
     assert 0.7 < in_bf16.graph / plain.graph < 0.95
     frozen = counted["image"]
@@ -166,7 +166,7 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     cli.main(words=[*command, "--freeze", "image", "--gpu_memory", "24"])
     said = capsys.readouterr().out
     (chosen,) = re.findall("^Choose  (.*)$", said, re.MULTILINE)
-    assert chosen.endswith("--freeze image"), "the training that is planned"
+    assert chosen == "--global_batch_size 4096 --bf16 --freeze image", "the training that is planned"
     assert "on 4 × GPU with 24 GiB" in said
     assert "Times are predicted with the rates of an H100." in said
     seconds, peak = planning.measure(models.siglip().config, 4, torch.device("cpu"))
@@ -208,25 +208,36 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
     assert "The prediction leaves out --strategy gather:" in said
     said = planned(capsys, small_model, "--global_batch", 1024, "--gradient_accumulation_steps", 4)
     assert "Choose  --per_device_train_batch_size 256 --gradient_accumulation_steps 4" in said
-    assert "Simplest" not in said, "one of the factors is given"
     assert "leaves out" not in said
-    batch = "--global_batch_size 1024"
-    for words, simplest in (
-        ([], f"{batch} --bf16"),
-        (["--texts_at_once", 2], f"{batch} --bf16 --texts_at_once 2"),
-        (["--texts_at_once", 2, "--retain_graphs", 3], f"{batch} --retain_graphs 3 --bf16 --texts_at_once 2"),
-        (["--global_batch_schedule", "256:0.5", "1024"], "--bf16 --global_batch_schedule 256:0.5 1024"),
-        (["--fsdp", "true"], None),  # where nothing is tried
+    batch, division = "--global_batch_size 1024", "--per_device_train_batch_size 256 --gradient_accumulation_steps 4"
+    for words, chosen, found in (
+        ([], f"{batch} --bf16", f"{division} --retain_graphs 1 --texts_at_once 2"),
+        (["--texts_at_once", 1], f"{batch} --bf16 --texts_at_once 1", f"{division} --retain_graphs 1"),
+        (["--retain_graphs", 1], f"{batch} --retain_graphs 1 --bf16", f"{division} --texts_at_once 2"),
+        (
+            ["--global_batch_schedule", "256:0.5", "1024"],
+            "--bf16 --global_batch_schedule 256:0.5 1024",
+            "--per_device_train_batch_size 256 --retain_graphs 1 --texts_at_once 2",
+        ),
+        (["--fsdp", "true"], f"{division} --bf16", None),  # where nothing is tried
+        # With which each micro-batch keeps its texts.
+        (["--gradient_noise_steps", 8], f"{batch} --bf16", f"{division} --retain_graphs 1"),
     ):
         said = planned(capsys, small_model, "--global_batch", 1024, "--gpu_memory", 0.016, *words)
-        assert re.findall("^Simplest  (.*)  [(]finds", said, re.MULTILINE) == ([] if simplest is None else [simplest])
-        assert ("--retain_graphs" in said) == ("--texts_at_once" in words), "otherwise none fits"
+        assert re.findall("^Choose  (.*)$", said, re.MULTILINE) == [chosen], words
+        assert re.findall("skip that search .* add\n  (.*)$", said, re.MULTILINE) == (
+            [] if found is None else [found]
+        ), words
     said = planned(capsys, small_model, *window, f"--{max(commands.CHECKPOINTING)}")
     assert "--gradient_checkpointing" in said
     assert "Give --global_batch, or both" in refused(capsys, small_model)
-    assert "is 512, but --global_batch is 500" in refused(capsys, small_model, "--global_batch", 500, *window)
+    assert (
+        "global_batch_size=500, but per_device_train_batch_size=64 × gradient_accumulation_steps=8 × 1 process is 512"
+        in refused(capsys, small_model, "--global_batch", 500, *window)
+    )
     odd = refused(capsys, small_model, "--global_batch", 1000, *window[:2])
-    assert "no multiple of --gpus 1 × --per_device_train_batch_size 64, which is 64. Choose 1,024." in odd
+    assert "no multiple of per_device_train_batch_size=64 × 1 process, which is 64. Choose 960 or 1,024" in odd
+    assert "Choose 1,000 or 1,008" in refused(capsys, small_model, "--global_batch", 1001, "--gpus", 8)
     large = refused(capsys, small_model, *window, "--gpu_memory", 0.0001)
     assert "Micro-batches of 64 pairs do not fit" in large
 
@@ -295,15 +306,38 @@ def test_a_measured_micro_batch_stands_beside_its_prediction(small_model, monkey
     words = ["--model", str(small_model), "--global_batch", "64", "--measure", "--freeze", "text"]
     namespace, given = commands.PARSERS["plan"]().read(words)
 
-    def on_cpu(config: Any, rows: int, device: torch.device, setting: Setting) -> tuple[float, int]:
-        assert setting.freeze == "text"
-        return planning.measure(config, rows, torch.device("cpu"), setting)
+    def on_cpu(config: Any, rows: int, device: torch.device, **options: Any) -> tuple[float, int]:
+        assert options["freeze"] == "text"
+        return planning.measure(config, rows, torch.device("cpu"), **options)
 
     monkeypatch.setattr(planning.planner, "measure", on_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
-    lines = report(planning.Planner(namespace, given, models.clip().config), 1.0, has_adapters=False)
-    (line,) = [line for line in lines if line.startswith("Measured on a CPU")]
+    planner = planning.Planner(namespace, given, models.clip().config)
+    lines = list(report(planner, 1.0, has_adapters=False))
+    (line,) = [line for line in lines if "Measured on a CPU" in line]
     assert re.search(r"a micro-batch of 64 takes [\d.]+ m?s forward and backward .* and 0\.00 GiB", line)
+    assert planner.measured is not None
+    times = [sum(planner.times(choice).values()) for choice in (planner.single, planner.choice)]
+    assert times == pytest.approx([planner.measured[0], planner.stages[-1].seconds]), "they are scaled to it"
+
+
+def test_no_time_of_a_cpu_is_told_unless_it_is_measured(small_model, capsys):
+    words = ["--global_batch", 64, "--use_cpu", "--dataset_size", 640, "--max_steps", 20]
+    said = planned(capsys, small_model, *words)
+    assert "Choose  --global_batch_size 64 --use_cpu --max_steps 20\n" in said
+    assert "no time is predicted. --measure times a micro-batch" in said
+    assert "An epoch of 640 pairs takes 10 steps." in said
+    assert not re.search(r"\d m?s\b|Time of a step|images per second|torch_compile", said)
+    said = planned(capsys, small_model, *words, "--measure")
+    assert re.search(r"Measured on the CPU of this machine: a micro-batch of 32 takes [\d.]+ m?s forward and", said)
+    assert "no time is predicted" not in said
+    assert re.search(r"An epoch of 640 pairs takes 10 steps and [\d.]+ m?s\.", said)
+
+
+def test_a_set_without_a_global_batch_is_told_before_what_to_choose(small_model, capsys):
+    said = planned(capsys, small_model, "--global_batch", 1024, "--dataset_size", 1000)
+    assert 0 < said.index("The training set of 1,000 pairs is smaller than one global batch") < said.index("\nChoose")
+    assert "An epoch" not in said
 
 
 PLUGGED = """
@@ -323,15 +357,18 @@ words = ["plan", "--model", sys.argv[1], "--global_batch", "64", "--dose", "3"]
 cli.main(words=words)
 planning.COSTS["dose"] = lambda counts, choice, value: planning.Cost(weights=value * planning.GIB)
 cli.main(words=words)
+planning.MODEL_CHANGES["dose"] = lambda encoder, value: encoder.freeze("image")
+cli.main(words=words)
 """
 
 
-def test_an_option_that_plans_needs_its_declaration_and_a_row_if_it_costs(small_model):
+def test_an_option_that_plans_needs_its_declaration_and_rows_if_it_costs_or_changes_the_model(small_model):
     """Nothing of the planner is touched but its table, and that only for an option that takes memory or time."""
     run = subprocess.run([sys.executable, "-c", PLUGGED, small_model], capture_output=True, text=True, check=True)
     assert re.findall("^Choose  .*--dose 3.0$", run.stdout, re.MULTILINE)
-    free, costly = map(float, re.findall(r"([\d.]+)  weights and gradients", run.stdout))
+    free, costly, _ = map(float, re.findall(r"([\d.]+)  weights and gradients", run.stdout))
     assert costly - free == pytest.approx(3, abs=0.011)
+    assert [trained == "all" for trained in re.findall(r"parameters, (.*) of them trained", run.stdout)] == [1, 1, 0]
 
 
 def test_texts_put_together_take_memory_and_save_time(counted):
@@ -339,49 +376,48 @@ def test_texts_put_together_take_memory_and_save_time(counted):
     together = replace(plain, options={"texts_at_once": 4})
     text = counts.text
 
-    def passes(choice: Choice, part: str) -> tuple[float, float]:
-        """How often the text tower runs in a pass, and with the texts of how many micro-batches."""
-        work = planning.prediction.passes(counts, choice)[part]
-        images = getattr(counts.image, "forward" if part == "first pass" else "backward") * choice.accumulation
-        if part == "first pass":
-            return round((work.launches - images.launches) / text.forward.launches, 6), round(
-                (work.flops - images.flops) / text.forward.flops, 6
-            )
-        images += counts.image.again * (choice.accumulation - choice.kept)
-        backward = passes(choice, "first pass")  # each forward of the first pass has a backward
-        rest = work.launches - images.launches - backward[0] * text.backward.launches
-        flops = work.flops - images.flops - backward[1] * text.backward.flops
-        return round(rest / text.forward.launches, 6), round(flops / text.forward.flops, 6)
+    def texts(choice: Choice) -> list[tuple[float, float]]:
+        """How often the text tower runs forward in each pass, and with the texts of how many micro-batches."""
+        first, second = planning.prediction.passes(counts, choice)
+        times = choice.gradient_accumulation_steps
+        first += counts.image.forward * -times
+        second += (counts.image.backward * times + counts.image.again * (times - choice.kept)) * -1
+        found = [(first.launches / text.forward.launches, first.flops / text.forward.flops)]
+        # Each forward of the first pass has a backward.
+        second += Work(text.backward.flops * found[0][1], text.backward.launches * found[0][0]) * -1
+        found.append((second.launches / text.forward.launches, second.flops / text.forward.flops))
+        return [(round(often, 6), round(those, 6)) for often, those in found]
 
     for choice, first, again in (
         (plain, (4, 4), (3, 3)),
-        (replace(plain, retain=4), (4, 4), (0, 0)),
+        (replace(plain, retain_graphs=4), (4, 4), (0, 0)),
         (together, (1, 4), (0, 0)),
         (replace(together, options={"texts_at_once": 3}), (2, 4), (1, 1)),
-        (replace(together, options={"texts_at_once": 2}, retain=1), (2, 4), (1, 2)),
+        (replace(together, options={"texts_at_once": 2}, retain_graphs=1), (2, 4), (1, 2)),
         (replace(together, gpus=2), (2, 4), (1, 1)),
-        (replace(together, gpus=2, retain=2), (2, 4), (1, 1)),
-        (replace(together, gpus=2, retain=4), (2, 4), (0, 0)),
-        (replace(together, accumulation=8, gpus=2, options={"texts_at_once": 3}), (4, 8), (3, 5)),
+        (replace(together, gpus=2, retain_graphs=2), (2, 4), (1, 1)),
+        (replace(together, gpus=2, retain_graphs=4), (2, 4), (0, 0)),
+        (replace(together, gradient_accumulation_steps=8, gpus=2, options={"texts_at_once": 3}), (4, 8), (3, 5)),
     ):
-        assert (passes(choice, "first pass"), passes(choice, "second pass")) == (first, again), choice
+        assert texts(choice) == [first, again], choice
     more = planning.memory(counts, together).activations - planning.memory(counts, plain).activations
     assert more == pytest.approx(3 * 256 * text.graph)
     assert more > 0
-    kept = [planning.memory(counts, replace(c, retain=4)).activations for c in (plain, together)]
+    kept = [planning.memory(counts, replace(c, retain_graphs=4)).activations for c in (plain, together)]
     assert kept[0] == kept[1], "all graphs hold the same texts"
     assert (
-        planning.memory(counts, replace(together, compiled=True)).activations
+        planning.memory(counts, replace(together, torch_compile=True)).activations
         < planning.memory(counts, together).activations
     )
-    assert planning.count(models.clip().config, Setting(freeze="text")).text.graph == 0
+    assert planning.count(models.clip().config, freeze="text").text.graph == 0
 
 
 def test_the_plan_knows_texts_at_once(small_model, capsys):
     words = ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4]
-    plain, together = (planned(capsys, small_model, *words, *more) for more in ((), ("--texts_at_once", 4)))
-    assert "--texts_at_once 4" in together
-    assert "texts_at_once" not in plain
+    lines = "^(?:Choose)?  (--.*)$"  # what has to be written, and what is found
+    for more, those in (((), [False, True]), (("--texts_at_once", 4), [True, False])):
+        said = planned(capsys, small_model, *words, *more)
+        assert ["--texts_at_once 4" in line for line in re.findall(lines, said, re.MULTILINE)] == those
     one = planned(capsys, small_model, *words[:3], 1, "--texts_at_once", 4)
     assert "--texts_at_once" not in one.split("infcl train")[-1], "a single micro-batch is refused with it"
     words = ["--per_device_train_batch_size", 64, "--gpus", 2, "--texts_at_once", 4, "--gradient_accumulation_steps"]
@@ -423,7 +459,7 @@ def test_a_training_is_refused_only_if_it_certainly_does_not_fit(tmp_path):
     config = models.clip().config
     args = InfCLTrainingArguments(tmp_path, per_device_train_batch_size=4096, use_cpu=True, report_to="none")
     assert check_memory(config, args, 80 * GIB) is None
-    counts = planning.count(config, Setting(autocast=False))
+    counts = planning.count(config, autocast=False)
     total = planning.memory(counts, Choice(1, 4096, 1)).total
     warning = check_memory(config, args, total)
     assert warning is not None

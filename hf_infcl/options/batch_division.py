@@ -79,7 +79,9 @@ def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
     owns = [size // args.world_size for size in sizes]
     most = owns[-1] // 2 if args.gradient_noise_steps is not None else owns[-1]
     most = most if exceeds else min(most, owns[0])
-    return [n for n in range(1, most + 1) if all(own % min(n, own) == 0 for own in owns)]
+    pairs = ((n, owns[-1] // n) for n in range(1, math.isqrt(owns[-1]) + 1) if owns[-1] % n == 0)
+    divisors = {divisor for pair in pairs for divisor in pair}
+    return sorted(n for n in divisors if n <= most and all(own % min(n, own) == 0 for own in owns))
 
 
 def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:

@@ -1,8 +1,8 @@
 """Compares the predictions of `infcl plan` with the measured rows of `step`, `loss` and `ring`: writes PLAN.md.
 
-Memory is counted. Times are operations over a share of the GPU's peak, or launches of the host. The shares and the time
-of a launch, in `hf_infcl.tools.planning.costs`, are medians of the rows below, so that these are no test of them. They
-have to come within 25% for most rows. Differences are those of the prediction from the measured value.
+Memory is counted. Times are operations over a share of the GPU's peak, or launches of the host. The shares of each GPU
+and the time of a launch, in `hf_infcl.tools.planning.costs`, are medians of the rows below, so that these are no test
+of them. They have to come within 25% for most rows. Differences are those of the prediction from the measured value.
 
 The host limits small steps, and its speed differs from machine to machine: an eager launch took from 21 to 58 μs. On a
 fast host (ddfe952) such steps take half as long as predicted. `infcl plan --measure` runs a micro-batch on the GPU at
@@ -23,12 +23,12 @@ import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import CLIPConfig
 
 from hf_infcl.loss import OBJECTIVES
-from hf_infcl.tools.planning import GIB, GPUS, RATES, Choice, Counts, Setting, count, memory, seconds
+from hf_infcl.tools.planning import GIB, GPUS, LAUNCHES, Choice, Counts, count, memory, seconds
 from hf_infcl.tools.planning.costs import loss_flops
 from hf_infcl.tools.planning.prediction import passes
 
@@ -47,7 +47,7 @@ TIME, MEMORY = 0.25, 0.1  # the differences within which predictions are to be
 class Compared(NamedTuple):
     """A row with its measured and predicted milliseconds and GiB; the memory of losses is not compared.
 
-    ``kind`` is that of `RATES`, ``share`` the measured one of the GPU's peak, and ``launch`` the seconds of the row for
+    ``kind`` is one of `GPU.shares`, ``share`` the measured share of the peak, and ``launch`` the seconds of the row for
     each launch if the host limited it, or None.
     """
 
@@ -92,15 +92,17 @@ def steps() -> Iterator[Compared]:
         if row["model"] == "tiny" or "by default" in row["implementation"]:  # whose peak is that of what was tried
             continue
         counts, choice, gpu, ms = _counts(row), _choice(row), GPUS[_gpu(row)], float(row["ms"])
-        kind = "compiled" if choice.compiled else "eager"
-        work = functools.reduce(lambda one, other: one + other, passes(counts, choice).values())
+        kind = "compiled" if choice.torch_compile else "eager"
+        first, second = passes(counts, choice)
+        work = first + second
         in_passes = ms / 1000 - seconds(counts, choice, gpu)["loss"]
-        flops = choice.micro_batch * work.flops
-        of_host = work.launches * RATES[kind].launch > flops / (gpu.peak * RATES[kind].share)
+        flops = choice.per_device_train_batch_size * work.flops
+        of_host = work.launches * LAUNCHES[kind] > gpu.seconds(flops, kind)
         model = row["model"] + f", {row['image_size']} pixels" * (row["image_size"] != "224")
         model += f", {float(row['patch_dropout']):.0%} of the patches left out" * (float(row["patch_dropout"]) > 0)
         model += f", texts of {row['text_tokens']} tokens" * (row["text_tokens"] != FULL_LENGTH)
-        name = f"{choice.gpus} × {gpu.name} | {model} | {choice.accumulation} × {choice.micro_batch}"
+        division = f"{choice.gradient_accumulation_steps} × {choice.per_device_train_batch_size}"
+        name = f"{choice.gpus} × {gpu.name} | {model} | {division}"
         yield Compared(
             row,
             f"{name} | {row['implementation']}",
@@ -118,38 +120,40 @@ def _choice(row: Row) -> Choice:
     name, accumulation = row["implementation"], int(row["accumulation_steps"])
     kept = re.match(r"keeps (\d+) graphs", row["note"])
     return Choice(
-        gpus=int(row["world_size"]),
-        micro_batch=int(row["micro_batch_size"]),
-        accumulation=accumulation,
-        retain=int(kept[1]) if kept else accumulation if "retain all" in name else 1,
-        offload="offload" in name,
-        compiled="compiled" in name,
+        int(row["world_size"]),
+        int(row["micro_batch_size"]),
+        accumulation,
+        retain_graphs=int(kept[1]) if kept else accumulation if "retain all" in name else 1,
+        offload_inputs="offload" in name,
+        torch_compile="compiled" in name,
         options={"texts_at_once": accumulation} if "texts at once" in name else {},
     )
 
 
 def _counts(row: Row) -> Counts:
-    tokens = None if row["text_tokens"] == FULL_LENGTH else int(row["text_tokens"])
-    freeze, in_bf16 = "image" if "freeze" in row["implementation"] else None, "bf16" in row["implementation"]
-    return _counts_of(row["model"], int(row["image_size"]), float(row["patch_dropout"]), tokens, freeze, in_bf16)
+    return _counts_of(
+        row["model"],
+        int(row["image_size"]),
+        patch_dropout=float(row["patch_dropout"]),
+        max_text_tokens=None if row["text_tokens"] == FULL_LENGTH else int(row["text_tokens"]),
+        freeze="image" if "freeze" in row["implementation"] else None,
+        bf16_activations="bf16" in row["implementation"],
+    )
 
 
 @functools.cache
-def _counts_of(
-    model: str, image_size: int, patch_dropout: float, tokens: int | None, freeze: str | None, in_bf16: bool
-) -> Counts:
-    setting = Setting(freeze=freeze, patch_dropout=patch_dropout, text_tokens=tokens, bf16_activations=in_bf16)
-    return count(CLIPConfig(**sizes_of(model, image_size)), setting)
+def _counts_of(model: str, image_size: int, **options: Any) -> Counts:
+    return count(CLIPConfig(**sizes_of(model, image_size)), **options)
 
 
 def _memory(row: Row) -> float:
     counts, choice = _counts(row), _choice(row)
     parts = memory(counts, choice, pixel_bytes=PIXEL_BYTES[row["pixel_dtype"]])
-    if row["commit"] not in WITH_EARLIER_GRAPH or choice.retain >= choice.accumulation:
+    if row["commit"] not in WITH_EARLIER_GRAPH or choice.retain_graphs >= choice.gradient_accumulation_steps:
         return parts.total
     rest = parts.total - parts.activations - parts.loss
-    graph = choice.micro_batch * counts.graph + counts.weight_copies
-    return max(parts.total, rest + graph + choice.micro_batch * FORWARD_ALONE)
+    pairs = choice.per_device_train_batch_size
+    return max(parts.total, rest + pairs * (counts.graph + FORWARD_ALONE) + counts.weight_copies)
 
 
 def losses() -> Iterator[Compared]:
@@ -163,32 +167,33 @@ def losses() -> Iterator[Compared]:
             pairs, dim, objective = int(row["batch_size"]), int(row["dim"]), row["objective"]
             share = loss_flops(dim, Choice(gpus, pairs // gpus, 1), objective) / (gpu.peak * ms / 1000)
             name = f"{gpus} × {gpu.name} | {objective} | {pairs:,} × {dim}"
-            yield Compared(row, name, "loss", ms, ms * share / RATES["loss"].share, share)
+            yield Compared(row, name, "loss", ms, ms * share / gpu.shares["loss"], share)
 
 
-def rates(rows: list[Compared]) -> dict[str, tuple[float, float | None]]:
-    """Shares and launches as in `RATES`: medians of the rows that the GPU or the host limited, by kind.
+def shares(rows: list[Compared]) -> dict[tuple[str, str], float]:
+    """As in `GPUS`, by GPU and kind of step: medians of the rows that it limited, and of the loss on one GPU alone."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for one in rows:
+        if not one.compiles and one.launch is None and (one.kind != "loss" or one.row.get("world_size", "1") == "1"):
+            found.setdefault((_gpu(one.row), one.kind), []).append(one.share)
+    return {key: statistics.median(values) for key, values in found.items()}
 
-    The share of the loss is that of one GPU.
-    """
-    found: dict[str, tuple[float, float | None]] = {}
-    for kind in RATES:
-        of_kind = [one for one in rows if one.kind == kind and not one.compiles]
-        alone = [one for one in of_kind if kind != "loss" or one.row.get("world_size", "1") == "1"]
-        shares = [one.share for one in alone if one.launch is None]
-        launches = [one.launch for one in of_kind if one.launch is not None]
-        found[kind] = statistics.median(shares), statistics.median(launches) if launches else None
-    return found
+
+def launches(rows: list[Compared]) -> dict[str, float]:
+    """As in `LAUNCHES`: medians of the rows that the host limited."""
+    found: dict[str, list[float]] = {}
+    for one in rows:
+        if not one.compiles and one.launch is not None:
+            found.setdefault(one.kind, []).append(one.launch)
+    return {kind: statistics.median(values) for kind, values in found.items()}
 
 
 def run(args: argparse.Namespace) -> None:
     found, lost = list(steps()), list(losses())
     whole = [one for one in found if not one.compiles]
     times, memories = (sum(one.near[part] for one in whole) for part in (0, 1))
-    rate = "; ".join(
-        f"{kind} steps {share:.2f} of the peak" + (f", {1e6 * launch:.0f} μs for a launch" if launch else "")
-        for kind, (share, launch) in rates([*found, *lost]).items()
-    )
+    rate = [f"{GPUS[gpu].name} {kind} {share:.2f}" for (gpu, kind), share in shares([*found, *lost]).items()]
+    rate += [f"{1e6 * seconds:.0f} μs for a launch of {kind} steps" for kind, seconds in launches(found).items()]
     lines = [
         "# Predicted and measured",
         "",
@@ -196,7 +201,7 @@ def run(args: argparse.Namespace) -> None:
         "Made by `scripts/benchmark.py plan`.",
         "",
         f"Of {len(whole)} steps, {times} are predicted within {TIME:.0%} in time and {memories} within {MEMORY:.0%} in "
-        f"memory; of {len(lost)} losses, {sum(one.near[0] for one in lost)}. Medians: {rate}.",
+        f"memory; of {len(lost)} losses, {sum(one.near[0] for one in lost)}. Medians: {'; '.join(rate)}.",
         "",
         "## Training steps",
         "",

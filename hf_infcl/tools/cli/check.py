@@ -38,7 +38,7 @@ from ..checking.findings import (
 from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
-from ..planning import GPUS, count_training, make_choice
+from ..planning import GPUS, make_choice, model_options
 from ..planning.answers import answer_line, choose_answer
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
@@ -149,7 +149,8 @@ def predict_workers(config: PretrainedConfig, args: InfCLTrainingArguments, fact
     gpu = GPUS["h200" if "h200" in name else "h100"]
     try:
         choice = make_choice(args)
-        counts = count_training(config, args, checkpointing=choice.checkpointing, patch_dropout=args.patch_dropout)
+        ways = {"gradient_checkpointing": choice.gradient_checkpointing, "patch_dropout": args.patch_dropout}
+        counts = planning.count(config, **model_options(args, **ways))
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
     rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())

@@ -14,6 +14,7 @@ from ...options.declared import training_options
 from ...options.facts import check_values
 from ..planning import GPUS, Planner
 from ..planning.answers import answer_line, choose_answer
+from ..planning.counting import MOST_TOKENS
 from ..planning.report import report
 from .launched import mistakes_in_one_line
 from .parser import Parser
@@ -31,7 +32,8 @@ def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None
         check_options(namespace)
         config = load_config(namespace.model, namespace.open_clip_model)
         longest, tokens = text_positions(config), namespace.max_text_tokens
-        if tokens is not None and longest is not None and tokens > longest:
+        # A model of more positions than usual may have a tokenizer that states fewer, and reads all only if it is told.
+        if tokens is not None and longest is not None and tokens >= longest + (longest > MOST_TOKENS):
             raise ValueError(f"max_text_tokens must be less than the {longest} tokens of the model, got {tokens}.")
         planner = Planner(namespace, given, config)
         in_words = "num_train_epochs" in given and "epochs" not in given
@@ -52,5 +54,5 @@ def check_options(options: argparse.Namespace) -> None:
             f"--gpu must be {' or '.join(GPUS)}, whose rates were measured, got {options.gpu!r}. For another GPU give "
             "its --gpu_memory. The predicted memory is then correct, and the times are those of --gpu."
         )
-    if options.measure and not torch.cuda.is_available():
-        raise ValueError("--measure needs a GPU. Omit it to predict from the config alone.")
+    if options.measure and not (options.use_cpu or torch.cuda.is_available()):
+        raise ValueError("--measure needs a GPU, or --use_cpu. Omit it to predict from the config alone.")

@@ -1,75 +1,83 @@
-"""The one table of the planner: what was measured of GPUs, and what each option of a training costs.
+"""The one table of the planner: what was measured of GPUs, what options change in the model, and what they cost.
 
-A plan keeps every option that is declared with ``plans=True``. One that takes memory or time has a row in `COSTS`.
+A plan keeps every option that is declared with ``plans=True``. One that changes what a micro-batch computes has a row
+in `MODEL_CHANGES`, and one that takes memory or time beside that, a row in `COSTS`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
 
 from ...conversion.models import load_config
+from ...encoders.dual_encoder import DualEncoder
+from ...encoders.in_bf16 import compute_in_bf16
+from ...encoders.patch_dropout import PatchDropout
 from ...loss import OBJECTIVES
 from ...optimizers.newton_schulz import STEPS
-from .counting import Counts, Work, count
+from .counting import NOTHING, ROWS, Counts, Work, count_encoder, example_inputs, new_encoder
 
 
-@dataclass(frozen=True)
-class GPU:
-    """A GPU: its printed name, the memory that CUDA reports, and the FLOP/s of its data sheet (bf16, dense)."""
+class GPU(NamedTuple):
+    """A GPU: what CUDA and its data sheet say of it, and the measured shares of its peak."""
 
     name: str
     memory_gib: float
-    peak: float
+    peak: float  # FLOP/s (bf16, dense)
+    shares: Mapping[str, float]  # by the kind of step; an optimizer computes as eager steps do
+
+    def seconds(self, flops: float, kind: str) -> float:
+        return flops / (self.peak * self.shares[kind])
 
 
-GPUS = {"h100": GPU("H100", 79.6, 989e12), "h200": GPU("H200", 140.4, 989e12)}
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A kind of step: the share of the peak where the GPU limits it, the seconds of a launch where the host does."""
-
-    share: float
-    launch: float = 0.0
-
-
-# Medians of rows in scripts/benchmarks/results; `scripts/benchmark.py plan` computes them again. A launch is that of an
-# operator of the eager model, and the optimizer's share is that of the steps.
-RATES = {"eager": Rate(0.23, 45e-6), "compiled": Rate(0.27, 32e-6), "loss": Rate(0.61)}
+# The shares, and the seconds in which a host launches an operator of the eager model, are medians of the rows of
+# scripts/benchmarks/results. `scripts/benchmark.py plan` computes them again.
+GPUS = {
+    "h100": GPU("H100", 79.6, 989e12, {"eager": 0.19, "compiled": 0.30, "loss": 0.61}),
+    "h200": GPU("H200", 140.4, 989e12, {"eager": 0.23, "compiled": 0.27, "loss": 0.61}),
+}
+LAUNCHES = {"eager": 45e-6, "compiled": 32e-6}
+GIB = 1 << 30
 USABLE = 0.92  # share of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the rest
+WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
+
+# By the name of the option: how it changes the model that is counted or measured, unless its value is None or False.
+MODEL_CHANGES: dict[str, Callable[[DualEncoder, Any], object]] = {
+    "freeze": DualEncoder.freeze,
+    "freeze_layers": DualEncoder.freeze_layers,
+    "patch_dropout": lambda encoder, share: share and PatchDropout(encoder, share),
+    "bf16_activations": lambda encoder, wanted: compute_in_bf16(encoder.model, wanted=wanted),
+}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The composition of a global batch on GPUs that each hold the whole model.
-
-    Attributes:
-        gpus: the number of processes.
-        micro_batch, accumulation: ``per_device_train_batch_size`` and ``gradient_accumulation_steps``.
-        retain, offload: ``retain_graphs`` and ``offload_inputs``.
-        checkpointing, compiled: ``gradient_checkpointing`` and ``torch_compile``.
-        options: by name, the other options that are declared with ``plans=True`` and do not have their default.
-    """
+    """The composition of a global batch on GPUs that each hold the whole model: the options of these names."""
 
     gpus: int
-    micro_batch: int
-    accumulation: int
-    retain: int = 1
-    offload: bool = False
-    checkpointing: bool = False
-    compiled: bool = False
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    retain_graphs: int = 1
+    offload_inputs: bool = False
+    gradient_checkpointing: bool = False
+    torch_compile: bool = False
+    # By name, the other options that are declared with ``plans=True`` and do not have their default.
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def divided(self, micro_batch: int, accumulation: int) -> Choice:
+        """The same choice with other micro-batches."""
+        return replace(self, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=accumulation)
 
     @property
     def rows(self) -> int:
         """Pairs of a window on one GPU."""
-        return self.micro_batch * self.accumulation
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def global_batch(self) -> int:
@@ -78,39 +86,34 @@ class Choice:
     @property
     def kept(self) -> int:
         """The micro-batches whose graphs are kept."""
-        return min(self.retain, self.accumulation)
+        return min(self.retain_graphs, self.gradient_accumulation_steps)
 
     @property
     def dealt(self) -> int:
         """The micro-batches whose texts may be encoded together; with several GPUs the last one encodes its own."""
-        return self.accumulation - (self.gpus > 1)
+        return self.gradient_accumulation_steps - (self.gpus > 1)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an option adds to a step on one GPU.
-
-    Attributes:
-        weights, optimizer, activations, features: bytes, see `prediction.Memory`.
-        first_pass, second_pass: operations of a window.
-        loss, update: floating point operations of the loss and of the optimizer.
-    """
+    """What an option adds to a step on one GPU: bytes as in `prediction.Memory`, and operations."""
 
     weights: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
     features: float = 0.0
-    first_pass: Work = Work()  # noqa: RUF009  # frozen
-    second_pass: Work = Work()  # noqa: RUF009
-    loss: float = 0.0
+    first_pass: Work = NOTHING  # of a window
+    second_pass: Work = NOTHING
+    loss: float = 0.0  # floating point operations, as those of the optimizer
     update: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 def total_cost(counts: Counts, choice: Choice) -> Cost:
     """The sum of what all options of a choice cost."""
-    costs = [COSTS[name](counts, choice, value) for name, value in choice.options.items() if name in COSTS]
-    parts = {one.name: [getattr(cost, one.name) for cost in (Cost(), *costs)] for one in fields(Cost)}
-    return Cost(**{name: functools.reduce(operator.add, values) for name, values in parts.items()})
+    return sum((COSTS[name](counts, choice, value) for name, value in choice.options.items() if name in COSTS), Cost())
 
 
 def pair_bytes(dim: int, choice: Choice) -> float:
@@ -124,7 +127,7 @@ def loss_flops(dim: int, choice: Choice, objective: str) -> float:
 
 
 def _keep_features(counts: Counts, choice: Choice, weight: float) -> Cost:
-    start = (counts.image.again + counts.text.again) * choice.accumulation  # without what is frozen
+    start = (counts.image.again + counts.text.again) * choice.gradient_accumulation_steps  # without what is frozen
     return Cost(weights=4.0 * counts.trained, features=pair_bytes(counts.dim, choice), first_pass=start)
 
 
@@ -144,20 +147,21 @@ def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
 @functools.cache
 def _count_teacher(name: str) -> Counts:
     try:
-        return count(load_config(name))
+        encoder = new_encoder(load_config(name), torch.device("meta"))
+        return count_encoder(encoder, example_inputs(encoder.model.config, ROWS, torch.device("meta")))
     except ValueError as error:
         raise ValueError(f"The teacher {name} cannot be planned. {error}") from error
 
 
 def _teacher(counts: Counts, choice: Choice, names: Sequence[str]) -> Cost:
     """Frozen models, each with a forward in every micro-batch of which no activations are kept."""
-    side, weights, features, forward = choice.options.get("teacher_side", "both"), 0.0, 0.0, Work()
+    side, cost = choice.options.get("teacher_side", "both"), Cost()
     for teacher in map(_count_teacher, names):
         towers = [getattr(teacher, tower) for tower in ("image", "text") if side in ("both", tower)]
-        weights += 4.0 * teacher.parameters
-        features += len(towers) / 2 * pair_bytes(teacher.dim, choice)
-        forward = sum((tower.forward for tower in towers), forward)
-    return Cost(weights=weights, features=features, first_pass=forward * choice.accumulation)
+        forward = sum((tower.forward for tower in towers), NOTHING) * choice.gradient_accumulation_steps
+        features = len(towers) / 2 * pair_bytes(teacher.dim, choice)
+        cost += Cost(weights=4.0 * teacher.parameters, features=features, first_pass=forward)
+    return cost
 
 
 def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
@@ -168,7 +172,7 @@ def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
     # are encoded again in the second pass.
     more = min(choice.dealt, (first - fewer_kept) * at_once) - first
     return Cost(
-        activations=more * choice.micro_batch * text.graph,
+        activations=more * choice.per_device_train_batch_size * text.graph,
         first_pass=Work(0.0, -fewer * text.forward.launches),
         second_pass=Work(0.0, -fewer * text.backward.launches)
         + Work(-more * text.again.flops, -(fewer - fewer_kept) * text.again.launches),

@@ -1,15 +1,13 @@
-"""Counts memory and operations of a model on the meta device, without weights or a GPU; or measures them on one.
+"""Counts memory and operations of a dual encoder on the meta device, without weights or a GPU.
 
-To count them, each tower runs on tensors without content, while torch modes record every operation.
+Each tower runs on tensors without content, while torch modes record every operation.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +20,13 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModel, PretrainedConfig
 
 from ...encoders.dual_encoder import DualEncoder
-from ...encoders.in_bf16 import compute_in_bf16
-from ...encoders.patch_dropout import PatchDropout
+from ...encoders.in_bf16 import is_in_bf16
 from ...optimizers.groups import BY_MUON, roles
 
 ROWS = 64  # pairs of the counted micro-batch
 MOST_TOKENS = 77  # the length of captions, even for text towers that accept longer texts
+Args = Sequence[object]
+Kwargs = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -44,47 +43,33 @@ class Work:
         return Work(times * self.flops, times * self.launches)
 
 
+NOTHING = Work()
+
+
 @dataclass(frozen=True)
 class Tower:
-    """Memory in bytes, and operations, of a tower with its projection.
+    """Memory in bytes, and operations, of a tower with its projection."""
 
-    Attributes:
-        weight_copies: the bf16 copies of the weights that autocast creates in every forward.
-        graph: for each pair, the tensors that a forward keeps for its backward, without those copies.
-        peak: for each pair, the maximum during forward and backward, without weights, their copies and gradients.
-        forward, again, backward: of the first pass, and of the second, in which a frozen tower does not run again.
-    """
-
-    weight_copies: int
-    graph: float
-    peak: float
-    forward: Work
-    again: Work
-    backward: Work
+    weight_copies: int = 0  # in bf16, which autocast creates in every forward
+    graph: float = 0.0  # of each pair: what a forward keeps for its backward, without those copies
+    peak: float = 0.0  # of each pair: the maximum during both, without weights, their copies and gradients
+    forward: Work = NOTHING
+    again: Work = NOTHING  # the forward of the second pass, in which a frozen tower does not run
+    backward: Work = NOTHING
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What is counted of a model.
-
-    Attributes:
-        parameters: the number of parameters.
-        trained: the number of trained parameters.
-        dim: the dimension of the embeddings.
-        pixels: the number of values of one image.
-        objective: the one that the model was designed for.
-        image, text: its towers.
-        matrices: rows and columns of each matrix that Muon would update.
-    """
+    """What is counted of a model."""
 
     parameters: int
-    trained: int
-    dim: int
-    pixels: int
-    objective: str
+    trained: int  # of the parameters
+    dim: int  # of the embeddings
+    pixels: int  # values of one image
+    objective: str  # the one that the model was designed for
     image: Tower
     text: Tower
-    matrices: tuple[tuple[int, int], ...] = ()
+    matrices: tuple[tuple[int, int], ...] = ()  # rows and columns of each matrix that Muon would update
 
     @property
     def weight_copies(self) -> int:
@@ -101,41 +86,40 @@ class Counts:
         return max(self.image.peak, self.image.graph + self.text.peak)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What options of a training decide about a micro-batch.
-
-    Attributes:
-        freeze, freeze_layers, patch_dropout: as in `InfCLTrainingArguments`.
-        text_tokens: the length of captions; by default, the longest that the model reads.
-        checkpointing: whether to use gradient checkpointing.
-        autocast: whether to compute in bf16, like ``bf16=True``; otherwise in fp32.
-        bf16_activations: as in `InfCLTrainingArguments`, in place of autocast.
-    """
-
-    freeze: str | None = None
-    freeze_layers: int | None = None
-    patch_dropout: float | None = None
-    text_tokens: int | None = None
-    checkpointing: bool = False
-    autocast: bool = True
-    bf16_activations: bool = False
+def new_encoder(config: PretrainedConfig, device: torch.device) -> DualEncoder:
+    """The model of a config as it trains, in fp32 and with random weights."""
+    with device:
+        return DualEncoder(AutoModel.from_config(config, dtype=torch.float32).train())
 
 
-def count(config: PretrainedConfig, setting: Setting | None = None) -> Counts:
-    """Counts a micro-batch of the model that a config describes, by default that of a training without options.
+def example_inputs(
+    config: PretrainedConfig, rows: int, device: torch.device, max_text_tokens: int | None = None
+) -> dict[str, Tensor]:
+    """The inputs of a micro-batch: black images, and captions of full length that consist of the token 0."""
+    vision = config.vision_config
+    if not hasattr(vision, "image_size"):
+        raise ValueError(
+            f"Models of type {config.model_type} have no image size, so no micro-batch can be planned. Train for a few "
+            "steps instead: the log shows the peak memory and the images per second."
+        )
+    size = vision.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    longest = getattr(config.text_config, "max_position_embeddings", MOST_TOKENS)
+    tokens = min(longest, max_text_tokens or MOST_TOKENS)
+    return {
+        "pixel_values": torch.zeros(rows, getattr(vision, "num_channels", 3), height, width, device=device),
+        "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),
+        "attention_mask": torch.ones(rows, tokens, dtype=torch.long, device=device),
+    }
 
-    Raises:
-        ValueError: the model is not a dual encoder, has fewer layers or no patches to drop, or its forward needs the
-            content of tensors.
-    """
-    setting, meta = setting or Setting(), torch.device("meta")
-    encoder, inputs = _build(config, meta, setting), _example_inputs(config, ROWS, meta, setting)
-    model, casts = encoder.model, _Autocast(setting)
+
+def count_encoder(encoder: DualEncoder, inputs: Mapping[str, Tensor], *, autocast: bool = True) -> Counts:
+    """Counts a model on the meta device with a micro-batch of `ROWS` pairs; arguments and errors as of `count`."""
+    model, frozen = encoder.model, encoder.frozen_towers()
+    casts = _Autocast(torch.bfloat16 if autocast else torch.float32, in_bf16=is_in_bf16(model))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
-    frozen = encoder.frozen_towers()
     try:
         image, dim = _count_tower(lambda: encoder.encode_images(inputs), casts, frozen="image" in frozen)
         text, _ = _count_tower(lambda: encoder.encode_texts(inputs, checked=True), casts, frozen="text" in frozen)
@@ -160,8 +144,7 @@ def _count_tower(encode: Callable[[], Tensor], casts: _Autocast, *, frozen: bool
     seen = _Operations()
     with seen, casts:
         embeds = encode()
-        forward, live = seen.work, seen.live
-        copies = casts.forget()
+        forward, live, copies = seen.work, seen.live, casts.forget()
         if trains := embeds.requires_grad:
             embeds.sum().backward()
     tower = Tower(
@@ -169,7 +152,7 @@ def _count_tower(encode: Callable[[], Tensor], casts: _Autocast, *, frozen: bool
         graph=(live - copies) / ROWS if trains else 0.0,
         peak=(seen.peak - copies) / ROWS,
         forward=forward,
-        again=Work() if frozen else forward,
+        again=NOTHING if frozen else forward,
         backward=seen.work + forward * -1,
     )
     return tower, embeds.shape[1]
@@ -183,99 +166,6 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, int]]:
             yield from [(rows // role.parts, columns)] * role.parts
 
 
-def measure(
-    config: PretrainedConfig, rows: int, device: torch.device, setting: Setting | None = None
-) -> tuple[float, int]:
-    """Runs two micro-batches forward and backward under autocast with random weights, and measures the second.
-
-    The model is not compiled.
-
-    Returns:
-        The seconds, and the peak GPU memory in bytes including the weights and their gradients (0 on a CPU).
-
-    Raises:
-        ValueError: the GPU has too little memory.
-    """
-    on_gpu = device.type == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = 0.0
-    try:
-        setting = setting or Setting()
-        encoder, batch = _build(config, device, setting), _example_inputs(config, rows, device, setting)
-        for _ in range(2):
-            synchronize()
-            start = time.perf_counter()
-            with torch.autocast(device.type, torch.bfloat16):
-                embeds = encoder.embed(encoder.model, batch)
-            torch.stack([e.float().sum() for e in embeds if e.requires_grad]).sum().backward()
-            del embeds
-            synchronize()
-            seconds = time.perf_counter() - start
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"A micro-batch of {rows} does not fit into this machine's {torch.cuda.get_device_name(device)}. Omit "
-            "--measure, or plan with the --gpu_memory of this GPU."
-        ) from error
-    return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
-
-
-def _build(config: PretrainedConfig, device: torch.device, setting: Setting) -> DualEncoder:
-    """The model of a config as it trains, in fp32 and with random weights."""
-    with device:
-        model = AutoModel.from_config(config, dtype=torch.float32)
-    encoder = DualEncoder(model)
-    encoder.freeze(setting.freeze)
-    if setting.freeze_layers is not None:
-        encoder.freeze_layers(setting.freeze_layers)
-    if setting.patch_dropout:
-        PatchDropout(encoder, setting.patch_dropout)
-    compute_in_bf16(model, wanted=setting.bf16_activations)
-    model.train()
-    encoder.eval_frozen_parts()
-    if setting.checkpointing:
-        # The second name is that of transformers before 5.20.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": True, "preserve_rng_state": False})
-        for module in model.modules():
-            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-                module._gradient_checkpointing_func = partial(_checkpoint_leaf, checkpoint)
-        if setting.freeze_layers is not None:
-            encoder.stop_gradients_at_frozen_layers()
-    return encoder
-
-
-def _checkpoint_leaf(
-    checkpoint: Callable[..., Tensor], forward: Callable[..., Tensor], hidden: Tensor, *args: object
-) -> Tensor:
-    """Reentrant checkpointing above frozen layers: without an input that requires a gradient there would be none."""
-    return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)
-
-
-def _example_inputs(config: PretrainedConfig, rows: int, device: torch.device, setting: Setting) -> dict[str, Tensor]:
-    """The inputs of a micro-batch: black images, and captions of full length that consist of the token 0."""
-    vision = config.vision_config
-    if not hasattr(vision, "image_size"):
-        raise ValueError(
-            f"Models of type {config.model_type} have no image size, so no micro-batch can be planned. Train for a few "
-            "steps instead: the log shows the peak memory and the images per second."
-        )
-    size = vision.image_size
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    channels = getattr(vision, "num_channels", 3)
-    longest = getattr(config.text_config, "max_position_embeddings", MOST_TOKENS)
-    # A model of more positions than usual may have a tokenizer that states fewer, and reads all only if it is told.
-    if (asked := setting.text_tokens) is not None and asked >= longest + (longest > MOST_TOKENS):
-        raise ValueError(f"max_text_tokens must be less than the {longest} tokens of the model, got {asked}.")
-    tokens = min(longest, asked or MOST_TOKENS)
-    return {
-        "pixel_values": torch.zeros(rows, channels, height, width, device=device),
-        "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),
-        "attention_mask": torch.ones(rows, tokens, dtype=torch.long, device=device),
-    }
-
-
 class _Autocast(TorchFunctionMode):
     """Autocast, or what ``bf16_activations`` casts, and a GPU's fused attention: none exists on the meta device."""
 
@@ -284,10 +174,9 @@ class _Autocast(TorchFunctionMode):
     )
     FULL = frozenset((F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, torch.norm, Tensor.norm))
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, dtype: torch.dtype, *, in_bf16: bool) -> None:
         super().__init__()
-        self._dtype = torch.bfloat16 if setting.autocast else torch.float32
-        self._in_bf16 = setting.bf16_activations
+        self._dtype, self._in_bf16 = dtype, in_bf16
         self._copies: dict[int, Tensor] = {}  # by the id of the weight; made once in a forward
 
     def forget(self) -> int:
@@ -297,11 +186,7 @@ class _Autocast(TorchFunctionMode):
         return size
 
     def __torch_function__(
-        self,
-        function: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, function: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
@@ -309,12 +194,9 @@ class _Autocast(TorchFunctionMode):
             options = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
             attend = torch.ops.aten._scaled_dot_product_efficient_attention
             return attend(query, key, value, None, True, *options, scale=kwargs.get("scale"))[0]
-        if self._in_bf16:
-            args, kwargs = tree_map(lambda value: self._cast(value, torch.bfloat16), (args, kwargs))
-        elif function in self.LOW or function in self.FULL:
-            dtype = self._dtype if function in self.LOW else torch.float32
-            args = [self._cast(value, dtype) for value in args]
-            kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}
+        if self._in_bf16 or function in self.LOW or function in self.FULL:
+            low = torch.bfloat16 if self._in_bf16 else self._dtype if function in self.LOW else torch.float32
+            args, kwargs = tree_map(lambda value: self._cast(value, low), (args, kwargs))
         return function(*args, **kwargs)
 
     def _cast(self, value: object, dtype: torch.dtype) -> object:
@@ -332,15 +214,11 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.work = Work()
+        self.work = NOTHING
         self.live = self.peak = 0
 
     def __torch_dispatch__(
-        self,
-        function: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         if function is torch.ops.aten._local_scalar_dense.default:

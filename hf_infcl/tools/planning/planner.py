@@ -1,88 +1,51 @@
-"""Plans a training: keeps the options that were set, chooses the fastest values of the rest, and plans its stages."""
+"""Plans a training: keeps the options that were set, finds the rest as the training would, and plans its stages."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-import math
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
 
-from ...encoders.image_size import check_sizes_of_config, config_for_images
+from ...encoders.image_size import check_sizes_of_config
 from ...loading.shares import replay_share
+from ...micro_batches.search import Trial, find_graphs, find_micro_batch, find_texts_at_once
 from ...options.arguments import InfCLTrainingArguments
+from ...options.batch_division import divide_global_batch, possible_micro_batches
+from ...options.batch_options import DIVISION
 from ...options.batch_schedule import BatchSchedule, divided_batch
+from ...options.combinations import CHECKPOINTING
 from ...options.declared import training_options
 from ...options.facts import changed_options
 from ...options.image_sizes import ImageSizes
-from .costs import GPUS, USABLE, Choice
-from .counting import Counts, Setting, count, measure
-from .prediction import GIB, best, choices, memory, seconds
+from .costs import GIB, GPUS, MODEL_CHANGES, USABLE, Choice
+from .counting import Counts
+from .prediction import count, measure, memory, seconds
 
-# The options that a plan chooses unless the user sets them, and the attributes of `Choice` that hold them.
-CHOSEN = {
-    "per_device_train_batch_size": "micro_batch",
-    "gradient_accumulation_steps": "accumulation",
-    "retain_graphs": "retain",
-    "offload_inputs": "offload",
-    "gradient_checkpointing": "checkpointing",
-    "activation_checkpointing": "checkpointing",
-    "torch_compile": "compiled",
-}
-FACTORS = tuple(CHOSEN)[:2]
-CURES = (
-    "Lower --global_batch, or --per_device_train_batch_size with more --gradient_accumulation_steps; freeze a tower, "
-    "shard the weights with --fsdp, or use more GPUs or GPUs with more memory."
-)
-SMALL = 32  # below this micro-batch gradient checkpointing is considered
+OF_CHOICE = tuple(one.name for one in fields(Choice))[1:-1]  # options that are attributes of a choice
+SEARCHED = ("texts_at_once", "retain_graphs")  # what a training chooses after the micro-batch
+SMALL = 32  # below this micro-batch, inputs are offloaded or activations checkpointed if that allows a larger one
 Options = argparse.Namespace | InfCLTrainingArguments
 
 
-@dataclass(frozen=True)
-class PlannedStage:
-    """Steps of one global batch whose images have equally many tokens.
+class PlannedStage(NamedTuple):
+    """Steps of one global batch whose images have equally many tokens."""
 
-    Attributes:
-        share: of the samples of the training.
-        choice: the composition of the batch.
-        seconds: of a step.
-        words: what is different from the last stage.
-    """
-
-    share: float
+    share: float  # of the samples of the training
     choice: Choice
-    seconds: float
-    words: str
+    seconds: float  # of a step
+    words: str  # what is different from the last stage
 
 
-def count_training(
-    config: PretrainedConfig, options: Options, *, image_size: int | None = None, **changes: Any
-) -> Counts:
-    """Counts a training in its last steps, which need the most memory.
-
-    Args:
-        config: of the model.
-        options: of the training.
-        image_size: of other steps.
-        changes: the attributes of their `Setting` that differ.
-    """
-    setting = replace(_last_setting(options), **changes)
-    return count(config_for_images(config, image_size or options.image_size), setting)
-
-
-def _last_setting(options: Options) -> Setting:
-    """The setting of the micro-batches in the last steps of a training."""
-    return Setting(
-        freeze=options.freeze,
-        freeze_layers=options.freeze_layers,
-        patch_dropout=None if options.full_tokens_last else options.patch_dropout,
-        text_tokens=options.max_text_tokens,
-        bf16_activations=options.bf16_activations,
-    )
+def model_options(options: Options, **changes: Any) -> dict[str, Any]:
+    """The arguments of `count` for the last steps of a training, which need the most memory; changes are of others."""
+    found = {name: getattr(options, name) for name in (*MODEL_CHANGES, "max_text_tokens", "image_size")}
+    return found | ({"patch_dropout": None} if options.full_tokens_last else {}) | changes
 
 
 def planned_options(options: Options) -> dict[str, Any]:
@@ -90,7 +53,60 @@ def planned_options(options: Options) -> dict[str, Any]:
     found = changed_options(options, lambda facts: facts.plans, training_options())
     if (texts := found.pop("texts_at_once", "auto")) not in ("auto", "1"):
         found["texts_at_once"] = int(texts)
-    return {name: value for name, value in found.items() if name not in (*CHOSEN, "global_batch_size")}
+    others = (*OF_CHOICE, *CHECKPOINTING, "global_batch_size")
+    return {name: value for name, value in found.items() if name not in others}
+
+
+def make_choice(args: Any) -> Choice:
+    """The composition of the global batch of a training; of its last one, which is the largest.
+
+    Args:
+        args: `InfCLTrainingArguments`, or an object with its options, ``world_size`` and ``global_batch_size``.
+    """
+    return Choice(
+        args.world_size,
+        *divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size),
+        retain_graphs=1 if args.retain_graphs in (None, "auto") else max(1, int(args.retain_graphs)),
+        offload_inputs=args.offload_inputs,
+        gradient_checkpointing=any(getattr(args, name, False) for name in CHECKPOINTING),
+        torch_compile=args.torch_compile,
+        options=planned_options(args),
+    )
+
+
+def search(
+    counts: Counts, start: Choice, sizes: Sequence[int], usable: float, searched: Collection[str] = SEARCHED
+) -> Choice | None:
+    """What a training would find: its own search, in which memory is predicted instead of tried.
+
+    Args:
+        counts: of the model.
+        start: has the rows of the window, and all that is not searched.
+        sizes: the micro-batches to choose from, in rising order.
+        usable: bytes of a GPU; None is returned if nothing fits into them.
+        searched: those of `SEARCHED` that nobody has decided.
+    """
+
+    def choice(trial: Trial) -> Choice:
+        texts = {"texts_at_once": trial.texts} if trial.texts > 1 else {}
+        division = start.divided(trial.micro_batch, start.rows // trial.micro_batch)
+        return replace(division, retain_graphs=trial.graphs, options={**start.options, **texts})
+
+    def attempt(trial: Trial) -> tuple[int, int]:
+        parts = memory(counts, choice(trial))
+        if parts.total > usable:
+            raise torch.OutOfMemoryError(parts.words)
+        return int(parts.total - parts.weights - parts.optimizer), int(usable - parts.total)
+
+    trial = Trial(sizes[0], start.options.get("texts_at_once", 1), start.retain_graphs)
+    if len(sizes) > 1:
+        trial = replace(trial, micro_batch=find_micro_batch(attempt, trial, sizes, start.rows, int) or sizes[0])
+    most = start.rows // trial.micro_batch - (start.gpus > 1)
+    if "texts_at_once" in searched:
+        trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, int))
+    if "retain_graphs" in searched and most > 1:
+        trial = replace(trial, graphs=find_graphs(attempt, trial, most, int))
+    return choice(trial) if memory(counts, choice(trial)).total <= usable else None
 
 
 class Planner:
@@ -102,9 +118,14 @@ class Planner:
         config: of the model.
 
     Attributes:
+        start: what is decided before anything is searched.
+        searched: those of `SEARCHED` that the training finds.
+        is_divided: whether the user decides about micro-batches, as is necessary where the training does not try them.
         choice: the composition of the global batch; of the last one, if it grows.
         counts: of the model in the last steps.
         old: the pairs of the global batch that are replayed.
+        single: one micro-batch, as ``--measure`` runs it.
+        measured: its seconds and peak bytes on this machine; None without ``--measure``.
         stages: of the training, the last steps last.
 
     Raises:
@@ -112,108 +133,107 @@ class Planner:
     """
 
     def __init__(self, options: argparse.Namespace, given: Collection[str], config: PretrainedConfig) -> None:
-        self.options, self._config = options, config
-        self.gpu = GPUS[options.gpu]
+        self.options, self._config, self.gpu = options, config, GPUS[options.gpu]
         self.memory_gib: float = options.gpu_memory or self.gpu.memory_gib
-        self.decided = {attribute: getattr(options, name) for name, attribute in CHOSEN.items() if name in given}
-        if (retain := self.decided.pop("retain", "auto")) != "auto":
-            self.decided["retain"] = max(1, int(retain))
-        words = options.global_batch_schedule
-        self.growth = None if words is None else BatchSchedule.of(words)
-        batch = self._given_batch() if self.growth is None else self._last_batch(self.growth)
-        asked = bool(self.decided.get("checkpointing"))
-        self._counts = {asked: count_training(config, options, checkpointing=asked)}
-        found = self.find(batch)
-        wanted = min(SMALL, batch // options.gpus, self.decided.get("micro_batch", SMALL))
-        if "checkpointing" not in self.decided and (found is None or found[1].micro_batch < wanted):
-            self._counts[True] = count_training(config, options, checkpointing=True)
-            found = self.find(batch)
-        if found is None:
-            raise ValueError(self._why_nothing_fits(batch // options.gpus))
-        self.choice = found[1]
-        self.counts = self._counts[self.choice.checkpointing]
-        share = replay_share(options.replay_share)
-        self.old = round(batch * share) if options.replay_dataset else 0
-        self.stages = self._stages()
+        sharded = bool(options.fsdp or options.deepspeed)
+        self.is_divided = sharded or any(name in given for name in DIVISION)
+        factors = [getattr(options, name) if name in given else None for name in DIVISION]
+        self.start, self._sizes = self._divide(*factors)
+        is_single = self.is_divided and self.start.gradient_accumulation_steps == 1 and len(self._growth.sizes) == 1
+        tries: Sequence[str] = () if sharded or options.use_cpu or is_single else SEARCHED
+        tries = tries if options.gradient_noise_steps is None else tries[1:]  # each micro-batch keeps its texts
+        self.searched = [name for name in tries if getattr(options, name) in (None, "auto")]
+        offload = [self.start.offload_inputs] if "offload_inputs" in given else [False, True]
+        checkpoint = [self.start.gradient_checkpointing] if {*CHECKPOINTING} & {*given} else [False, True]
+        self._ways = list(itertools.product(checkpoint, offload))
+        self._counts = functools.cache(lambda way: self._count(gradient_checkpointing=way))
+        choice = self.find(compiled=options.torch_compile)
+        if choice is None:
+            raise ValueError(self._why_nothing_fits())
+        self.choice, self.counts = choice, self._counts(choice.gradient_checkpointing)
+        self.old = round(choice.global_batch * replay_share(options.replay_share)) if options.replay_dataset else 0
+        checkpointing, micro_batch = choice.gradient_checkpointing, choice.per_device_train_batch_size
+        self.single, self._pace = Choice(1, micro_batch, 1, gradient_checkpointing=checkpointing), 1.0
+        self.measured = self._measure() if options.measure else None
+        if self.measured is not None:
+            self._pace = self.measured[0] / sum(self.times(self.single).values())
+        self.stages = list(self._stages())
 
-    def find(self, batch: int, *, compiled: bool | None = None) -> tuple[float, Choice] | None:
-        """The best choice for a global batch, with the seconds of its last steps; None if nothing fits."""
-        decided = self.decided | {"compiled": self.options.torch_compile if compiled is None else compiled}
-        decided["options"] = planned_options(self.options)
-        setting: dict[str, Any] = {"gpus": self.options.gpus, "gpu": self.gpu, "memory_gib": self.memory_gib}
-        return best(choices(self._counts, global_batch=batch, decided=decided, **setting))
+    def times(self, choice: Choice, counts: Counts | None = None) -> dict[str, float]:
+        """`seconds` of a step in the last stage, or with other counts; as on this machine, if that was measured."""
+        counts = counts or self._counts(choice.gradient_checkpointing)
+        return {phase: self._pace * time for phase, time in seconds(counts, choice, self.gpu).items()}
 
-    def measure(self) -> tuple[float, int]:
-        """`measure` of a micro-batch of the choice, on this machine's GPU."""
-        config = config_for_images(self._config, self.options.image_size)
-        setting = replace(_last_setting(self.options), checkpointing=self.choice.checkpointing)
-        return measure(config, self.choice.micro_batch, torch.device("cuda"), setting)
+    def find(self, *, compiled: bool) -> Choice | None:
+        """The first way to micro-batches that are not small, or that to the largest ones; None if nothing fits."""
+        found: list[Choice] = []
+        usable, least = USABLE * self.memory_gib * GIB, min(SMALL, self._sizes[-1])
+        for checkpointing, offload in self._ways:
+            start = replace(self.start, gradient_checkpointing=checkpointing, offload_inputs=offload)
+            start = replace(start, torch_compile=compiled)
+            choice = search(self._counts(checkpointing), start, self._sizes, usable, self.searched)
+            found += [] if choice is None else [choice]
+            if choice is not None and choice.per_device_train_batch_size >= least:
+                return choice
+        return max(found, key=lambda choice: choice.per_device_train_batch_size, default=None)
 
-    def _given_batch(self) -> int:
-        """The global batch that the user asks for, or the product of its factors."""
-        batch: int | None = self.options.global_batch
-        factors = {"gpus": self.options.gpus}
-        factors |= {name: self.decided[CHOSEN[name]] for name in FACTORS if CHOSEN[name] in self.decided}
-        words, least = " × ".join(f"--{name} {factor}" for name, factor in factors.items()), math.prod(factors.values())
-        if batch is None and len(factors) < 3:
-            raise ValueError(f"Give --global_batch, or both --{' and --'.join(FACTORS)}, whose product it is.")
-        if batch is None:
-            return least
-        if len(factors) == 3 and batch != least:
-            raise ValueError(f"{words} is {least:,}, but --global_batch is {batch:,}. Omit one of them.")
-        if len(factors) == 2 and batch % least:
-            near = max(least, round(batch / least) * least)
-            raise ValueError(
-                f"--global_batch {batch:,} is no multiple of {words}, which is {least:,}. Choose {near:,}."
-            )
-        return batch
+    def _divide(self, micro_batch: int | None, accumulation: int | None) -> tuple[Choice, list[int]]:
+        """The global batch, and the micro-batches to choose from."""
+        options, size = self.options, self.options.global_batch
+        if size is None and options.global_batch_schedule is None:
+            if micro_batch is None or accumulation is None:
+                raise ValueError(f"Give --global_batch, or both --{' and --'.join(DIVISION)}, whose product it is.")
+            size = options.gpus * micro_batch * accumulation
+        args = argparse.Namespace(**vars(options))  # as far as the division of a training reads them
+        args.world_size, args.deepspeed, args.global_batch_size = options.gpus, None, size
+        args.device = torch.device("cpu" if options.use_cpu else "cuda")
+        self._growth = BatchSchedule.of_arguments(args)
+        args.global_batch_size = self._growth.sizes[-1]
+        divide_global_batch(args, size or args.global_batch_size, micro_batch, accumulation)
+        for batch in self._growth.sizes:
+            divided_batch(batch, args.per_device_train_batch_size, options.gpus)
+        start = make_choice(args)
+        decided = micro_batch or accumulation or options.use_cpu
+        return start, [start.per_device_train_batch_size] if decided else possible_micro_batches(args, exceeds=True)
 
-    def _last_batch(self, growth: BatchSchedule) -> int:
-        """The last global batch of a schedule, which needs the most memory."""
-        last = growth.sizes[-1]
-        if self.options.global_batch not in (None, last):
-            raise ValueError(
-                f"--global_batch is {self.options.global_batch:,}, but --global_batch_schedule ends with {last:,}. "
-                "Omit one of them."
-            )
-        if self.decided.pop("accumulation", 1) > 1:
-            raise ValueError("--gradient_accumulation_steps follows from --global_batch_schedule. Omit it.")
-        if "micro_batch" in self.decided:
-            self.decided["micro_batch"] = min(self.decided["micro_batch"], last // self.options.gpus)
-        return last
+    def _count(self, **changes: Any) -> Counts:
+        return count(self._config, **model_options(self.options, **changes))
 
-    def _why_nothing_fits(self, rows: int) -> str:
-        size = self.decided.get("micro_batch") or rows // self.decided.get("accumulation", rows)
-        way = {"offload": True, "checkpointing": True, **self.decided, "options": planned_options(self.options)}
-        way |= {"micro_batch": size, "accumulation": rows // size, "compiled": self.options.torch_compile}
-        parts = memory(self._counts[way["checkpointing"]], Choice(self.options.gpus, **way))
+    def _measure(self) -> tuple[float, int]:
+        on_cpu, checkpointing = self.options.use_cpu, self.choice.gradient_checkpointing
+        autocast = self.options.bf16 or not on_cpu
+        options = model_options(self.options, gradient_checkpointing=checkpointing, autocast=autocast)
+        return measure(self._config, self.single.rows, torch.device("cpu" if on_cpu else "cuda"), **options)
+
+    def _why_nothing_fits(self) -> str:
+        (checkpointing, offload), size = self._ways[-1], self._sizes[0]
+        choice = replace(self.start, gradient_checkpointing=checkpointing, offload_inputs=offload)
+        choice = choice.divided(size, choice.rows // size)
         what = "Not even micro-batches of one pair fit" if size == 1 else f"Micro-batches of {size:,} pairs do not fit"
-        return f"{what} into {USABLE:.0%} of {self.memory_gib:g} GiB. In GiB, they take {parts.words}. {CURES}"
+        return (
+            f"{what} into {USABLE:.0%} of {self.memory_gib:g} GiB. In GiB, they take "
+            f"{memory(self._counts(checkpointing), choice).words}. Lower --global_batch, or "
+            "--per_device_train_batch_size with more --gradient_accumulation_steps; freeze a tower, shard the weights "
+            "with --fsdp, or use more GPUs or GPUs with more memory."
+        )
 
-    def _stages(self) -> list[PlannedStage]:
+    def _stages(self) -> Iterator[PlannedStage]:
         """Divides the training by ``global_batch_schedule``, ``image_size_schedule`` and ``full_tokens_last``."""
-        options, found = self.options, []
+        options, way, growth = self.options, self.choice, self._growth
         sizes = ImageSizes((options.image_size,), ())
         if options.image_size_schedule is not None:
             sizes = ImageSizes.of(options.image_size_schedule)
             check_sizes_of_config(self._config.vision_config, sizes.sizes)
-        growth = self.growth or BatchSchedule((self.choice.global_batch,), ())
         whole_from = 1 - (options.full_tokens_last or 0.0)
         for begin, end in itertools.pairwise(sorted({0.0, *growth.ends, *sizes.ends, whole_from, 1.0})):
             batch, size = (known.sizes[sum(begin >= ended for ended in known.ends)] for known in (growth, sizes))
             share = options.patch_dropout if begin < whole_from else None
             words = [f"images of {size} pixels"] if len(sizes.sizes) > 1 else []
-            if options.full_tokens_last and share:
-                words.append("fewer patches")
-            way = self.choice
-            if self.growth is not None:
-                micro_batch, accumulation = divided_batch(batch, way.micro_batch, way.gpus)
-                way = replace(way, micro_batch=micro_batch, accumulation=accumulation)
-            changes = {"image_size": size, "patch_dropout": share, "checkpointing": way.checkpointing}
-            counts = self.counts if not words else count_training(self._config, options, **changes)
-            time = sum(seconds(counts, way, self.gpu).values())
-            found.append(PlannedStage(end - begin, way, time, " and ".join(words)))
-        return found
+            words += ["fewer patches"] if options.full_tokens_last and share else []
+            changes = {"image_size": size, "patch_dropout": share, "gradient_checkpointing": way.gradient_checkpointing}
+            counts = self._count(**changes) if words else self.counts
+            choice = way.divided(*divided_batch(batch, way.per_device_train_batch_size, way.gpus))
+            yield PlannedStage(end - begin, choice, sum(self.times(choice, counts).values()), " and ".join(words))
 
 
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
@@ -232,19 +252,19 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
         return None
     choice = make_choice(args)
+    options = model_options(args, gradient_checkpointing=choice.gradient_checkpointing, autocast=args.bf16 or args.fp16)
     try:
-        counts = count_training(config, args, checkpointing=choice.checkpointing, autocast=args.bf16 or args.fp16)
+        counts = count(config, **options)
         parts = memory(counts, choice)
     except ValueError as error:
         return f"The memory of the training was not predicted. {error}"
     if parts.total <= USABLE * gpu_bytes:
         return None
     # Short captions need fewer activations than the longest ones, which were counted.
-    least = 4.0 * (counts.parameters + counts.trained) + 0.5 * memory(counts, replace(choice, retain=1)).activations
-    cure = ""
-    if not args.offload_inputs:
-        least += counts.pixels * choice.rows
-        cure = "--offload_inputs keeps the images in host memory. "
+    least = 4.0 * (counts.parameters + counts.trained)
+    least += 0.5 * memory(counts, replace(choice, retain_graphs=1)).activations
+    least += 0 if args.offload_inputs else counts.pixels * choice.rows
+    cure = "" if args.offload_inputs else "--offload_inputs keeps the images in host memory. "
     message = (
         f"The training needs about {parts.total / GIB:.1f} GiB per GPU, which has {gpu_bytes / GIB:.1f}: "
         f"{parts.words}. --global_batch_size {args.global_batch_size} in place of both sizes finds micro-batches that "
@@ -253,16 +273,3 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     if least > gpu_bytes:
         raise ValueError(message)
     return message
-
-
-def make_choice(args: InfCLTrainingArguments) -> Choice:
-    """The composition of the global batch of a training; of its last one, which is the largest."""
-    return Choice(
-        args.world_size,
-        *divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size),
-        retain=1 if args.retain_graphs in (None, "auto") else int(args.retain_graphs),
-        offload=args.offload_inputs,
-        checkpointing=bool(args.gradient_checkpointing),
-        compiled=args.torch_compile,
-        options=planned_options(args),
-    )

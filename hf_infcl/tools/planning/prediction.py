@@ -1,47 +1,126 @@
-"""Memory and time of an optimizer step, from the counts of its model and the table of costs."""
+"""Counts or measures the model of a training, and predicts memory and time of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from ...encoders.dual_encoder import DualEncoder
+from ...encoders.image_size import config_for_images
 from ...loss.strategies import GATHERED_BYTES, gathered_bytes
-from .costs import COMPILED_GRAPH, GPU, RATES, USABLE, Choice, loss_flops, pair_bytes, total_cost
-from .counting import Counts, Work
+from .costs import COMPILED_GRAPH, GIB, GPU, LAUNCHES, MODEL_CHANGES, Choice, loss_flops, pair_bytes, total_cost
+from .counting import ROWS, Counts, Work, count_encoder, example_inputs, new_encoder
 
-GIB = 1 << 30
-LARGEST = 4096  # pairs of the largest micro-batch that is tried
+LOSS_TILE = 8192, 16384  # the most images and texts whose coefficients the loss holds at once
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one GPU at the peak of a step: the sum of the attributes.
+class Memory(NamedTuple):
+    """Bytes on one GPU at the peak of a step: the sum of the attributes."""
 
-    Attributes:
-        weights: parameters and their gradients in fp32, under DDP the gradient buckets, and frozen copies.
-        optimizer: the two moments of Adam in fp32, or for a matrix of Muon one; and the average of the weights.
-        activations: the kept graphs and, at the peak of a backward, its temporary tensors.
-        images: the inputs of the window.
-        features: the embeddings of the window or their gradients, and the embeddings of teachers, in fp32.
-        loss: the memory of the loss, if the peak occurs in it.
-    """
-
-    weights: float
-    optimizer: float
-    activations: float
-    images: float
-    features: float
-    loss: float
+    weights: float  # parameters and gradients in fp32, under DDP the gradient buckets, and frozen copies
+    optimizer: float  # the moments of Adam in fp32, or for a matrix of Muon one, and the average of the weights
+    activations: float  # the kept graphs and, at the peak of a backward, its temporary tensors
+    images: float  # of the window
+    features: float  # the embeddings of the window or their gradients, and those of teachers, in fp32
+    loss: float  # what it allocates, if the peak occurs in it
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, part.name) for part in fields(self)))
+        return sum(self)
 
     @property
     def words(self) -> str:
         """The parts, in GiB."""
-        return ", ".join(f"{part.name} {getattr(self, part.name) / GIB:.1f}" for part in fields(self))
+        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in self._asdict().items())
+
+
+def micro_batch(
+    config: PretrainedConfig,
+    rows: int,
+    device: torch.device,
+    *,
+    image_size: int | None = None,
+    max_text_tokens: int | None = None,
+    gradient_checkpointing: bool = False,
+    **changes: Any,
+) -> tuple[DualEncoder, dict[str, Tensor]]:
+    """A model with random weights as it trains with these options, see `MODEL_CHANGES`, and inputs of full length."""
+    encoder = new_encoder(config_for_images(config, image_size), device)
+    encoder.freeze(None)  # what no embedding depends on
+    for name, value in changes.items():
+        if value is not None and value is not False:
+            MODEL_CHANGES[name](encoder, value)
+    encoder.eval_frozen_parts()
+    if gradient_checkpointing:
+        model: Any = encoder.model
+        # The second name is that of transformers before 5.20.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": True, "preserve_rng_state": False})
+        for module in model.modules():
+            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
+                module._gradient_checkpointing_func = partial(_checkpoint_leaf, checkpoint)
+        encoder.stop_gradients_at_frozen_layers()
+    return encoder, example_inputs(encoder.model.config, rows, device, max_text_tokens)
+
+
+def _checkpoint_leaf(
+    checkpoint: Callable[..., Tensor], forward: Callable[..., Tensor], hidden: Tensor, *args: object
+) -> Tensor:
+    """Reentrant checkpointing above frozen layers: without an input that requires a gradient there would be none."""
+    return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)
+
+
+def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) -> Counts:
+    """Counts the model that a config describes, as it trains with these options, see `micro_batch`.
+
+    Without ``autocast``, which stands for ``bf16=True``, it computes in fp32.
+
+    Raises:
+        ValueError: the model is not a dual encoder, cannot train with the options, or its forward needs the content of
+            tensors.
+    """
+    return count_encoder(*micro_batch(config, ROWS, torch.device("meta"), **options), autocast=autocast)
+
+
+def measure(
+    config: PretrainedConfig, rows: int, device: torch.device, *, autocast: bool = True, **options: Any
+) -> tuple[float, int]:
+    """Runs two micro-batches forward and backward, and measures the second; arguments as for `count`.
+
+    Returns:
+        The seconds, and the peak GPU memory in bytes including the weights and their gradients (0 on a CPU).
+
+    Raises:
+        ValueError: the GPU has too little memory.
+    """
+    on_gpu = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = 0.0
+    try:
+        encoder, batch = micro_batch(config, rows, device, **options)
+        for _ in range(2):
+            synchronize()
+            start = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                embeds = encoder.embed(encoder.model, batch)
+            torch.stack([e.float().sum() for e in embeds if e.requires_grad]).sum().backward()
+            del embeds
+            synchronize()
+            seconds = time.perf_counter() - start
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"A micro-batch of {rows} does not fit into this machine's {torch.cuda.get_device_name(device)}. Omit "
+            "--measure, or plan with the --gpu_memory of this GPU."
+        ) from error
+    return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
 
 
 def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
@@ -52,25 +131,26 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
         choice: the composition of the batch.
         pixel_bytes: bytes per image value: 1 with the trainer's own collator, 4 with images in fp32.
     """
-    cost, share = total_cost(counts, choice), COMPILED_GRAPH if choice.compiled else 1.0
-    graph, peak = (share * choice.micro_batch * part + counts.weight_copies for part in (counts.graph, counts.peak))
-    more = share * cost.activations
-    images = choice.micro_batch * min(2, choice.accumulation) if choice.offload else choice.rows
-    common = {
+    cost, share = total_cost(counts, choice), COMPILED_GRAPH if choice.torch_compile else 1.0
+    pairs, micro_batches = choice.per_device_train_batch_size, choice.gradient_accumulation_steps
+    graph, peak = (share * pairs * part + counts.weight_copies for part in (counts.graph, counts.peak))
+    images = pairs * min(2, micro_batches) if choice.offload_inputs else choice.rows
+    always = {
         "weights": 4.0 * (counts.parameters + counts.trained * (1 if choice.gpus == 1 else 2)) + cost.weights,
         "optimizer": 8.0 * counts.trained + cost.optimizer,
         # The images of the micro-batch that runs are in fp32.
-        "images": counts.pixels * (images * pixel_bytes + choice.micro_batch * (4 - pixel_bytes)),
+        "images": counts.pixels * (images * pixel_bytes + pairs * (4 - pixel_bytes)),
         "features": pair_bytes(counts.dim, choice) + cost.features,
     }
-    in_backward = Memory(activations=graph * (choice.kept - 1) + peak + more, loss=0.0, **common)
-    in_loss = Memory(activations=graph * choice.kept + more, loss=loss_bytes(counts.dim, choice), **common)
-    return max(in_backward, in_loss, key=lambda m: m.total)
+    kept = graph * choice.kept + share * cost.activations
+    in_backward = Memory(activations=kept - graph + peak, loss=0.0, **always)
+    in_loss = Memory(activations=kept, loss=loss_bytes(counts.dim, choice), **always)
+    return max(in_backward, in_loss, key=lambda part: part.total)
 
 
 def loss_bytes(dim: int, choice: Choice) -> float:
     """The bytes that the loss allocates with bf16 features: a tile of coefficients, gradients, texts of other GPUs."""
-    tile = 2.0 * min(choice.rows, 8192) * min(choice.global_batch, 16384)
+    tile = 2.0 * min(choice.rows, LOSS_TILE[0]) * min(choice.global_batch, LOSS_TILE[1])
     own = 12.0 * choice.rows * dim  # gradients of both sides, in fp32 and in bf16
     if choice.gpus == 1:
         return tile + own
@@ -78,12 +158,12 @@ def loss_bytes(dim: int, choice: Choice) -> float:
     return tile + own + (8.0 * choice.global_batch * dim if is_gathered else own)
 
 
-def passes(counts: Counts, choice: Choice) -> dict[str, Work]:
+def passes(counts: Counts, choice: Choice) -> tuple[Work, Work]:
     """The operations of the two passes over a window."""
-    cost, towers, times = total_cost(counts, choice), (counts.image, counts.text), choice.accumulation
+    cost, towers, times = total_cost(counts, choice), (counts.image, counts.text), choice.gradient_accumulation_steps
     first = [tower.forward * times for tower in towers]
     second = [tower.backward * times + tower.again * (times - choice.kept) for tower in towers]
-    return {"first pass": sum(first, cost.first_pass), "second pass": sum(second, cost.second_pass)}
+    return sum(first, cost.first_pass), sum(second, cost.second_pass)
 
 
 def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
@@ -92,68 +172,11 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     A pass takes as long as its operations at the measured share of the GPU's peak, or as the host's launches. The loss
     of few pairs on several GPUs takes up to 3 ms longer, and AdamW 2 ms for 150 million weights.
     """
-    rate, cost = RATES["compiled" if choice.compiled else "eager"], total_cost(counts, choice)
-    loss = loss_flops(counts.dim, choice, counts.objective) + cost.loss
+    kind, cost = "compiled" if choice.torch_compile else "eager", total_cost(counts, choice)
     first, second = (
-        max(choice.micro_batch * work.flops / (rate.share * gpu.peak), work.launches * rate.launch)
-        for work in passes(counts, choice).values()
+        max(gpu.seconds(choice.per_device_train_batch_size * work.flops, kind), work.launches * LAUNCHES[kind])
+        for work in passes(counts, choice)
     )
-    return {
-        "first pass": first,
-        "loss": loss / (RATES["loss"].share * gpu.peak),
-        "second pass": second,
-        "optimizer": cost.update / (RATES["eager"].share * gpu.peak),
-    }
-
-
-def choices(
-    counts: Mapping[bool, Counts],
-    *,
-    gpus: int,
-    global_batch: int,
-    gpu: GPU,
-    memory_gib: float,
-    decided: Mapping[str, Any] | None = None,
-) -> Iterator[tuple[float, Choice]]:
-    """All choices that fit into memory, with their seconds per step.
-
-    Args:
-        counts: the counts with (True) and without (False) checkpointing of the activations.
-        decided: attributes of `Choice` that are not to be chosen, by name. No other model is compiled.
-
-    Raises:
-        ValueError: the global batch is not a multiple of the number of GPUs.
-    """
-    rows, rest = divmod(global_batch, gpus)
-    if rest or rows < 1:
-        near = sorted({max(rows, 1) * gpus, (rows + 1) * gpus})
-        raise ValueError(
-            f"A global batch of {global_batch} pairs cannot be divided equally among {gpus} GPUs. Choose "
-            f"{' or '.join(map(str, near))}."
-        )
-    decided = dict(decided or {})
-    micro_batch, accumulation = decided.pop("micro_batch", None), decided.pop("accumulation", None)
-    sizes = [size for size in range(1, min(rows, LARGEST) + 1) if rows % size == 0]
-    if micro_batch or accumulation:
-        sizes = [micro_batch or rows // accumulation]
-    for checkpointing, of_model in counts.items():
-        for size in sizes if decided.get("checkpointing", checkpointing) == checkpointing else ():
-            for offload in (False, True) if "offload" not in decided else (decided["offload"],):
-                way = {"offload": offload, "checkpointing": checkpointing, **decided}
-                choice = Choice(gpus, size, rows // size, **way)
-                free = USABLE * memory_gib * GIB - memory(of_model, choice).total
-                if free < 0:
-                    continue
-                if "retain" not in decided and choice.accumulation > 1:
-                    graph = memory(of_model, replace(choice, retain=2)).total - memory(of_model, choice).total
-                    more = int(free / graph) if graph > 0 else 0
-                    choice = replace(choice, retain=min(choice.accumulation, 1 + more))
-                yield sum(seconds(of_model, choice, gpu).values()), choice
-
-
-def best(found: Iterator[tuple[float, Choice]]) -> tuple[float, Choice] | None:
-    """The fastest choice, or a simpler one that takes at most 2% longer: no offloading, larger micro-batches."""
-    every = list(found)
-    limit = 1.02 * min((time for time, _ in every), default=0.0)
-    simple = [pair for pair in every if pair[0] <= limit]
-    return min(simple, key=lambda pair: (pair[1].checkpointing, pair[1].offload, pair[1].accumulation), default=None)
+    loss = loss_flops(counts.dim, choice, counts.objective) + cost.loss
+    update = gpu.seconds(cost.update, "eager")
+    return {"first pass": first, "loss": gpu.seconds(loss, "loss"), "second pass": second, "optimizer": update}
