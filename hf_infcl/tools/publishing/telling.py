@@ -160,9 +160,7 @@ def _cells(
 def table_lines(rows: Sequence[tuple[str, ...]], names: Iterable[str] = ()) -> list[str]:
     """The lines of a table with its head; columns without any entry are left out, and a set is named once.
 
-    Args:
-        rows: of `make_rows`.
-        names: of all sets, so that several tables have columns of one width.
+    With the ``names`` of all sets, several tables have columns of one width.
     """
     used = [n for n, _ in enumerate(HEAD) if any(row[n] for row in rows)]
     cells = [HEAD, *rows]
