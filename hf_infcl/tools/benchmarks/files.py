@@ -17,23 +17,15 @@ OF_XM3600 = "floschne/xm3600"
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a benchmark on this machine.
+    """The files of a benchmark on this machine."""
 
-    Attributes:
-        name: the name of the benchmark.
-        dataset: its Hub repository, or its name if it is in none.
-        on_hub: whether ``dataset`` is a repository.
-        folder: where the files are.
-        revision: the commit of the repository, or a hash of what a local copy contains.
-        rows: the files of the rows, relative to ``folder``, if they are not shards: the captions of a subset of
-            SugarCrepe or SugarCrepe++, the tables of a language of XM3600.
-    """
-
-    name: str
-    dataset: str
-    on_hub: bool
+    name: str  # of the benchmark
+    dataset: str  # its Hub repository, or its name if it is in none
+    on_hub: bool  # whether ``dataset`` is a repository
     folder: Path
-    revision: str
+    revision: str  # the commit of the repository, or a hash of what a local copy contains
+    # The files of the rows, relative to ``folder``, if they are not shards: the captions of a subset of SugarCrepe or
+    # SugarCrepe++, the tables of a language of XM3600.
     rows: tuple[str, ...] = ()
 
     def lines(self, file: str) -> list[str]:

@@ -24,7 +24,7 @@ from ...loading.feature_cache import fingerprint, for_each_missing
 from ...loading.stored_embeddings import index_paths
 from ...processes.collectives import Processes, failures_announced
 from .output import Rows, begin, join, write
-from .sources import Batch, Collator, ItemSource
+from .sources import Batch, ItemSource, collated
 
 logger = logging.get_logger(__name__)
 
@@ -102,7 +102,7 @@ def embed(
         if not all(names[kind][part].exists() or index_paths(place, kind)[-1].exists() for kind in source.kinds)
     ]
 
-    load = partial(DataLoader, collate_fn=Collator(collator), num_workers=num_workers, pin_memory=pin_memory)
+    load = partial(DataLoader, collate_fn=partial(collated, collator), num_workers=num_workers, pin_memory=pin_memory)
     parts = source.read(missing, batch_size, load)
 
     def compute(part: int) -> None:

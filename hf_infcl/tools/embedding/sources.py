@@ -26,24 +26,19 @@ if TYPE_CHECKING:
 
 # Its row, its key, its place, perhaps its images by their places and its captions; or its row and what makes it bad.
 Item = dict[str, Any]
-Batch = tuple[list[Item], list[str], dict[str, Tensor] | None, dict[str, Tensor] | None]  # see `Collator`
+Batch = tuple[list[Item], list[str], dict[str, Tensor] | None, dict[str, Tensor] | None]  # see `collated`
 MakeLoader = Callable[..., Iterable[Batch]]  # a DataLoader of a dataset and its options
 ROWS_OF_PART = 8192  # of a table
 
 
 class ItemSource(Protocol):
-    """What is embedded.
+    """What is embedded."""
 
-    Attributes:
-        kinds: which of "images" and "texts" it has.
-        parts: the number of its parts.
-    """
-
-    kinds: tuple[str, ...]
-    parts: int
+    kinds: tuple[str, ...]  # which of "images" and "texts" it has
+    parts: int  # their number
 
     def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
-        """Yields the batches of each part; see `Collator`, with which ``load`` makes a DataLoader."""
+        """Yields the batches of each part; see `collated`, with which ``load`` makes a DataLoader."""
         ...
 
     def image_fingerprint(self) -> str:
@@ -60,8 +55,8 @@ def found_columns(
 ) -> tuple[str | None, str | None]:
     """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `TableSource`."""
     for option, column in (("image_column", image_column), ("caption_column", caption_column)):
-        if option in named and column not in features:
-            raise ValueError(_absent(option, column, [*features]))
+        if option in named:
+            _check_column(option, column, [*features])
     images, captions = find_image_column(features, image_column), find_caption_column(features, caption_column)
     if images not in features and captions not in features:
         raise ValueError(
@@ -71,8 +66,9 @@ def found_columns(
     return images if images in features else None, captions if captions in features else None
 
 
-def _absent(option: str, column: str, names: Sequence[str]) -> str:
-    return f"The data has no column {column!r}, which --{option} names. Its columns are {names}."
+def _check_column(option: str, column: str, names: Sequence[str]) -> None:
+    if column not in names:
+        raise ValueError(f"The data has no column {column!r}, which --{option} names. Its columns are {names}.")
 
 
 def shard_columns(
@@ -123,12 +119,9 @@ def make_sources(
     old: ImageTextDataset | ImageTextStream | ConcatDataset[Item] | None,
     views: int | None,
 ) -> dict[str, ItemSource]:
-    """The sets of a training, by the names of their folders.
+    """The sets of a training, by the names of their folders: the new pairs and, if there are any, the old ones.
 
-    Args:
-        new: the training set.
-        old: old pairs: None, a set, or a ConcatDataset of several.
-        views: as for `ShardSource`.
+    ``views`` is as for `ShardSource`.
     """
     sets = [new, *([] if old is None else getattr(old, "datasets", [old]))]
     names = ["dataset", *(f"replay_dataset_{number}" for number in range(1, len(sets)))]
@@ -165,8 +158,8 @@ class TableSource(Dataset[Item]):
     ) -> None:
         if len(table) == 0:
             raise ValueError("The data has no rows.")
-        if key_column is not None and key_column not in table.column_names and "key_column" in named:
-            raise ValueError(_absent("key_column", key_column, table.column_names))
+        if key_column is not None and "key_column" in named:
+            _check_column("key_column", key_column, table.column_names)
         images, captions = found_columns(table.features, image_column, caption_column, named)
         others = {"caption_column": captions, "key_column": key_column}
         dataset = ImageDataset(table, images, others) if images else None
@@ -323,28 +316,15 @@ class _Samples(IterableDataset[Item]):
             yield item
 
 
-class Collator:
-    """Turns items into batches.
+def collated(collator: ContrastiveCollator, items: Sequence[Item]) -> Batch:
+    """A batch of items, whose images and captions the collator prepares for the model.
 
     A batch is a tuple: the good items, of whose images only the places are left, what makes the bad ones bad, and the
     model's inputs for the images and for the texts, each None if there are none.
-
-    Args:
-        collator: prepares images and captions for the model.
     """
-
-    def __init__(self, collator: ContrastiveCollator) -> None:
-        self._collator = collator
-
-    def __call__(self, items: Sequence[Item]) -> Batch:
-        bad = [item["bad"] for item in items if "bad" in item]
-        good = [item for item in items if "bad" not in item]
-        images = [image for item in good for image in item.get("images", {}).values()]
-        texts = [caption for item in good for caption in item.get("caption", ())]
-        kept = [{**item, "images": list(item.get("images", ()))} for item in good]
-        return (
-            kept,
-            bad,
-            self._collator(images) if images else None,
-            self._collator.tokenize(texts) if texts else None,
-        )
+    bad = [item["bad"] for item in items if "bad" in item]
+    good = [item for item in items if "bad" not in item]
+    images = [image for item in good for image in item.get("images", {}).values()]
+    texts = [caption for item in good for caption in item.get("caption", ())]
+    kept = [{**item, "images": list(item.get("images", ()))} for item in good]
+    return kept, bad, collator(images) if images else None, collator.tokenize(texts) if texts else None

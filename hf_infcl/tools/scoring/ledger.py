@@ -21,28 +21,19 @@ _ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32, "text_ke
 
 @dataclass
 class Ledger:
-    """What is known about the pairs of a training set, by their keys in ascending order.
+    """What is known about the n pairs of a training set, by their keys in ascending order."""
 
-    Args:
-        content: the `content_fingerprint` of the training set.
-        key: [n] int64, the row of a table, or the hash of a stream's sample.
-        score: [n] fp32; see `hf_infcl.loss.pair_scores.pair_scores`. After a training with ``leave_out`` their
-            moving averages.
-        p_wrong: [n] fp32; see `probability_wrong`.
-        text_key, image_key: [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose
-            image the text prefers. Both are the pair itself if it has the highest cosine. -1 if unknown.
-        caption: n captions, of each pair one; empty if unknown.
-        sample: n names of the samples of a stream, each after that of its shard, or "" if it is not known; no names
-            for a table.
-    """
-
-    content: str
-    key: np.ndarray
+    content: str  # the `content_fingerprint` of the training set
+    key: np.ndarray  # [n] int64, the row of a table, or the hash of a stream's sample
+    # [n] fp32; see `hf_infcl.loss.pair_scores.pair_scores`. After a training with ``leave_out``, their moving averages.
     score: np.ndarray
-    p_wrong: np.ndarray
+    p_wrong: np.ndarray  # [n] fp32; see `probability_wrong`
+    # [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose image the text prefers.
+    # Both are the pair itself if it has the highest cosine. -1 if unknown.
     text_key: np.ndarray
     image_key: np.ndarray
-    caption: list[str] = field(default_factory=list)
+    caption: list[str] = field(default_factory=list)  # n captions, of each pair one; empty if unknown
+    # n names of a stream's samples, each after that of its shard, or "" if it is not known; no names for a table.
     sample: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -109,12 +100,7 @@ class Ledger:
 def wrong_in(path: str | Path, content: str, least: float) -> tuple[np.ndarray, int]:
     """The keys [n] int64 of the pairs of a ledger that are wrong with at least this probability, and all its pairs.
 
-    Nothing else is held in memory.
-
-    Args:
-        path: of the ledger.
-        content: the `content_fingerprint` of the training set.
-        least: the probability.
+    Nothing else is held in memory. ``content`` is the `content_fingerprint` of the training set.
 
     Raises:
         ValueError: there is no such ledger, or it is of other data.

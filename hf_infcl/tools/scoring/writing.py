@@ -31,12 +31,9 @@ def write_ledger(
     window: int,
     averages: tuple[Tensor, Tensor] | None = None,
 ) -> Ledger:
-    """Reads and scores a training set, and writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``; collective.
+    """Scores a training set without augmentation by the model of an `InfCLTrainer`; see `score_pairs`; collective.
 
-    Args:
-        trainer: an `InfCLTrainer` with the model.
-        dataset: the training set, without augmentation.
-        window, averages: as for `score_pairs`.
+    `LEDGER_FILE` and `SHEET_FILE` are written into ``output_dir``.
     """
     args = trainer.args
     encoder = trainer.dual_encoder
