@@ -12,7 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...checkpoints.average_options import check_average
-from ...checkpoints.full_disk import full_disk_explained
+from ...checkpoints.saving import full_disk_explained
 from ...checkpoints.starting import merge_into_start, model_to_train
 from ...conversion import compare_formats
 from ...encoders.adapters import ADAPTER_FILES, has_adapters
