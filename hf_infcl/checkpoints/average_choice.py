@@ -16,35 +16,24 @@ ROUNDING = 1e-9  # so that a loss of exactly the tolerance is within it
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured at one α. All scores are fractions from 0 to 1, see `score`.
+    """What was measured at one α. All scores are fractions from 0 to 1, see `score`."""
 
-    Attributes:
-        alpha: from 0, the start, to 1, the end.
-        gained: the mean score of the sets that the training was for; None if there is none.
-        validation: the score of that half of each guard set by which α may be chosen.
-        rest: the score of the other half of each guard set, on which the choice is reported.
-        gained_low: the lower bound of the 95% interval of ``gained``; None if a set has no interval.
-        loss: the mean contrastive loss of those sets that are image-text pairs; None if there is none.
-        gained_high: the upper bound of the interval of ``gained``, as ``gained_low``.
-        rest_bounds: the 95% intervals of ``rest``, where they were measured.
-    """
-
-    alpha: float
-    gained: float | None
-    validation: Mapping[str, float]
-    rest: Mapping[str, float]
-    gained_low: float | None = None
-    loss: float | None = None
+    alpha: float  # from 0, the start, to 1, the end
+    gained: float | None  # the mean score of the sets that the training was for; None if there is none
+    validation: Mapping[str, float]  # the score of that half of each guard set by which α may be chosen
+    rest: Mapping[str, float]  # the score of the other half of each guard set, on which the choice is reported
+    gained_low: float | None = None  # the bounds of the 95% interval of ``gained``; None if a set has no interval
+    loss: float | None = (
+        None  # the mean contrastive loss of those sets that are image-text pairs; None if there is none
+    )
     gained_high: float | None = None
-    rest_bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    rest_bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # the 95% intervals of ``rest``
 
 
 def score(metrics: Mapping[str, float], prefix: str = "") -> float:
     """The score of one set by the table `hf_infcl.evaluation.metrics.SCORES`, such as the top-1 accuracy of classes.
 
-    Args:
-        metrics: the results of an evaluation.
-        prefix: of the names of the metrics of the set, such as "eval_pairs_".
+    The names of its ``metrics`` begin with the prefix, such as "eval_pairs_".
 
     Raises:
         ValueError: neither was measured on the set.
@@ -101,10 +90,9 @@ def chosen(measured: Sequence[Measured], tolerance: float) -> Measured:
 
 
 def halves(rows: Any) -> tuple[Any, Any]:
-    """A guard set in two halves of random rows, always the same: one to choose by, one to report on.
+    """A guard set, a `datasets.Dataset`, in two halves of random rows: one to choose by, one to report on.
 
-    Args:
-        rows: a `datasets.Dataset`.
+    They are always the same.
 
     Raises:
         ValueError: it has fewer than two rows.

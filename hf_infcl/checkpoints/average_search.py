@@ -19,21 +19,13 @@ BY_LOSS = "Of gains within the 95% interval of the greatest, the one with the lo
 
 @dataclass(frozen=True)
 class Averaged:
-    """An average of the weights before and after a fine-tuning.
+    """An average of the weights before and after a fine-tuning."""
 
-    Attributes:
-        alpha: from 0, the start, to 1, the end.
-        path: one of `PATHS`.
-        tolerance: what a guard may lose for an average to be chosen, as a fraction; None if alpha was set.
-        measured: the averages that were measured, by their α; empty if there was nothing to measure them on.
-        batch_norms: the number of batch norms whose running statistics were averaged like the weights.
-    """
-
-    alpha: float
-    path: str
-    tolerance: float | None = None
-    measured: Sequence[Measured] = ()
-    batch_norms: int = 0
+    alpha: float  # from 0, the start, to 1, the end
+    path: str  # one of `PATHS`
+    tolerance: float | None = None  # what a guard may lose for an average to be chosen; None if alpha was set
+    measured: Sequence[Measured] = ()  # in the order of their α; empty if there was nothing to measure them on
+    batch_norms: int = 0  # whose running statistics were averaged like the weights
 
     def at(self, alpha: float) -> Measured:
         """What was measured at one of the α that were measured."""
@@ -76,13 +68,10 @@ def with_halves(validation: Mapping[str, object], rest: Mapping[str, object]) ->
 
 
 def measured_at(alpha: float, metrics: Mapping[str, float], gains: Sequence[str], guards: Sequence[str]) -> Measured:
-    """The scores of one evaluation.
+    """The scores of one evaluation, whose metrics have the prefix ``eval``.
 
-    Args:
-        alpha: at which it took place.
-        metrics: all of them, with the prefix ``eval``.
-        gains: the names of the sets that the training was for.
-        guards: the names of the guard sets, without their halves.
+    ``gains`` are the names of the sets that the training was for, and ``guards`` those of the guard sets without their
+    halves.
     """
     gained = [score(metrics, f"eval_{name}_") for name in gains]
     validation, rest = ({g: score(metrics, f"eval_{g}_{part}_") for g in guards} for part in (VALIDATION, REST))
@@ -90,9 +79,9 @@ def measured_at(alpha: float, metrics: Mapping[str, float], gains: Sequence[str]
     low, high = (_mean([one for one in of if one is not None]) if None not in of else None for of in ends)
     bounds = {}
     for name in guards:
-        of_rest = [score_if_measured(metrics, f"eval_{name}_{REST}_", end) for end in (LOW, HIGH)]
-        if of_rest[0] is not None and of_rest[1] is not None:
-            bounds[name] = of_rest[0], of_rest[1]
+        least, most = (score_if_measured(metrics, f"eval_{name}_{REST}_", end) for end in (LOW, HIGH))
+        if least is not None and most is not None:
+            bounds[name] = least, most
     losses = [metrics[loss] for name in gains if (loss := f"eval_{name}_loss") in metrics]
     return Measured(alpha, _mean(gained), validation, rest, low, _mean(losses), high, bounds)
 

@@ -48,14 +48,11 @@ def save_weights(
     knows how captions are padded, the files by which sentence-transformers loads the folder.
 
     Args:
-        encoder: the model.
-        args: the arguments of the training.
         output_dir: the folder; None for that of ``args``.
         state_dict: the weights; None for those of the model.
         save: the method of Trainer.
         processor: the processor that it saves as well, or None.
         repository: the repository of the Hub that the model is pushed to, or None.
-        collator: the data collator of the training.
     """
     model = encoder.model
     _restore_end_of_text(encoder)
@@ -131,12 +128,8 @@ def save_checkpoint(
     See `Checkpoints.save`.
 
     Args:
-        checkpoints: those of the training.
-        output_dir: their folder.
-        record: the run and its progress.
         states: of the extensions of the step, equal on all processes.
         state: Trainer's, which names the best checkpoint.
-        args: the arguments of the training.
         save: the method of Trainer.
         push: pushes a complete checkpoint.
         uploading: returns the checkpoints that are being pushed, which stay until they have arrived.
@@ -181,11 +174,6 @@ def best_checkpoint_kept(state: TrainerState, args: InfCLTrainingArguments, chec
     """A context in which Trainer writes a checkpoint without looking for the best one; then its folder is noted.
 
     Trainer would wait for the other processes, and look for the best checkpoint in the partial folder.
-
-    Args:
-        state: Trainer's state.
-        args: the arguments of the training.
-        checkpoint: the checkpoint that is written.
     """
     best_step, state.best_global_step = state.best_global_step, None
     try:
@@ -207,15 +195,9 @@ def saves_shards(accelerator: Accelerator) -> bool:
 
 
 def save_whole(model: Any, accelerator: Accelerator, args: InfCLTrainingArguments, save: Callable[..., None]) -> None:
-    """Saves the whole model if FSDP2 writes its checkpoints in shards; collective.
+    """Lets ``save`` write the whole state dict if FSDP2 writes its checkpoints in shards; collective.
 
     With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
-
-    Args:
-        model: the model.
-        accelerator: of the training.
-        args: its arguments.
-        save: as for `save_weights`, of the ``state_dict`` alone.
     """
     if saves_shards(accelerator):
         state = accelerator.get_state_dict(model)

@@ -48,9 +48,6 @@ class Pushes:
     Trainer itself does not report a push that fails during the training, and never pushes a checkpoint that is saved
     while an earlier push is running. Both are pushed at the next save, and at the latest with the final push, which
     raises an error if it fails.
-
-    Args:
-        args: the arguments of the training.
     """
 
     def __init__(self, args: InfCLTrainingArguments) -> None:
@@ -75,9 +72,7 @@ class Pushes:
         While earlier pushes wait or run, none is started, except with ``hub_always_push``.
 
         Args:
-            checkpoint: its folder.
-            step: its step.
-            repository: the id of the repository; None on other processes than the main one.
+            repository: its id; None on other processes than the main one.
             processor: the processor that is pushed with the model, or None.
             tell: tells the callbacks that a push begins.
             save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
@@ -196,11 +191,7 @@ class Pushes:
         return {name: folder for name, (folder, job) in self._checkpoints.items() if failed(job)}
 
     def push_missing(self, repository: str | None) -> None:
-        """Waits for the pushes that have been started, and pushes the checkpoints that the Hub lacks.
-
-        Args:
-            repository: as for `push_checkpoint`.
-        """
+        """Waits for the pushes that have been started, and pushes the checkpoints that the Hub lacks."""
         self.finish()
         for name, folder in self._not_on_hub().items():
             assert repository is not None

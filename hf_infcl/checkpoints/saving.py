@@ -54,16 +54,10 @@ class Checkpoints:
     def save(
         self, output_dir: str, step: int, record: RunRecord, write: Callable[[Checkpoint], None]
     ) -> Checkpoint | None:
-        """Writes a checkpoint; collective.
+        """Writes a checkpoint, with ``write`` the files of this process into `Checkpoint.partial`; collective.
 
         If a process cannot write, for example because the disk is full, all processes log the error, and the training
         continues to the next save.
-
-        Args:
-            output_dir: the folder of the run's checkpoints.
-            step: the number of trained optimizer steps.
-            record: the run and its progress.
-            write: writes the files of this process into `Checkpoint.partial`.
 
         Returns:
             The complete checkpoint, or None if it could not be written.
@@ -113,9 +107,7 @@ class Checkpoints:
     def go_back(self, loads: Sequence[Callable[[str], object]], reason: str) -> None:
         """Restores the last checkpoint, written or resumed from, but none twice.
 
-        Args:
-            loads: restore parts of the training from the folder of a checkpoint.
-            reason: a sentence that says why the training goes back.
+        Each of ``loads`` restores a part of the training from its folder. The ``reason`` is a sentence.
 
         Raises:
             ValueError: there is no checkpoint, or the training has already gone back to it.

@@ -67,12 +67,9 @@ class Look:
 
 
 class Looker:
-    """Looks at pairs, with the collator of the training.
+    """Looks at pairs, with the collator of the training, which prepares images and knows the tokenizer.
 
-    Args:
-        collator: prepares images and knows the tokenizer.
-        vocabulary: as for `check_tokens`.
-        pooling: the token at which the text tower takes an embedding, if it is known.
+    ``vocabulary`` is as for `check_tokens`, ``pooling`` the token at which the text tower takes an embedding, if known.
     """
 
     def __init__(

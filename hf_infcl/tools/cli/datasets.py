@@ -216,10 +216,8 @@ def evaluation_datasets(
 ) -> dict[str, ImageTextDataset | ZeroShotDataset]:
     """The requested evaluation datasets by the prefix of their metrics: "pairs", "zero_shot", and the benchmarks.
 
-    Args:
-        columns: the columns of the training set. A set that does not have them is read by its usual ones.
-        options: of the evaluation.
-        data: the training data, on which no set may be evaluated; None without a training.
+    A set that does not have the columns of the training set is read by its usual ones. No set may be that of the
+    training ``data``, if there is one.
     """
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:

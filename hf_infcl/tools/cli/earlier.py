@@ -57,8 +57,7 @@ def holds_earlier_run(folder: str | None, earlier: Sequence[Path]) -> ValueError
 class EarlierDeleted(TrainerCallback):
     """Deletes the results of an earlier run once a training begins, which no wrong option can prevent any more.
 
-    Args:
-        results: on every machine that saves its own results.
+    That is done on every machine that saves its own results.
     """
 
     def __init__(self, results: Sequence[Path]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ...options.arguments import InfCLTrainingArguments
 from ...processes.collectives import OtherRankFailedError
 from ...training.trainer import InfCLTrainer
-from .messages import is_missing_package, missing_package, tell
+from .messages import missing_package, tell
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -40,11 +40,9 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     except BrokenPipeError:
         raise  # nobody reads the output any more, which is no mistake
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        message = _raised_here_in_a_worker(error)
-        if is_missing_package(error):
-            message = missing_package(error)
-        elif isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
-            message = message or str(error)
+        message = missing_package(error) or _raised_here_in_a_worker(error)
+        if message is None and isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
+            message = str(error)
         if message is None:
             raise
         tell(command, message, below=not of_libraries)  # only a training or evaluation has a bar

@@ -27,9 +27,6 @@ def save_results(
     """Writes the model, the metrics of the training and of the final evaluation, and the trainer's state; collective.
 
     Args:
-        trainer: after its training.
-        metrics: of the training.
-        eval_datasets: what is evaluated at the end.
         average: finds the average whose weights are to be saved; None to save those of the training.
         start: Hub id or folder of the checkpoint that the training started from.
 

@@ -246,9 +246,7 @@ class TableSource(Dataset[Item]):
 class TrainedTable(TableSource):
     """The images and captions of a training set that is a table.
 
-    Args:
-        dataset: the set.
-        views: the number of its epochs whose augmented images are embedded; None for the images as they are.
+    ``views`` is the number of epochs whose augmented images are embedded; None for the images as they are.
     """
 
     def __init__(self, dataset: ImageTextDataset, views: int | None = None) -> None:

@@ -39,10 +39,7 @@ class ProgressPrinter(TrainerCallback):
     """Prints the groups of the optimizer, a line for each log of the training and a table for each evaluation.
 
     A value that stays the same is told once. The tables have the loss and the score of each set, and the metric that
-    decides, if there is one; the rest is in the results.
-
-    Args:
-        trainer: an `InfCLTrainer` whose ``eval_dataset``, if any, is a dict.
+    decides, if there is one; the rest is in the results. The ``eval_dataset`` of the trainer, if any, is a dict.
     """
 
     def __init__(self, trainer: Trained) -> None:
