@@ -136,7 +136,7 @@ class TableSource(Dataset[Item]):
         table: the rows.
         image_column, caption_column: the wanted columns, or else those of `find_image_column` and
             `find_caption_column`, if there are any.
-        key_column: see `EmbedOptions`.
+        key_column: names the rows; by default the paths of the images do, or else the numbers of the rows.
         folder: the folder of the table, to which paths of images become relative if they are keys.
         skips: whether a bad row is left out.
         named: the options of columns that must exist, because the user has set them.

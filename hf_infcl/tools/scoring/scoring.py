@@ -20,11 +20,11 @@ from ...data.keyed import NO_KEY, KeyedItem, KeyedRows
 from ...encoders.dual_encoder import DualEncoder
 from ...loss.pair_scores import pair_scores
 from ...processes.collectives import Processes, failures_announced
+from . import WINDOW
 from .ledger import Ledger, make_ledger
 from .sheet import SHOWN, small_jpeg
 
 _ROWS = 1024  # of the cosines that are compared at a time
-
 
 # [n] of each pair: its key, a caption, a small JPEG and the name of a stream's sample; then what it scores.
 Columns = dict[str, np.ndarray]
@@ -76,7 +76,7 @@ def score_pairs(
     *,
     prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     autocast: Callable[[], AbstractContextManager[object]],
-    window: int = 4096,
+    window: int = WINDOW,
     batch_size: int = 64,
     num_workers: int = 0,
     pin_memory: bool = False,
