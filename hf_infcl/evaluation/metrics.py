@@ -117,26 +117,18 @@ Found = PairRanks | ClassRanks | LabelScores | Choices  # what is measured on a 
 class Metric:
     """What is measured on a set of one kind.
 
-    Attributes:
-        kind: of the set: ``"pairs"``; ``"classes"`` for zero-shot classification, or ``"labels"`` if an image may be of
-            several classes; ``"choices"`` between a right caption and wrong ones.
-        measure: computes it from the ranks or scores on a set; None for the loss, which the trainer computes.
-        hits: counts the `Hits` whose share the metric is, from the same; None for a metric that is no such share, and
-            so has no interval.
-        words: its name in a model card.
-        hub_type: the kind of metric as the Hub names it.
-        axis: the axis of the curves on which it is drawn; None if it is not.
-        greater_is_better: whether the best model has the largest value.
-        least_classes: the number of classes under which it is undefined.
+    The kind of a set is ``"pairs"``; ``"classes"`` for zero-shot classification, or ``"labels"`` if an image may be of
+    several classes; ``"choices"`` between a right caption and wrong ones.
     """
 
     kind: str
-    measure: Callable[[Any], float] | None
-    words: str
-    hub_type: str
-    axis: str | None = None
-    greater_is_better: bool = True
-    least_classes: int = 1
+    measure: Callable[[Any], float] | None  # from the ranks or scores on a set; None for the trainer's loss
+    words: str  # its name in a model card
+    hub_type: str  # the kind of metric as the Hub names it
+    axis: str | None = None  # the axis of the curves on which it is drawn; None if it is not
+    greater_is_better: bool = True  # whether the best model has the largest value
+    least_classes: int = 1  # the number of classes under which it is undefined
+    # Counts the `Hits` whose share the metric is; None for a metric that is no such share, and so has no interval.
     hits: Callable[[Any], Hits] | None = None
 
 

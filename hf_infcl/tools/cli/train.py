@@ -74,7 +74,6 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         check_best_metric(namespace, eval_datasets)
         model, processor, conversion = model_to_train(model_options, lora, args)
         adapted = has_adapters(model)
-        model_class = type(model.get_base_model() if adapted else model).__name__
         if args.device.type == "cuda" and not adapted:
             gpu_bytes = torch.cuda.get_device_properties(args.device).total_memory
             if (warning := check_memory(model.config, args, gpu_bytes)) and args.process_index == 0:
@@ -102,7 +101,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_class, model_options, data, columns, evaluation, keep, conversion)
+    describe = describe_run(trainer, model_options, data, columns, evaluation, keep, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
     ProgressPrinter(trainer)
     if trainer.is_world_process_zero():

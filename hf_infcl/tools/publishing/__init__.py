@@ -3,7 +3,7 @@
 from .average_card import average_card
 from .callback import CURVES_FILE, CardCallback, write_publication
 from .cards import model_card
-from .changes import Change, changes, lines_of_changes
+from .changes import lines_of_changes
 from .curves import plot_curves
 from .facts import FACTS_FILE, Evaluation, Source, TrainingFacts, source_name, training_facts
 from .front import FRONT_FILE, plot_front, write_averages
@@ -18,14 +18,12 @@ __all__ = [
     "FRONT_FILE",
     "PICTURES_FILE",
     "CardCallback",
-    "Change",
     "Evaluation",
     "PicturesCallback",
     "ProgressPrinter",
     "Source",
     "TrainingFacts",
     "average_card",
-    "changes",
     "doubtful_rate",
     "escaped",
     "lines_of_changes",

@@ -38,22 +38,15 @@ SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds th
 class Source:
     """A dataset that was trained on.
 
-    Args:
-        dataset: Hub id, or the last part of a local path. `source_name` finds both.
-        on_hub: whether ``dataset`` is a Hub id, which the card links.
-        split: the split.
-        license: the licence that the Hub states; None if it states none.
-        weight: the share of the samples in a mixture of several sources; None for a single source.
-
     Raises:
         ValueError: ``dataset`` is a URL, or should be a Hub id and cannot be one.
     """
 
-    dataset: str
-    on_hub: bool
+    dataset: str  # Hub id, or the last part of a local path. `source_name` finds both
+    on_hub: bool  # whether ``dataset`` is a Hub id, which the card links
     split: str = "train"
-    license: str | None = None
-    weight: float | None = None
+    license: str | None = None  # the licence that the Hub states; None if it states none
+    weight: float | None = None  # the share of the samples in a mixture of several sources; None for a single source
 
     def __post_init__(self) -> None:
         _check_name(self.dataset, self.on_hub)
@@ -63,36 +56,23 @@ class Source:
 class Evaluation:
     """The measurements on one dataset.
 
-    Args:
-        dataset: Hub id, or the last part of a local path.
-        on_hub: whether ``dataset`` is a Hub id.
-        split: the split.
-        size: the number of images.
-        key: the name of the dataset in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``.
-        metrics: what `InfCLTrainer.evaluate` returns, without prefixes: zero-shot accuracies, or loss and recalls.
-        templates: the prompts of a zero-shot classification; empty for image-text pairs.
-        class_names: the names of its classes; empty for image-text pairs.
-        guard: whether the set serves to show what the training makes worse.
-        before: its metrics before the training; empty if they were not measured.
-        step: the step whose weights were measured; None if it is not known.
-        revision: of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy.
-
     Raises:
         ValueError: as for a `Source`.
     """
 
-    dataset: str
-    on_hub: bool
+    dataset: str  # Hub id, or the last part of a local path
+    on_hub: bool  # whether ``dataset`` is a Hub id
     split: str
-    size: int
-    key: str
+    size: int  # the number of images
+    key: str  # its name in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``
+    # What `InfCLTrainer.evaluate` returns, without prefixes: zero-shot accuracies, or loss and recalls.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    templates: Sequence[str] = ()
-    class_names: Sequence[str] = ()
-    guard: bool = False
-    before: Mapping[str, float] = field(default_factory=dict)
-    step: int | None = None
-    revision: str | None = None
+    templates: Sequence[str] = ()  # the prompts of a zero-shot classification; empty for image-text pairs
+    class_names: Sequence[str] = ()  # the names of its classes; empty for image-text pairs
+    guard: bool = False  # whether the set serves to show what the training makes worse
+    before: Mapping[str, float] = field(default_factory=dict)  # its metrics before the training, if they were measured
+    step: int | None = None  # the step whose weights were measured; None if it is not known
+    revision: str | None = None  # of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy
 
     def __post_init__(self) -> None:
         _check_name(self.dataset, self.on_hub)
