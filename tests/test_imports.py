@@ -86,7 +86,7 @@ MUST_NOT_KNOW = {
     ),
     "hf_infcl.passes.random_state": ("hf_infcl", *HUGGING_FACE),
     **dict.fromkeys(
-        (f"hf_infcl.checkpoints.average_{name}" for name in ("choice", "search", "weights")),
+        (f"hf_infcl.checkpoints.average_{name}" for name in ("search", "weights")),
         (*HUGGING_FACE, *DISTRIBUTED, *inside("kernels", "loss", "data", "training", "tools")),
     ),
     "hf_infcl.tools.benchmarks": (

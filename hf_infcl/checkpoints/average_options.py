@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import ExclusiveOptionsError
 from ..options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
-from .average_choice import check_tolerance
+from .average_search import check_tolerance
 from .average_weights import check_alpha
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -220,6 +220,28 @@ SCORES = {
     "labels": ("mean_average_precision",),
     "choices": ("text_acc",),
 }
+
+
+def score(metrics: Mapping[str, float], prefix: str = "") -> float:
+    """The score of one set by the table `SCORES`, such as the top-1 accuracy of classes.
+
+    The names of its ``metrics`` begin with the prefix, such as "eval_pairs_".
+
+    Raises:
+        ValueError: neither was measured on the set.
+    """
+    if (found := score_if_measured(metrics, prefix)) is None:
+        raise ValueError(f"Neither recall@1 nor acc1 was measured with the prefix {prefix!r}, but {sorted(metrics)}.")
+    return found
+
+
+def score_if_measured(metrics: Mapping[str, float], prefix: str = "", end: str = "") -> float | None:
+    """The `score`, or with ``end`` the mean of these bounds of its parts; None if they were not measured."""
+    for names in SCORES.values():
+        keys = [prefix + name + end for name in names]
+        if all(key in metrics for key in keys):
+            return sum(metrics[key] for key in keys) / len(keys)
+    return None
 
 
 def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metric]:

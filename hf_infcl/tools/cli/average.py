@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import find_adapter_config_file
 
-from ...checkpoints.average_choice import Measured
 from ...checkpoints.average_options import read_alpha
-from ...checkpoints.average_search import described, find_average, measured_at, not_trained, with_halves
+from ...checkpoints.average_search import Measured, described, find_average, measured_at, not_trained, with_halves
 from ...checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics
 from ...conversion.models import load
 from ...conversion.pretrained import base_of_adapters, with_trained_adapter

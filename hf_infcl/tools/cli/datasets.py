@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import ConcatDataset
 
-from ...checkpoints.average_choice import halves
+from ...checkpoints.average_search import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ...data.columns import find_caption_column, find_image_column, find_label_column
 from ...data.images import few_names, is_string
@@ -192,7 +192,7 @@ def guard_datasets(
         guards: name the sets.
         evaluation: names the labels and the templates.
         data: the training data, which must not be taken for a guard; None without a training.
-        half: 0 or 1 for one of the `hf_infcl.checkpoints.average_choice.halves` of each set; None for all rows.
+        half: 0 or 1 for one of the `hf_infcl.checkpoints.average_search.halves` of each set; None for all rows.
     """
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...checkpoints.average_choice import score_if_measured
 from ...evaluation import Difference
-from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES
+from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
 from .facts import Evaluation, TrainingFacts
 
 _SCORE_OF = {  # by the kind of set

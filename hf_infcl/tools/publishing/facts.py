@@ -17,8 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import TrainerState
 
 from ... import __version__
-from ...checkpoints.average_choice import Measured
-from ...checkpoints.average_search import Averaged
+from ...checkpoints.average_search import Averaged, Measured
 from ...checkpoints.record import Stage
 from ...loading.replay import Replayed
 from ...options.arguments import InfCLTrainingArguments

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.average_choice import Measured
-from ...checkpoints.average_search import SPLIT, Averaged
+from ...checkpoints.average_search import SPLIT, Averaged, Measured
 from .curves import COLOURS, without_formulas
 from .facts import source_name
 

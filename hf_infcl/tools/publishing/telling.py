@@ -16,9 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from ...checkpoints.average_choice import score_if_measured
 from ...evaluation import Difference
-from ...evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES
+from ...evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, score_if_measured
 from .trained import Trained
 
 HEAD = ("set", "metric", "value", "95% interval", "before", "change")
