@@ -53,7 +53,7 @@ class ItemSource(Protocol):
 def found_columns(
     features: datasets.Features, image_column: str, caption_column: str, named: Sequence[str]
 ) -> tuple[str | None, str | None]:
-    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `TableSource`."""
+    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `table_source`."""
     for option, column in (("image_column", image_column), ("caption_column", caption_column)):
         if option in named:
             _check_column(option, column, [*features])
@@ -99,14 +99,14 @@ def make_source(
     streaming: bool,
     on_bad_sample: str,
 ) -> ItemSource:
-    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `TableSource`.
+    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `table_source`.
 
     Raises:
         ValueError: it cannot be read, or lacks a column.
     """
     if not streaming:
         table, skips = load_pairs(data, split=split, name=name, image_column=image_column), on_bad_sample == "skip"
-        return TableSource(table, image_column, caption_column, key_column, data, skips=skips, named=named)
+        return table_source(table, image_column, caption_column, key_column, data, skips=skips, named=named)
     if key_column:
         raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
     images, captions = shard_columns(find_shards(data, split=split), image_column, caption_column, named)
@@ -125,8 +125,42 @@ def make_sources(
     """
     sets = [new, *([] if old is None else getattr(old, "datasets", [old]))]
     names = ["dataset", *(f"replay_dataset_{number}" for number in range(1, len(sets)))]
-    kinds: list[Any] = [ShardSource if isinstance(one, ImageTextStream) else TrainedTable for one in sets]
-    return {name: kind(one, views) for name, kind, one in zip(names, kinds, sets, strict=True)}
+    return {name: source_of_training(one, views) for name, one in zip(names, sets, strict=True)}
+
+
+def source_of_training(data: ImageTextDataset | ImageTextStream, views: int | None = None) -> ItemSource:
+    """The images and captions of a training set; ``views`` is as for `ShardSource`."""
+    if isinstance(data, ImageTextStream):
+        return ShardSource(data, views)
+    skips = data.options["on_bad_sample"] == "skip"
+    return TableSource(data.table, data, data.caption_column, skips=skips, views=views)
+
+
+def table_source(
+    table: datasets.Dataset,
+    image_column: str,
+    caption_column: str,
+    key_column: str | None,
+    folder: str,
+    *,
+    skips: bool = False,
+    named: Sequence[str] = (),
+) -> TableSource:
+    """A table with the wanted columns, or else those of `find_image_column` and `find_caption_column`, if it has any.
+
+    ``named`` are the options of columns that must exist, because the user has set them.
+
+    Raises:
+        ValueError: the table lacks a column that was named, or has neither images nor captions.
+    """
+    if len(table) == 0:
+        raise ValueError("The data has no rows.")
+    if key_column is not None and "key_column" in named:
+        _check_column("key_column", key_column, table.column_names)
+    images, captions = found_columns(table.features, image_column, caption_column, named)
+    others = {"caption_column": captions, "key_column": key_column}
+    dataset = ImageDataset(table, images, others) if images else None
+    return TableSource(table, dataset, captions, key_column, folder=folder, skips=skips)
 
 
 class TableSource(Dataset[Item]):
@@ -134,46 +168,23 @@ class TableSource(Dataset[Item]):
 
     Args:
         table: the rows.
-        image_column, caption_column: the wanted columns, or else those of `find_image_column` and
-            `find_caption_column`, if there are any.
+        images: their images, if they have any.
+        caption_column: None if there are no captions.
         key_column: names the rows; by default the paths of the images do, or else the numbers of the rows.
         folder: the folder of the table, to which paths of images become relative if they are keys.
         skips: whether a bad row is left out.
-        named: the options of columns that must exist, because the user has set them.
-
-    Raises:
-        ValueError: the table lacks a column that was named, or has neither images nor captions.
+        views: the number of epochs whose augmented images are embedded; None for the images as they are.
     """
 
     def __init__(
         self,
         table: datasets.Dataset,
-        image_column: str,
-        caption_column: str,
-        key_column: str | None,
-        folder: str,
-        *,
-        skips: bool = False,
-        named: Sequence[str] = (),
-    ) -> None:
-        if len(table) == 0:
-            raise ValueError("The data has no rows.")
-        if key_column is not None and "key_column" in named:
-            _check_column("key_column", key_column, table.column_names)
-        images, captions = found_columns(table.features, image_column, caption_column, named)
-        others = {"caption_column": captions, "key_column": key_column}
-        dataset = ImageDataset(table, images, others) if images else None
-        self._prepare(table, dataset, captions, key_column, folder=folder, skips=skips)
-
-    def _prepare(
-        self,
-        table: datasets.Dataset,
         images: ImageDataset | None,
         caption_column: str | None,
-        key_column: str | None,
+        key_column: str | None = None,
         *,
         folder: str = "",
-        skips: bool,
+        skips: bool = False,
         views: int | None = None,
     ) -> None:
         self._images, self._views = images, views
@@ -241,17 +252,6 @@ class TableSource(Dataset[Item]):
             inside = os.path.isabs(path) and os.path.commonpath([path, self._folder]) == self._folder
             item["key"] = os.path.relpath(path, self._folder) if inside else path
         return item
-
-
-class TrainedTable(TableSource):
-    """The images and captions of a training set that is a table.
-
-    ``views`` is the number of epochs whose augmented images are embedded; None for the images as they are.
-    """
-
-    def __init__(self, dataset: ImageTextDataset, views: int | None = None) -> None:
-        skips = dataset.options["on_bad_sample"] == "skip"
-        self._prepare(dataset.table, dataset, dataset.caption_column, None, skips=skips, views=views)
 
 
 class ShardSource:

@@ -14,7 +14,7 @@ import numpy as np
 
 # A push leaves out what begins with an underscore: ledger and sheet show captions and images of the training.
 LEDGER_FILE, SHEET_FILE = "_ledger.parquet", "_ledger.png"
-_RECORD = b"infcl"
+RECORD = b"infcl"  # in the metadata of the file
 _WIDTH = 0.25  # of the window in which scores are counted, to both sides
 _ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32, "text_key": np.int64, "image_key": np.int64}
 
@@ -74,7 +74,7 @@ class Ledger:
             columns[name] = pa.array([self.find_caption(int(key)) for key in keys], pa.string())
         if self.sample:
             columns["sample"] = pa.array(self.sample, pa.string())
-        table = pa.table(columns).replace_schema_metadata({_RECORD: json.dumps({"content": self.content})})
+        table = pa.table(columns).replace_schema_metadata({RECORD: json.dumps({"content": self.content})})
         partial = Path(path).with_name(f"_{os.getpid()}.{Path(path).name}")
         pq.write_table(table, partial)
         os.replace(partial, path)
@@ -88,38 +88,18 @@ class Ledger:
         """
         import pyarrow.parquet as pq
 
-        with _read_as_ledger(path):
+        with read_as_ledger(path):
             table = pq.read_table(path)
-            record = json.loads((table.schema.metadata or {})[_RECORD])
+            record = json.loads((table.schema.metadata or {})[RECORD])
             arrays = {name: table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items()}
             words = {name: table[name].to_pylist() for name in ("caption", "sample") if name in table.column_names}
             return cls(record["content"], **arrays, **words)
         raise AssertionError
 
 
-def wrong_in(path: str | Path, content: str, least: float) -> tuple[np.ndarray, int]:
-    """The keys [n] int64 of the pairs of a ledger that are wrong with at least this probability, and all its pairs.
-
-    Nothing else is held in memory. ``content`` is the `content_fingerprint` of the training set.
-
-    Raises:
-        ValueError: there is no such ledger, or it is of other data.
-    """
-    import pyarrow.parquet as pq
-
-    with _read_as_ledger(path), pq.ParquetFile(path) as file:
-        recorded = json.loads((file.schema_arrow.metadata or {})[_RECORD])["content"]
-        found = [np.empty(0, np.int64)]
-        for batch in file.iter_batches(columns=["key", "p_wrong"]):
-            key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
-            found.append(key[p_wrong >= least].astype(np.int64))
-        count = int(file.metadata.num_rows)
-    check_data(recorded, content, path)
-    return np.concatenate(found), count
-
-
 @contextmanager
-def _read_as_ledger(path: str | Path) -> Iterator[None]:
+def read_as_ledger(path: str | Path) -> Iterator[None]:
+    """Within the context, an error becomes a ValueError that says that the file is no ledger."""
     import pyarrow as pa
 
     try:
