@@ -81,10 +81,8 @@ class Files:
 def benchmark_files(name: str, folder: str | None) -> Files:
     """The files of a benchmark.
 
-    Args:
-        name: the name of the benchmark.
-        folder: holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
-            client keeps the files in its cache and needs no network once they are there.
+    The ``folder`` holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
+    client keeps the files in its cache and needs no network once they are there.
 
     Raises:
         ValueError: the folder has no copy, or the Hub returns none.
@@ -138,9 +136,7 @@ _SOURCES = {
 def sugarcrepe_files(name: str, folder: str | None) -> Files:
     """The files of a subset of SugarCrepe or SugarCrepe++: its captions, and the images of COCO's val2017.
 
-    Args:
-        name: the name of the subset, such as "sugarcrepe/add_att".
-        folder: holds ``sugarcrepe/data/add_att.json`` and the images in ``sugarcrepe/val2017``.
+    For "sugarcrepe/add_att", the folder holds ``sugarcrepe/data/add_att.json`` and images in ``sugarcrepe/val2017``.
 
     Raises:
         ValueError: one of them is missing.
@@ -158,11 +154,9 @@ def sugarcrepe_files(name: str, folder: str | None) -> Files:
 
 
 def xm3600_files(name: str, folder: str | None) -> Files:
-    """The tables of a language of Crossmodal-3600 (Thapliyal et al. 2022, arXiv 2205.12522).
+    """The tables of a language of Crossmodal-3600 (Thapliyal et al. 2022, arXiv 2205.12522), such as "xm3600/de".
 
-    Args:
-        name: the language, such as "xm3600/de".
-        folder: holds a copy of the repository in ``xm3600``. None reads from the Hub.
+    The ``folder`` holds a copy of the repository in ``xm3600``. None reads from the Hub.
 
     Raises:
         ValueError: the folder has no copy, the Hub returns none, or it has no table of the language.
