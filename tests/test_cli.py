@@ -56,7 +56,8 @@ from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.cli.parser import ELSEWHERE
 from hf_infcl.tools.planning import GPUS
-from hf_infcl.tools.publishing import CardCallback, doubtful_rate
+from hf_infcl.tools.publishing import CardCallback
+from hf_infcl.tools.publishing.outcome import doubtful_rate
 
 # ---- A run ----
 

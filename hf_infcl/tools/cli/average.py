@@ -21,7 +21,9 @@ from ...encoders.adapters import adapter_state, has_adapters
 from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions
 from ...training.trainer import InfCLTrainer
-from ..publishing import average_card, quieten, write_averages
+from ..publishing.average_card import average_card
+from ..publishing.front import write_averages
+from ..publishing.telling import quieten
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .description import describe_evaluations
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu

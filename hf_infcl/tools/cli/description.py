@@ -21,8 +21,8 @@ from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
 from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
-from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
-from ..publishing.markdown import code, joined
+from ..publishing.facts import Evaluation, Source, TrainingFacts, source_name, training_facts
+from ..publishing.markdown import code, escaped, joined
 from .command_options import ColumnOptions, DataOptions
 from .datasets import mixture_weights
 

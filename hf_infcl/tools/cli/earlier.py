@@ -17,7 +17,10 @@ from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
 from ...processes.collectives import Processes
 from ...training.trainer import InfCLTrainer
-from ..publishing import CURVES_FILE, FACTS_FILE, FRONT_FILE, PICTURES_FILE
+from ..publishing.callback import CURVES_FILE
+from ..publishing.facts import FACTS_FILE
+from ..publishing.front import FRONT_FILE
+from ..publishing.pictures import PICTURES_FILE
 from .command_options import DataOptions
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, FRONT_FILE, PICTURES_FILE)

@@ -29,16 +29,13 @@ from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
 from ..planning import check_memory
-from ..publishing import (
-    CardCallback,
-    PicturesCallback,
-    ProgressPrinter,
-    doubtful_rate,
-    lines_of_changes,
-    outcome,
-    write_averages,
-)
+from ..publishing.callback import CardCallback
+from ..publishing.changes import lines_of_changes
+from ..publishing.front import write_averages
+from ..publishing.outcome import doubtful_rate, outcome
+from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
+from ..publishing.telling import ProgressPrinter
 from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
