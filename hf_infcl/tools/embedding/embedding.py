@@ -53,10 +53,8 @@ def embed(
     or both, such as ``images-00002-of-00010.parquet``. Files that are there already are not computed again.
 
     Args:
-        source: what to embed.
         folder: a folder that all processes can write. It also gets ``embeddings.json``, the record of the run.
         encoder: the model, in evaluation mode.
-        collator: prepares images and captions.
         prepare: moves a batch to the device and normalises its images.
         autocast: the context of the forwards.
         dtype: the precision of that context, for the record.
@@ -64,7 +62,6 @@ def embed(
         half: whether npy has fp16 instead of fp32.
         licence: of the model, for the record of npy.
         batch_size: images, and texts, of one forward.
-        num_workers, pin_memory: of the data loader.
 
     Returns:
         The numbers of images and texts that this call has embedded and of the rows that it has left out, over all

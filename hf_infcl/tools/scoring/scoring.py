@@ -90,12 +90,10 @@ def score_pairs(
     Args:
         dataset: the pairs. Of a stream every sample is read once.
         encoder: the model, in evaluation mode.
-        collate: the collator.
         prepare: moves a batch to the device and normalises its images.
         autocast: the context of the forwards.
         window: the pairs of a window.
         batch_size: the pairs of a forward.
-        num_workers, pin_memory: of the data loader.
         averages: the keys [n] int64 of pairs in ascending order, and scores [n] to take instead, such as those of a
             training; only these pairs are then in the ledger.
 
