@@ -33,12 +33,14 @@ class SetFacts:
     # ---- What `add` adds up ----
     looks: int = 0  # the number of pairs that were read
     faults: dict[str, dict[str, str]] = field(default_factory=dict)  # by fault and pair, what it consists in
-    sizes: list[tuple[int, int]] = field(default_factory=list)  # of each image that can be decoded, see `Look`,
-    nbytes: list[int] = field(default_factory=list)  # as are these
-    seconds: list[float] = field(default_factory=list)  # and these
-    tokens: list[int] = field(default_factory=list)  # of each caption
-    caption_bytes: list[int] = field(default_factory=list)  # of each caption
-    caption_ids: dict[str, set[int]] = field(default_factory=dict)  # of each pair that has captions
+    # Of each image that can be decoded, see `Look`.
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    # Of each caption, and of each pair that has captions.
+    tokens: list[int] = field(default_factory=list)
+    caption_bytes: list[int] = field(default_factory=list)
+    caption_ids: dict[str, set[int]] = field(default_factory=dict)
     seen: dict[str, list[int]] = field(default_factory=dict)  # `Caption.seen` of its captions, in their order
     texts: dict[int, str] = field(default_factory=dict)  # the first caption of each of up to `KEPT` ids
     one_embedding: str = ""  # why two different captions have one embedding, if they have; see `Pooling.fault`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,12 @@ class BetweenCheckpoints:
             self._set: Callable[[dict[str, Tensor]], Any] = self.model.load_state_dict
         else:
             self.model, self.processor = with_trained_adapter(base, end).requires_grad_(False), processor
+            from peft import set_peft_model_state_dict  # it is installed, as there is an adapter
+
             self._end = _copied(adapter_state(self.model))
             self._start = adapters_of_zero(self._end)
-            self._set = self._set_adapter
+            self._set = partial(set_peft_model_state_dict, self.model)
         interpolated(self._start, self._end, 1.0, path)  # raises here rather than after the first evaluation
-
-    def _set_adapter(self, state: dict[str, Tensor]) -> None:
-        import peft
-
-        peft.set_peft_model_state_dict(self.model, state)
 
     def move(self, alpha: float) -> None:
         """Gives the model the weights at ``alpha``."""

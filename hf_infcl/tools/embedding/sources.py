@@ -211,15 +211,12 @@ class TableSource(Dataset[Item]):
     def image_fingerprint(self) -> str:
         if self._images is None:
             return self._texts._fingerprint
-        return f"{self._images.image_fingerprint()}{self._of_views() or ''}"
+        return f"{self._images.image_fingerprint()}{_of_views(self._images, self._views) or ''}"
 
     def described(self) -> dict[str, Any]:
         captions = self._captions if self._caption_column else None
         found = described_table(len(self), None if self._images is None else self._images.encoded, captions)
-        return found | self._of_views()
-
-    def _of_views(self) -> dict[str, Any]:
-        return _of_views(self._images, self._views) if isinstance(self._images, ImageTextDataset) else {}
+        return found | _of_views(self._images, self._views)
 
     def _captions(self, row: int) -> list[str]:
         return usable_captions(self._texts[row][self._caption_column])
@@ -246,7 +243,8 @@ class TableSource(Dataset[Item]):
                 raise
             return {"row": row, "bad": str(error)}
         item["images"] = {item["place"]: {"image": image}}
-        if self._views is not None and isinstance(self._images, ImageTextDataset):
+        if self._views is not None:
+            assert isinstance(self._images, ImageTextDataset)
             item["images"] = self._images.views(row, image, self._views)
         if path is not None and self._key_column is None:
             inside = os.path.isabs(path) and os.path.commonpath([path, self._folder]) == self._folder
@@ -280,7 +278,7 @@ class ShardSource:
         return described_shards(shard.url for shard in self._stream.shards) | _of_views(self._stream, self._views)
 
 
-def _of_views(data: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any]:
+def _of_views(data: Any, count: int | None) -> dict[str, Any]:
     """What the description of the data says of augmented images, if these are embedded."""
     return {} if count is None else {"views": describe_views(data, count)}
 
