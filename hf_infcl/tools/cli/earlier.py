@@ -49,14 +49,6 @@ def weights_of_other_kind(folder: Path, adapters: bool) -> list[Path]:
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
-def holds_earlier_run(folder: str | None, earlier: Sequence[Path]) -> ValueError:
-    """The error of a run that would be mixed with these results of an earlier one."""
-    return ValueError(
-        f"{folder} holds an earlier run ({', '.join(path.name for path in earlier)}). Continue it with "
-        "--resume_from_checkpoint auto, choose another --output_dir, or delete it with --overwrite_output_dir."
-    )
-
-
 class EarlierDeleted(TrainerCallback):
     """Deletes the results of an earlier run once a training begins, which no wrong option can prevent any more.
 

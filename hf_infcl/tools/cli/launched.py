@@ -79,11 +79,8 @@ _OF_ONE_PROCESS = ("hf_infcl.data.stream_batches", "hf_infcl.shards", "hf_infcl.
 def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
     """Tells of more workers of the data loaders than the machine has cores; those of a file become as many.
 
-    Those of a stream stay as they are, since they decide about its order.
-
-    Args:
-        namespace: all options; the number of workers is changed in place.
-        file: the name of the file of options that alone sets the number; empty if the user has typed it.
+    Those of a stream stay as they are, since they decide about its order. The number is changed in place. ``file`` is
+    the name of the file of options that alone sets it; empty if the user has typed it.
     """
     workers = getattr(namespace, "dataloader_num_workers", None) or 0
     processes, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores()

@@ -41,14 +41,7 @@ from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
 from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
-from .earlier import (
-    EarlierDeleted,
-    check_output_folder,
-    earlier_results,
-    has_results,
-    holds_earlier_run,
-    weights_of_other_kind,
-)
+from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
 
@@ -64,7 +57,11 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
-            raise holds_earlier_run(args.output_dir, earlier)
+            names = ", ".join(path.name for path in earlier)
+            raise ValueError(
+                f"{args.output_dir} holds an earlier run ({names}). Continue it with --resume_from_checkpoint auto, "
+                "choose another --output_dir, or delete it with --overwrite_output_dir."
+            )
         train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
         gains = evaluation_datasets(columns, evaluation, data)
         eval_datasets = gains | guard_datasets(columns, keep, evaluation, data)
