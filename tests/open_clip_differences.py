@@ -5,7 +5,6 @@ are random. Towers have one layer, and tables of tokens 1,000 rows, unless the c
 """
 
 import csv
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def know_short_towers(patch: pytest.MonkeyPatch) -> None:
 
     for name, tower in list(towers.TIMM_TOWERS.items()):
         build = _registry._model_entrypoints[name]
-        patch.setitem(towers.TIMM_TOWERS, name, replace(tower, layers=LAYERS))
+        patch.setitem(towers.TIMM_TOWERS, name, tower | {"num_hidden_layers": LAYERS})
         patch.setitem(
             _registry._model_entrypoints, name, lambda build=build, **options: build(**{**options, "depth": LAYERS})
         )

@@ -22,11 +22,11 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from torch import Tensor, nn
 
-from hf_infcl.checkpoints.average_choice import ALPHAS, Measured, chosen, halves, score
-from hf_infcl.checkpoints.average_search import measured_at
+from hf_infcl.checkpoints.average_search import ALPHAS, Measured, chosen, halves, measured_at
 from hf_infcl.checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics, scales_by_depth
+from hf_infcl.evaluation.metrics import score
 from hf_infcl.tools.cli.average import BetweenCheckpoints
-from hf_infcl.tools.publishing import plot_front
+from hf_infcl.tools.publishing.front import plot_front
 
 State = dict[str, Tensor]
 

@@ -49,14 +49,15 @@ from hf_infcl.options.declaring import declared_facts
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.loss_options import EQUAL_IDS
 from hf_infcl.tools import cli
-from hf_infcl.tools.cli import commands, defaults, description, earlier, plan, results
+from hf_infcl.tools.cli import commands, defaults, description, earlier, plan, train
 from hf_infcl.tools.cli import datasets as opening
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.cli.parser import ELSEWHERE
 from hf_infcl.tools.planning import GPUS
-from hf_infcl.tools.publishing import CardCallback, doubtful_rate
+from hf_infcl.tools.publishing import CardCallback
+from hf_infcl.tools.publishing.outcome import doubtful_rate
 
 # ---- A run ----
 
@@ -561,7 +562,7 @@ def test_a_folder_that_is_overwritten_holds_either_a_model_or_adapters(small, tm
 
 
 def test_training_needs_no_matplotlib(small, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(results.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
     infcl(*small, "--max_steps", 1)
     assert f"matplotlib is not installed. After `pip install matplotlib`, `infcl card {tmp_path / 'out'}` draws" in (
         capsys.readouterr().out

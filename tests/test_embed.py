@@ -24,7 +24,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.stored_embeddings import StoredEmbeddings, of_caption
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
-from hf_infcl.tools.embedding.sources import ShardSource, TableSource, make_source
+from hf_infcl.tools.embedding.sources import ShardSource, make_source, table_source
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
 
@@ -72,7 +72,7 @@ def _small_parts(monkeypatch):
 
 @pytest.mark.parametrize("form", ["parquet", "safetensors"])
 def test_every_image_and_caption_of_a_table_once_in_order(tmp_path, form):
-    source = TableSource(table(), "image", "caption", None, str(tmp_path))
+    source = table_source(table(), "image", "caption", None, str(tmp_path))
     counts = embedded(source, tmp_path, format=form, num_workers=1)
     images, texts = expected(range(21))
     assert counts == {"images": 21, "texts": len(texts), "skipped": 0}
@@ -87,7 +87,7 @@ def test_every_image_and_caption_of_a_table_once_in_order(tmp_path, form):
 
 def test_embeddings_in_bf16_are_of_length_1_and_near_those_in_fp32(tmp_path):
     in_bf16 = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "dtype": "bf16"}
-    embedded(TableSource(table(), "image", "caption", None, "x"), tmp_path, **in_bf16)
+    embedded(table_source(table(), "image", "caption", None, "x"), tmp_path, **in_bf16)
     for kind, wanted in zip(("images", "texts"), expected(range(21)), strict=True):
         _, _, vectors = read(tmp_path, kind)
         np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
@@ -96,7 +96,7 @@ def test_embeddings_in_bf16_are_of_length_1_and_near_those_in_fp32(tmp_path):
 
 
 def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_folder(tmp_path):
-    source = TableSource(table(id=[f"n{row}" for row in range(21)]), "image", "caption", "id", "x")
+    source = table_source(table(id=[f"n{row}" for row in range(21)]), "image", "caption", "id", "x")
     embedded(source, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / "texts-00001-of-00003.parquet").unlink()
@@ -107,13 +107,13 @@ def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_f
     for other in {"seed": 1}, {"max_length": 4}:
         with pytest.raises(ValueError, match=r"holds other embeddings \(fingerprint was .*Choose another --output_dir"):
             embedded(source, tmp_path, **other)
-    images = TableSource(table().remove_columns("caption"), "image", "caption", None, "x")
+    images = table_source(table().remove_columns("caption"), "image", "caption", None, "x")
     for max_length in (None, 4):  # which decides nothing about images
         embedded(images, tmp_path / "images", max_length=max_length)
 
 
 def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folder(tmp_path):
-    source = TableSource(table(), "image", "caption", None, "x")
+    source = table_source(table(), "image", "caption", None, "x")
     embedded(source, tmp_path, format="npy")
     images, texts = expected(range(21))
     np.testing.assert_allclose(np.load(tmp_path / "images.npy"), images, atol=1e-6)
@@ -139,22 +139,22 @@ def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folde
 
 def _by_processes(rank: int, world_size: int, folder: str) -> str:
     sources.ROWS_OF_PART = 8
-    embedded(TableSource(table(), "image", "caption", None, folder), Path(folder, "both"))
+    embedded(table_source(table(), "image", "caption", None, folder), Path(folder, "both"))
     broken = table().cast_column("image", datasets.Image(decode=False)).to_list()
     broken[9]["image"] = {"bytes": b"no image", "path": None}
     features = datasets.Features(image=datasets.Image(), caption=datasets.Sequence(datasets.Value("string")))
     bad = datasets.Dataset.from_list(broken, features=features)
     try:
-        embedded(TableSource(bad, "image", "caption", None, folder), Path(folder, "bad"))
+        embedded(table_source(bad, "image", "caption", None, folder), Path(folder, "bad"))
     except (RuntimeError, ValueError) as error:
         message = f"{type(error).__name__}: {error}"
-    counts = embedded(TableSource(bad, "image", "caption", None, folder, skips=True), Path(folder, "skip"))
+    counts = embedded(table_source(bad, "image", "caption", None, folder, skips=True), Path(folder, "skip"))
     return f"{message} {counts}"
 
 
 def test_processes_share_the_parts_and_a_failure_and_a_bad_row_may_be_left_out(ranks, tmp_path):
     first, second = ranks.run(_by_processes, 2, str(tmp_path))
-    embedded(TableSource(table(), "image", "caption", None, ""), tmp_path / "one")
+    embedded(table_source(table(), "image", "caption", None, ""), tmp_path / "one")
     for kind in ("images", "texts"):
         (keys, _, vectors), (same_keys, _, same) = read(tmp_path / "one", kind), read(tmp_path / "both", kind)
         assert keys == same_keys
@@ -242,7 +242,7 @@ def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small,
     ):
         assert message in mistake(capsys, *queries, *more)
     with pytest.raises(ValueError, match="neither images nor captions"):
-        TableSource(datasets.Dataset.from_dict({"number": [1]}), "image", "caption", None, "")
+        table_source(datasets.Dataset.from_dict({"number": [1]}), "image", "caption", None, "")
 
 
 @pytest.mark.parametrize("kind", ["table", "stream"])

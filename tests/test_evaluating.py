@@ -22,9 +22,9 @@ from torch.utils.data import ChainDataset, IterableDataset
 from transformers.utils import logging
 
 from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, evaluation, reference
-from hf_infcl.checkpoints.average_choice import score
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from hf_infcl.evaluation.metrics import score
 from hf_infcl.processes.collectives import OtherRankFailedError
 from hf_infcl.training import evaluating
 

@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from hf_infcl import reference
 from hf_infcl.loss import contrastive, several_positives
 from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.publishing import Evaluation, Source, TrainingFacts, model_card
+from hf_infcl.tools.publishing import Evaluation, Source
+from hf_infcl.tools.publishing.cards import model_card
+from hf_infcl.tools.publishing.facts import TrainingFacts
 
 # ---- The loss ----
 

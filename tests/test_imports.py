@@ -86,7 +86,7 @@ MUST_NOT_KNOW = {
     ),
     "hf_infcl.passes.random_state": ("hf_infcl", *HUGGING_FACE),
     **dict.fromkeys(
-        (f"hf_infcl.checkpoints.average_{name}" for name in ("choice", "search", "weights")),
+        (f"hf_infcl.checkpoints.average_{name}" for name in ("search", "weights")),
         (*HUGGING_FACE, *DISTRIBUTED, *inside("kernels", "loss", "data", "training", "tools")),
     ),
     "hf_infcl.tools.benchmarks": (
@@ -155,9 +155,7 @@ MUST_NOT_KNOW = {
         *(*TRAINER, *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "loss", "windows", "training", "tools"),
     ),
-    "hf_infcl.tools.embedding.options": WITHOUT_TORCH,
     "hf_infcl.tools.scoring": (*TRAINER, *MODELS, *DISTRIBUTED, *inside("reference", "kernels", "training", "tools")),
-    "hf_infcl.tools.scoring.options": WITHOUT_TORCH,
     "hf_infcl.training": inside("reference", "tools"),
     "hf_infcl.training.trainer": inside("kernels", "reference", "tools"),
     "hf_infcl.training.preparation": (*TRAINER[:2], *inside("kernels", "loss", "data", "training.trainer")),

@@ -11,8 +11,10 @@ from helpers.trainers import trainer_for
 
 from hf_infcl.evaluation import METRICS, retrieval_metrics, zero_shot_metrics
 from hf_infcl.evaluation.metrics import Metric, PairRanks, metric_named, metrics_of_kind, recalls
-from hf_infcl.tools.publishing import Evaluation, Source, TrainingFacts, model_card
+from hf_infcl.tools.publishing import Evaluation, Source
+from hf_infcl.tools.publishing.cards import model_card
 from hf_infcl.tools.publishing.curves import plot_curves
+from hf_infcl.tools.publishing.facts import TrainingFacts
 
 GUIDE = Path(__file__).parents[1] / "scripts/README.md"
 

@@ -13,7 +13,9 @@ from hf_infcl.loss import OBJECTIVES, one_positive, several_positives
 from hf_infcl.loss.batch import Terms
 from hf_infcl.tools import planning
 from hf_infcl.tools.planning.costs import loss_flops
-from hf_infcl.tools.publishing import Source, TrainingFacts, model_card
+from hf_infcl.tools.publishing import Source
+from hf_infcl.tools.publishing.cards import model_card
+from hf_infcl.tools.publishing.facts import TrainingFacts
 
 
 def doubled(loss: Any) -> Any:

@@ -22,22 +22,14 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.checkpoints.average_search import Averaged
-from hf_infcl.tools.publishing import (
-    PICTURES_FILE,
-    CardCallback,
-    Evaluation,
-    PicturesCallback,
-    Source,
-    TrainingFacts,
-    lines_of_changes,
-    model_card,
-    outcome,
-    pictures,
-    plot_curves,
-    source_name,
-    training_facts,
-    write_publication,
-)
+from hf_infcl.tools.publishing import CardCallback, Evaluation, Source, pictures, training_facts
+from hf_infcl.tools.publishing.callback import write_publication
+from hf_infcl.tools.publishing.cards import model_card
+from hf_infcl.tools.publishing.changes import lines_of_changes
+from hf_infcl.tools.publishing.curves import plot_curves
+from hf_infcl.tools.publishing.facts import TrainingFacts, source_name
+from hf_infcl.tools.publishing.outcome import outcome
+from hf_infcl.tools.publishing.pictures import PICTURES_FILE, PicturesCallback
 from hf_infcl.training import progress
 
 ZERO_SHOT = {"acc1": 0.51234, "acc5": math.nan, "mean_per_class_recall": 0.5, "runtime": 1.5, "samples_per_second": 7.0}

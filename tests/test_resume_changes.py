@@ -14,7 +14,9 @@ from torch.utils.data import default_collate
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.record import Stage
 from hf_infcl.options.batch_schedule import EqualBatches
-from hf_infcl.tools.publishing import Source, TrainingFacts, model_card, training_facts
+from hf_infcl.tools.publishing import Source, training_facts
+from hf_infcl.tools.publishing.cards import model_card
+from hf_infcl.tools.publishing.facts import TrainingFacts
 
 DATA = [Source("me/data", on_hub=True)]
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps"}

@@ -32,7 +32,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.stored_embeddings import StoredEmbeddings, described_shards
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
-from hf_infcl.tools.embedding.sources import ShardSource, TableSource, TrainedTable
+from hf_infcl.tools.embedding.sources import ShardSource, TableSource, source_of_training
 from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows.extensions import LossTerm
 from hf_infcl.windows.terms import TeacherDistance
@@ -267,7 +267,7 @@ def store(source: Any, folder: Path, teacher: Any = None, processor: Any = None,
 
 
 def table_source(table: Dataset, **options: Any) -> TableSource:
-    return TableSource(table, "image", "caption", None, "", **options)
+    return sources.table_source(table, "image", "caption", None, "", **options)
 
 
 def taught(folder: Path, data: Any, **options: Any) -> InfCLTrainer:
@@ -335,16 +335,15 @@ def test_stored_views_are_the_crops_of_the_training(tmp_path, kind):
             return ImageTextDataset(rows(), **options)
         return ImageTextStream(shards_of(tmp_path), **options, shuffle_buffer=4, lanes=2)
 
-    source = {"table": TrainedTable, "stream": ShardSource}[kind]
-    views = store(source(data(), 2), tmp_path / "views")
-    plain = store(source(data(augmentation="none")), tmp_path / "plain")
+    views = store(source_of_training(data(), 2), tmp_path / "views")
+    plain = store(source_of_training(data(augmentation="none")), tmp_path / "plain")
     online = trained(tmp_path / "a", data(), teacher=(large_teacher(), large_processor()))
     stored = trained(tmp_path / "b", data(), teacher_embeddings=[views], dataloader_num_workers=1)
     other = trained(tmp_path / "c", data(), teacher_embeddings=[plain])
     error = (moved(online) - moved(stored)).norm() / (moved(online) - moved(other)).norm()
     assert error < 1e-3
     with pytest.raises(ValueError, match="holds other embeddings"):
-        store(source(data(seed=4), 2), tmp_path / "views")
+        store(source_of_training(data(seed=4), 2), tmp_path / "views")
     for wrong in {"seed": 4}, {"augmentation": "crop"}, {"min_side": 8}:
         with pytest.raises(ValueError, match="The stored views of images must be those of the training"):
             taught(tmp_path, data(**wrong), teacher_embeddings=[views])

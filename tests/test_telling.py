@@ -15,7 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 from hf_infcl.tools.cli import launched
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.launched import fit_workers, warn_once
-from hf_infcl.tools.publishing import ProgressPrinter, make_rows, table_lines
+from hf_infcl.tools.publishing.telling import ProgressPrinter, make_rows, table_lines
 
 PAIRS = {
     **{"loss": 2.5, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.5, "text_retrieval_recall@5": 0.75},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import ExclusiveOptionsError
 from ..options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
-from .average_choice import check_tolerance
+from .average_search import check_tolerance
 from .average_weights import check_alpha
 
 
@@ -34,13 +34,9 @@ def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCL
 
 
 def read_alpha(option: str, value: str, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
-    """The α that an option names, or None for the one to be chosen.
+    """The α that the value of an option names, "auto" or a number; None for the one to be chosen.
 
-    Args:
-        option: its name, for messages.
-        value: its value: "auto" or a number.
-        guards: name the sets to keep and the tolerance.
-        evaluation: names the sets that the training is for.
+    ``guards`` names the sets to keep and the tolerance, and ``evaluation`` those that the training is for.
 
     Raises:
         ValueError: the value is neither; a set is missing for the choice; the tolerance is no fraction.

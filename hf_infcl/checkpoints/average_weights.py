@@ -88,11 +88,8 @@ def scales_by_depth(names: Iterable[str], alpha: float) -> dict[str, float]:
     """λ of each parameter at ``alpha`` on the path by depth.
 
     Layer l of L (see `hf_infcl.encoders.depth.depths`) has the depth (l − 1) / (L − 1). What comes before the layers of
-    its tower has the depth 0. What comes after them, projections, and what belongs to no tower have the depth 1.
-
-    Args:
-        names: of all parameters, in the order of their modules.
-        alpha: in [0, 1].
+    its tower has the depth 0. What comes after them, projections, and what belongs to no tower have the depth 1. The
+    names are those of all parameters, in the order of their modules.
 
     Raises:
         ValueError: no tower has two layers.
@@ -124,10 +121,8 @@ def _depths(names: list[str]) -> dict[str, float]:
 def adapters_of_zero(end: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The start of a LoRA training, from its end: the same adapters with B = 0, which change nothing.
 
-    LoRA adds B·A to a weight, so the adapters at α on the line between both change it by α times as much.
-
-    Args:
-        end: the tensors of the adapter, as peft saves them.
+    LoRA adds B·A to a weight, so the adapters at α on the line between both change it by α times as much. Their tensors
+    are named as peft saves them.
 
     Raises:
         ValueError: something else was trained with the adapters, of which the adapter does not hold the start.
@@ -145,10 +140,8 @@ def adapters_of_zero(end: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def with_factors_of_end(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The start of a LoRA training, with the factors A of its end where B is 0, so that they change nothing.
 
-    On the line from there to the end, an adapter changes a weight by α times B·A of the end.
-
-    Args:
-        start, end: the tensors of the model, or those of a model without adapters, which stay as they are.
+    On the line from there to the end, an adapter changes a weight by α times B·A of the end. The tensors of a model
+    without adapters stay as they are.
     """
     found = dict(start)
     for name in start:
@@ -164,9 +157,6 @@ def check_new_adapters(start: Mapping[str, Tensor]) -> None:
     """Raises a ValueError if a training starts from adapters that change something, which have no line to their end.
 
     The average of the weights is that of the products B·A, which the average of the factors is not.
-
-    Args:
-        start: the tensors of the model.
     """
     if any(_FACTORS_B & set(name.split(".")) and bool(tensor.any()) for name, tensor in start.items()):
         raise ValueError(

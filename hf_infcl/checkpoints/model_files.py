@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor
-from transformers import TrainerState
+from torch import Tensor, nn
+from transformers import ProcessorMixin, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
+from ..conversion import open_clip_config, save_open_clip
 from ..conversion.sentence_transformers import write_sentence_files
 from ..data import ContrastiveCollator
+from ..encoders.adapters import has_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from .files import Checkpoint
-from .formats import save_other_formats
 from .lock import locked
 from .peft_saving import add_beside_adapters
 from .record import RunRecord
@@ -47,14 +48,11 @@ def save_weights(
     knows how captions are padded, the files by which sentence-transformers loads the folder.
 
     Args:
-        encoder: the model.
-        args: the arguments of the training.
         output_dir: the folder; None for that of ``args``.
         state_dict: the weights; None for those of the model.
         save: the method of Trainer.
         processor: the processor that it saves as well, or None.
         repository: the repository of the Hub that the model is pushed to, or None.
-        collator: the data collator of the training.
     """
     model = encoder.model
     _restore_end_of_text(encoder)
@@ -70,10 +68,31 @@ def save_weights(
     if args.should_save:
         folder = str(args.output_dir if output_dir is None else output_dir)
         add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
-        save_other_formats(folder, encoder, args, processor, state_dict, repository)
+        if "open_clip" in args.save_formats:
+            save_open_clip(folder, encoder.base, processor, repository=repository or ".", state_dict=state_dict)
         if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
             more = collator.text_options | {"matryoshka_dims": args.matryoshka_dims}
             write_sentence_files(folder, model.config.model_type, collator.processor, **more)
+
+
+def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, processor: ProcessorMixin | None) -> None:
+    """Raises a ValueError if OpenCLIP has no such model, or would prepare its inputs otherwise.
+
+    ``model`` is None if ``model_init`` creates it. ``processor`` is saved beside the model.
+    """
+    if "open_clip" not in args.save_formats:
+        return
+    if model is None or processor is None:
+        raise ValueError(
+            f"save_formats has open_clip, which needs the {'model, not model_init' if model is None else 'processor'}"
+            ": OpenCLIP's config holds sizes of the model, and how its images and captions are prepared."
+        )
+    if has_adapters(model):
+        raise ValueError(
+            "save_formats has open_clip, and OpenCLIP loads no adapters. Train with the format transformers, merge the "
+            "adapters (--lora_merge), and write the other format with `infcl convert FOLDER FOLDER --to open_clip`."
+        )
+    open_clip_config(model.config, processor)
 
 
 def locked_for(args: InfCLTrainingArguments) -> AbstractContextManager[None]:
@@ -109,12 +128,8 @@ def save_checkpoint(
     See `Checkpoints.save`.
 
     Args:
-        checkpoints: those of the training.
-        output_dir: their folder.
-        record: the run and its progress.
         states: of the extensions of the step, equal on all processes.
         state: Trainer's, which names the best checkpoint.
-        args: the arguments of the training.
         save: the method of Trainer.
         push: pushes a complete checkpoint.
         uploading: returns the checkpoints that are being pushed, which stay until they have arrived.
@@ -159,11 +174,6 @@ def best_checkpoint_kept(state: TrainerState, args: InfCLTrainingArguments, chec
     """A context in which Trainer writes a checkpoint without looking for the best one; then its folder is noted.
 
     Trainer would wait for the other processes, and look for the best checkpoint in the partial folder.
-
-    Args:
-        state: Trainer's state.
-        args: the arguments of the training.
-        checkpoint: the checkpoint that is written.
     """
     best_step, state.best_global_step = state.best_global_step, None
     try:
@@ -185,15 +195,9 @@ def saves_shards(accelerator: Accelerator) -> bool:
 
 
 def save_whole(model: Any, accelerator: Accelerator, args: InfCLTrainingArguments, save: Callable[..., None]) -> None:
-    """Saves the whole model if FSDP2 writes its checkpoints in shards; collective.
+    """Lets ``save`` write the whole state dict if FSDP2 writes its checkpoints in shards; collective.
 
     With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
-
-    Args:
-        model: the model.
-        accelerator: of the training.
-        args: its arguments.
-        save: as for `save_weights`, of the ``state_dict`` alone.
     """
     if saves_shards(accelerator):
         state = accelerator.get_state_dict(model)

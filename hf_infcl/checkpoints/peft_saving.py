@@ -41,10 +41,7 @@ def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 def add_beside_adapters(folder: str | Path, model: PeftModel, state_dict: Mapping[str, Tensor]) -> None:
     """Adds the values of `beside_adapters` to the files of all adapters that ``save_pretrained`` has written.
 
-    Args:
-        folder: the folder that was written.
-        model: the saved model.
-        state_dict: the whole values of the parameters, by their names in the model.
+    ``state_dict`` has the whole values of the parameters, by their names in the model.
     """
     values = {name: state_dict[name].detach().cpu().contiguous() for name in beside_adapters(model)}
     if not values:

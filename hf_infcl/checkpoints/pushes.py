@@ -48,9 +48,6 @@ class Pushes:
     Trainer itself does not report a push that fails during the training, and never pushes a checkpoint that is saved
     while an earlier push is running. Both are pushed at the next save, and at the latest with the final push, which
     raises an error if it fails.
-
-    Args:
-        args: the arguments of the training.
     """
 
     def __init__(self, args: InfCLTrainingArguments) -> None:
@@ -75,9 +72,7 @@ class Pushes:
         While earlier pushes wait or run, none is started, except with ``hub_always_push``.
 
         Args:
-            checkpoint: its folder.
-            step: its step.
-            repository: the id of the repository; None on other processes than the main one.
+            repository: its id; None on other processes than the main one.
             processor: the processor that is pushed with the model, or None.
             tell: tells the callbacks that a push begins.
             save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
@@ -158,9 +153,15 @@ class Pushes:
 
     def _start(self, step: int, repository: str, push: Callable[[], None], stays: Path | None = None) -> Future[None]:
         """Lets a push run after those that have been started before; the checkpoint ``stays`` until it has ended."""
+
+        def report_failure(job: Future[None]) -> None:
+            if not job.cancelled() and (error := job.exception()) is not None:
+                reason = f"A push of step {step} to {repository} has failed: {cause(error)}"
+                logger.error(f"{reason}. It is repeated at the next save.")
+
         job = self._hub.run_as_future(push)
         self._pushes[job] = stays
-        _report_failure(job, step, repository)
+        job.add_done_callback(report_failure)
         return job
 
     def _unfinished(self) -> list[Future[None]]:
@@ -196,11 +197,7 @@ class Pushes:
         return {name: folder for name, (folder, job) in self._checkpoints.items() if failed(job)}
 
     def push_missing(self, repository: str | None) -> None:
-        """Waits for the pushes that have been started, and pushes the checkpoints that the Hub lacks.
-
-        Args:
-            repository: as for `push_checkpoint`.
-        """
+        """Waits for the pushes that have been started, and pushes the checkpoints that the Hub lacks."""
         self.finish()
         for name, folder in self._not_on_hub().items():
             assert repository is not None
@@ -226,12 +223,21 @@ class Pushes:
         """
         if self._args.process_index > 0:
             return
-        with _errors_of_push(self._args, repository):
+        folder = str(self._args.output_dir)
+        try:
             if repository() is None:
                 create()
             self.push_missing(repository())
             patterns: dict[str, Any] = {"ignore_patterns": list(NOT_PUSHED), "delete_patterns": list(delete) or None}
-            self._push_folder(str(repository()), Path(str(self._args.output_dir)), message, **patterns)
+            self._push_folder(str(repository()), Path(folder), message, **patterns)
+        except Exception as error:  # of the Hub's client, of its HTTP library or of the file system
+            name, options = repository(), [f"--exclude '{pattern}'" for pattern in NOT_PUSHED]
+            if self._args.hub_revision is not None:
+                options.append(f"--revision {self._args.hub_revision}")
+            raise OSError(
+                f"{folder} could not be pushed to {name}: {cause(error)}. It is complete on this machine; push it with "
+                f"`hf upload {name} {folder} . {' '.join(options)}`."
+            ) from error
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -256,16 +262,6 @@ def _link_or_copy(unchanging: Path | None, file: Path, target: Path) -> None:
             os.link(unchanging, target)
             return
     shutil.copy(file, target)
-
-
-def _report_failure(job: Future[None], step: int, repository: str) -> None:
-    def report(job: Future[None]) -> None:
-        if not job.cancelled() and (error := job.exception()) is not None:
-            logger.error(
-                f"A push of step {step} to {repository} has failed: {cause(error)}. It is repeated at the next save."
-            )
-
-    job.add_done_callback(report)
 
 
 @contextmanager
@@ -296,22 +292,6 @@ def create_branch(args: InfCLTrainingArguments, repository: str | None, token: s
     if branch is not None and not branch.startswith("refs/") and args.process_index == 0:
         assert repository is not None
         HfApi().create_branch(repository, branch=branch, token=token or args.hub_token, exist_ok=True)
-
-
-@contextmanager
-def _errors_of_push(args: InfCLTrainingArguments, repository: Callable[[], str | None]) -> Iterator[None]:
-    """Within the context, an error while ``output_dir`` is pushed becomes an OSError that says how to push it later."""
-    try:
-        yield
-    except Exception as error:  # of the Hub's client, of its HTTP library or of the file system
-        options = [f"--exclude '{pattern}'" for pattern in NOT_PUSHED]
-        if args.hub_revision is not None:
-            options.append(f"--revision {args.hub_revision}")
-        folder, name = str(args.output_dir), str(repository())
-        raise OSError(
-            f"{folder} could not be pushed to {name}: {cause(error)}. It is complete on this machine; push it with "
-            f"`hf upload {name} {folder} . {' '.join(options)}`."
-        ) from error
 
 
 def has_own_card(output_dir: str) -> bool:

@@ -19,85 +19,55 @@ class Run:
 
     The number of processes, the micro-batch and the strategy are not part of it, because they do not change the windows
     and, within rounding, the weights.
-
-    Args:
-        global_batch_size: pairs of one optimizer step.
-        objective: ``"softmax"`` or ``"sigmoid"``.
-        model: class and number of parameters.
-        data: class of the training set, its number of rows and captions per image, the column of its negative captions,
-            and how rows are drawn.
-        content: a fingerprint of the training set; empty, and then not compared, if it has none.
-        equal_ids: ``"exclude"`` or ``"positive"``.
-        optimizer: its name and the number of trained parameters; empty, and then not compared, if unknown.
-        options: all other options that decide about the training (see `run_options`), as JSON values. Only those that
-            both runs have are compared.
     """
 
-    global_batch_size: int
-    objective: str
-    model: str
+    global_batch_size: int  # pairs of one optimizer step
+    objective: str  # "softmax" or "sigmoid"
+    model: str  # class and number of parameters
+    # Class of the training set, its number of rows and captions per image, the column of its negative captions, and how
+    # rows are drawn.
     data: str
-    content: str = ""
-    equal_ids: str = "exclude"
-    optimizer: str = ""
+    content: str = ""  # a fingerprint of the training set; empty, and then not compared, if it has none
+    equal_ids: str = "exclude"  # or "positive"
+    optimizer: str = ""  # its name and the number of trained parameters; empty, and then not compared, if unknown
+    # All other options that decide about the training (see `run_options`), as JSON values. Only those that both runs
+    # have are compared.
     options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run that was resumed with changes.
+    """A part of a run that was resumed with changes."""
 
-    Args:
-        step: the optimizer steps trained before it.
-        samples_seen: the pairs trained before it.
-        changes: phrases about what differs from the part before, with both values.
-    """
-
-    step: int
-    samples_seen: int
-    changes: list[str]
+    step: int  # the optimizer steps trained before it
+    samples_seen: int  # the pairs trained before it
+    changes: list[str]  # phrases about what differs from the part before, with both values
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """The content of a file in every checkpoint: the run that wrote it, and its progress.
 
-    Args:
-        run: the run that wrote the checkpoint.
-        epoch: the number of completed passes over the data.
-        windows: the number of windows trained in the current epoch.
-        skipped_samples: the number of bad samples that the data has skipped; None if the data does not count them.
-        processes: the number of processes that wrote the checkpoint, each with its random state.
-        only_model: whether the checkpoint was written with ``save_only_model``, so that no run can resume from it.
-        stream: the position in an `ImageTextStream`, or in new and old pairs, that each process has reached; None for
-            other data.
-        skipped_windows: the number of windows not trained because their numbers were not finite or their loss exploded.
-        skipped_in_a_row: the number of windows skipped just before the checkpoint because of numbers not finite.
-        losses: the losses of the last trained windows, with which `SkippedWindows` compares the next ones.
-        optimizer: `OptimizerOptions.record` of the optimizer and its schedule; empty if unknown.
-        samples_seen: the number of pairs trained on, in global batches that may have had several sizes.
-        step: the number of optimizer steps; None in checkpoints of earlier versions, like the next one.
-        rows: the number of pairs trained in the current epoch.
-        stages: the parts of the run after the first, each of which began with a resume with changes.
-        micro_batches: how the global batch was divided, and on which devices; None in checkpoints of earlier versions.
+    In checkpoints of earlier versions, ``step``, ``rows`` and ``micro_batches`` are None.
     """
 
     run: Run
-    epoch: int
-    windows: int
-    skipped_samples: int | None = None
-    processes: int = 1
-    only_model: bool = False
+    epoch: int  # the number of completed passes over the data
+    windows: int  # the number of windows trained in the current epoch
+    skipped_samples: int | None = None  # bad samples that the data has skipped; None if it does not count them
+    processes: int = 1  # that wrote the checkpoint, each with its random state
+    only_model: bool = False  # whether it was written with ``save_only_model``, so that no run can resume from it
+    # The position in an `ImageTextStream`, or in new and old pairs, that each process has reached; None for other data.
     stream: list[dict[str, Any]] | None = None
-    skipped_windows: int = 0
-    skipped_in_a_row: int = 0
-    losses: list[float] = field(default_factory=list)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    samples_seen: int = 0
-    step: int | None = None
-    rows: int | None = None
-    stages: list[Stage] = field(default_factory=list)
-    micro_batches: dict[str, Any] | None = None
+    skipped_windows: int = 0  # not trained because their numbers were not finite or their loss exploded
+    skipped_in_a_row: int = 0  # windows skipped just before the checkpoint because of numbers not finite
+    losses: list[float] = field(default_factory=list)  # of the last windows; `SkippedWindows` compares the next ones
+    optimizer: dict[str, Any] = field(default_factory=dict)  # `OptimizerOptions.record`; empty if unknown
+    samples_seen: int = 0  # pairs trained on, in global batches that may have had several sizes
+    step: int | None = None  # the number of optimizer steps
+    rows: int | None = None  # the number of pairs trained in the current epoch
+    stages: list[Stage] = field(default_factory=list)  # those after the first, each begun by a resume with changes
+    micro_batches: dict[str, Any] | None = None  # how the global batch was divided, and on which devices
 
     @property
     def rows_of_epoch(self) -> int:

@@ -168,12 +168,7 @@ class OptimizerOptions:
         """Gives an optimizer and a schedule that were loaded from a checkpoint the options that differ from it.
 
         Their progress, such as moments and the number of steps, stays. The learning rate becomes that of the new
-        schedule at the same step.
-
-        Args:
-            before: the `record` of the checkpoint.
-            optimizer: the loaded optimizer.
-            scheduler: its loaded schedule.
+        schedule at the same step. ``before`` is the `record` of the checkpoint.
         """
         for name in self._changed_schedule(before):
             setattr(scheduler, name, self._schedule[name])

@@ -1,14 +1,18 @@
-"""The checkpoints that one training writes."""
+"""The checkpoints that one training writes, and a disk that is full when it writes its results."""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..processes.collectives import Processes
 from .files import Checkpoint, rotate
@@ -50,16 +54,10 @@ class Checkpoints:
     def save(
         self, output_dir: str, step: int, record: RunRecord, write: Callable[[Checkpoint], None]
     ) -> Checkpoint | None:
-        """Writes a checkpoint; collective.
+        """Writes a checkpoint, with ``write`` the files of this process into `Checkpoint.partial`; collective.
 
         If a process cannot write, for example because the disk is full, all processes log the error, and the training
         continues to the next save.
-
-        Args:
-            output_dir: the folder of the run's checkpoints.
-            step: the number of trained optimizer steps.
-            record: the run and its progress.
-            write: writes the files of this process into `Checkpoint.partial`.
 
         Returns:
             The complete checkpoint, or None if it could not be written.
@@ -109,9 +107,7 @@ class Checkpoints:
     def go_back(self, loads: Sequence[Callable[[str], object]], reason: str) -> None:
         """Restores the last checkpoint, written or resumed from, but none twice.
 
-        Args:
-            loads: restore parts of the training from the folder of a checkpoint.
-            reason: a sentence that says why the training goes back.
+        Each of ``loads`` restores a part of the training from its folder. The ``reason`` is a sentence.
 
         Raises:
             ValueError: there is no checkpoint, or the training has already gone back to it.
@@ -125,6 +121,28 @@ class Checkpoints:
         logger.warning(f"{reason} The training goes back to {last} and continues with the data that follows.")
         for load in loads:
             load(last)
+
+
+@contextmanager
+def full_disk_explained(folder: Path) -> Iterator[None]:
+    """Removes partly written results if the disk is full, and says what to do.
+
+    Raises:
+        ValueError: the disk is full, or the user's share of it.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # A SafetensorError has no number, only the text of the operating system.
+        if not any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT)):
+            raise
+        for path in (*folder.glob("*_results.json"), folder / TRAINER_STATE_NAME):
+            path.unlink(missing_ok=True)
+        raise ValueError(
+            f"The results could not be written into {folder}{_free_space(folder)}: {error}. Free some space, and run "
+            "the same command with --resume_from_checkpoint auto, which continues from the last checkpoint and writes "
+            "the results."
+        ) from error
 
 
 def _free_space(folder: Path) -> str:

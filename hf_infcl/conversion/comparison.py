@@ -44,12 +44,9 @@ class Differences(NamedTuple):
 
 @torch.no_grad()
 def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> Differences:
-    """Compares the embeddings of a model in transformers and in OpenCLIP, in fp32 on fixed inputs.
+    """Compares the embeddings of a model of transformers with those of OpenCLIP's, in fp32 on fixed inputs.
 
-    Args:
-        model: the model of transformers.
-        tensors: the state dict of OpenCLIP's model.
-        config: its OpenCLIP config.
+    OpenCLIP's model is that of the state dict ``tensors`` and the OpenCLIP config.
 
     Raises:
         ModuleNotFoundError: OpenCLIP is not installed.

@@ -15,8 +15,8 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 from .comparison import ENOUGH, differences
 from .ends import check_ends
 from .explaining import asks_hub_once
-from .folders import CONFIG, read, read_config, write
-from .incoming import from_open_clip, transformers_config
+from .folders import CONFIG, read, write
+from .incoming import from_open_clip
 from .outgoing import to_open_clip
 from .preprocessing import image_processor
 from .pretrained import base_of_adapters, load_pretrained
@@ -52,12 +52,6 @@ def load_open_clip(
     for sentence in sentences:
         tell(sentence)
     return model, processor
-
-
-@asks_hub_once
-def config_of_open_clip(source: str | Path, *, open_clip_model: str | None = None) -> Any:
-    """The config of the model that `load_open_clip` returns, without reading its weights; raises as it does."""
-    return transformers_config(read_config(source, open_clip_model)[0])
 
 
 @asks_hub_once

@@ -20,10 +20,6 @@ def check_ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
     A causal tower takes the embedding at a token that its config names. If that is not the one that ends texts, what
     follows it is not read: an id that no text has stands for the first token, and in old configs 2 for the largest.
-
-    Args:
-        model: of transformers, with ``get_text_features``.
-        tokenizer: its tokenizer.
     """
     for first, second in _texts(tokenizer):
         ids = [tokenizer(text, return_tensors="pt", truncation=True)["input_ids"] for text in (first, second)]

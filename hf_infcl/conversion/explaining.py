@@ -20,11 +20,9 @@ WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
 @contextmanager
 def explained(checkpoint: str, *, needed: str = "") -> Iterator[None]:
-    """Turns any error into a ValueError that says why the checkpoint cannot be loaded.
+    """Turns any error into a ValueError that says why the checkpoint, a folder or a Hub id, cannot be loaded.
 
-    Args:
-        checkpoint: a folder or a Hub id.
-        needed: the one file that is needed of a Hub repository; by default, all.
+    ``needed`` is the one file that is needed of a Hub repository; by default, all are.
     """
     try:
         yield
@@ -35,10 +33,8 @@ def explained(checkpoint: str, *, needed: str = "") -> Iterator[None]:
 def asks_hub_once(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorates a function that loads a model: if the Hub cannot be reached, it takes what was downloaded before.
 
-    The libraries would ask for each of the files, and try again for 24 seconds each time.
-
-    Args:
-        load: its first argument is a model. For a path that exists nothing is asked.
+    The libraries would ask for each of the files, and try again for 24 seconds each time. The first argument of the
+    function is the model; for a path that exists nothing is asked.
     """
     first = next(iter(inspect.signature(load).parameters))
 

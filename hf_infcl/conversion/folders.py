@@ -74,12 +74,7 @@ def _is_on_hub(repository: str) -> bool:
 
 
 def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSource:
-    """Reads a model of OpenCLIP.
-
-    Args:
-        source: a folder with open_clip_config.json and weights, a Hub repository that holds these (also as
-            "hf-hub:..."), or a file of weights, such as a .pt of OpenCLIP's training script.
-        open_clip_model: for a file, OpenCLIP's name of the model, such as "ViT-B-32", or a JSON file with its config.
+    """Reads a model of OpenCLIP; arguments as for `load_open_clip`. A Hub repository may also be "hf-hub:...".
 
     Raises:
         ValueError: the source does not hold a model of OpenCLIP, or its config is unknown.

@@ -118,31 +118,30 @@ def _refuse_others(fields: dict[str, Any]) -> None:
     refuse_unknown_fields("text tower", text)
 
 
-def _text_config(fields: dict[str, Any], act: str) -> dict[str, Any]:
-    width = fields.get("width", 512)
+def _tower_config(fields: dict[str, Any], width: int, heads: int, quick_gelu: bool) -> dict[str, Any]:
+    """The fields that the configs of both towers have, but for those of timm."""
     return {
-        "vocab_size": fields.get("vocab_size", 49408),
         "hidden_size": width,
         "intermediate_size": int(width * fields.get("mlp_ratio", 4.0)),
         "num_hidden_layers": fields.get("layers", 12),
-        "num_attention_heads": fields.get("heads", 8),
-        "max_position_embeddings": fields.get("context_length", 77),
-        "hidden_act": act,
+        "num_attention_heads": heads,
+        "hidden_act": activation(quick_gelu, fields),
         "layer_norm_eps": norm_eps(fields),
     }
 
 
-def _image_config(fields: dict[str, Any], act: str) -> dict[str, Any]:
+def _text_config(fields: dict[str, Any], quick_gelu: bool) -> dict[str, Any]:
+    return _tower_config(fields, fields.get("width", 512), fields.get("heads", 8), quick_gelu) | {
+        "vocab_size": fields.get("vocab_size", 49408),
+        "max_position_embeddings": fields.get("context_length", 77),
+    }
+
+
+def _image_config(fields: dict[str, Any], quick_gelu: bool) -> dict[str, Any]:
     width = fields.get("width", 768)
-    return {
-        "hidden_size": width,
-        "intermediate_size": int(width * fields.get("mlp_ratio", 4.0)),
-        "num_hidden_layers": fields.get("layers", 12),
-        "num_attention_heads": width // fields.get("head_width", 64),
+    return _tower_config(fields, width, width // fields.get("head_width", 64), quick_gelu) | {
         "image_size": square(fields.get("image_size", 224), "image"),
         "patch_size": square(fields.get("patch_size", 16), "patch"),
-        "hidden_act": act,
-        "layer_norm_eps": norm_eps(fields),
     }
 
 
@@ -170,8 +169,8 @@ def _clip_config(fields: dict[str, object], image: dict[str, object], text: dict
         config_class = transformers.MetaClip2Config
     size = {"projection_dim": fields["embed_dim"]}
     return config_class(
-        text_config=_text_config(text, activation(quick, text)) | _special_ids(pool, text) | size,
-        vision_config=_image_config(image, activation(quick, image)) | size,
+        text_config=_text_config(text, quick) | _special_ids(pool, text) | size,
+        vision_config=_image_config(image, quick) | size,
         **size,
     )
 
@@ -183,25 +182,17 @@ def _siglip_config(fields: dict[str, Any], image: dict[str, Any], text: dict[str
         raise refusal(f"its image tower {name} does not end in SigLIP's attention pooling alone")
     if not text.get("no_causal_mask") or text.get("pool_type") != "last":
         raise refusal("its text tower is causal, or does not take the last position, as SigLIP's does")
-    if square(image.get("image_size", tower.image), "image") != tower.image:
-        raise refusal(f"its config has image_size={image['image_size']}, and timm's {name} is of {tower.image} pixels")
+    side = tower["image_size"]
+    if square(image.get("image_size", side), "image") != side:
+        raise refusal(f"its config has image_size={image['image_size']}, and timm's {name} is of {side} pixels")
     config_class: Any = transformers.SiglipConfig
     return config_class(
         text_config={
-            **_text_config(text, activation(bool(fields.get("quick_gelu")), text)),
+            **_text_config(text, bool(fields.get("quick_gelu"))),
             "projection_size": fields["embed_dim"],
             **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1},
         },
-        vision_config={
-            "hidden_size": tower.width,
-            "intermediate_size": tower.hidden,
-            "num_hidden_layers": tower.layers,
-            "num_attention_heads": tower.heads,
-            "image_size": tower.image,
-            "patch_size": tower.patch,
-            "hidden_act": tower.act,
-            "layer_norm_eps": 1e-6,
-        },
+        vision_config=dict(tower),
     )
 
 

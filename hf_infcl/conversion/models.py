@@ -12,9 +12,10 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, PretrainedConfig, ProcessorMixin
 
-from .converting import config_of_open_clip, load_open_clip
+from .converting import load_open_clip
 from .explaining import asks_hub_once
-from .folders import is_of_open_clip
+from .folders import is_of_open_clip, read_config
+from .incoming import transformers_config
 from .pretrained import base_of_adapters, load_pretrained, load_pretrained_config, load_processor
 from .tokenizing import check_length
 
@@ -94,7 +95,7 @@ def load_readers(
 def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
     """The model's config; takes and raises what `load` does."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
-        return config_of_open_clip(checkpoint, open_clip_model=open_clip_model)
+        return transformers_config(read_config(checkpoint, open_clip_model)[0])
     return load_pretrained_config(checkpoint, base_of_adapters(checkpoint))
 
 

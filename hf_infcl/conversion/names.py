@@ -122,13 +122,7 @@ def _text(prefix: str, layers: int) -> Iterator[Row]:
 
 
 def clip_rows(prefix: str, text_layers: int, image_layers: int) -> list[Row]:
-    """The tensors of CLIP.
-
-    Args:
-        prefix: of the names of OpenCLIP's text tower: "", or "text." in a model with custom_text.
-        text_layers: the number of blocks of the text tower.
-        image_layers: the number of blocks of the image tower.
-    """
+    """The tensors of CLIP, in OpenCLIP with a prefix of the text tower: "", or "text." in a model with custom_text."""
     embeddings = "vision_model.embeddings"
     projections = (("visual.proj", "visual_projection"), (f"{prefix}text_projection", "text_projection"))
     return [

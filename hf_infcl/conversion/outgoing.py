@@ -81,10 +81,7 @@ def _tower(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _text(config: PretrainedConfig) -> dict[str, Any]:
-    return _tower(config) | {
-        "vocab_size": config.vocab_size,
-        "heads": config.num_attention_heads,
-    }
+    return _tower(config) | {"vocab_size": config.vocab_size, "heads": config.num_attention_heads}
 
 
 def _clip(config: PretrainedConfig) -> dict[str, Any]:
@@ -113,14 +110,10 @@ def _clip(config: PretrainedConfig) -> dict[str, Any]:
 def _siglip(config: PretrainedConfig) -> dict[str, Any]:
     text, image = config.text_config, config.vision_config
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "patch_size", "image_size")
-    sizes = tuple(getattr(image, name) for name in names)
-    found = {
-        name: tower.act
-        for name, tower in TIMM_TOWERS.items()
-        if sizes == (tower.width, tower.layers, tower.heads, tower.hidden, tower.patch, tower.image)
-    }
+    sizes = {name: getattr(image, name) for name in names}
+    found = {name: tower["hidden_act"] for name, tower in TIMM_TOWERS.items() if sizes.items() <= tower.items()}
     if not found or image.layer_norm_eps != 1e-6 or not getattr(image, "vision_use_head", True):
-        sizes_by_name = ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+        sizes_by_name = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise refusal(f"OpenCLIP takes SigLIP's image towers from timm, which has none of {sizes_by_name}")
     if image.hidden_act not in found.values():
         name, act = next(iter(found.items()))

@@ -57,11 +57,7 @@ def repaired(caption: str, *, lower: bool = True) -> str:
 
 
 def prepared(tokenizer: Any, text: dict[str, Any]) -> Any:
-    """The tokenizer with the length of the text tower and the cleaning of texts that OpenCLIP does.
-
-    Args:
-        tokenizer: of transformers. It is changed.
-        text: `text_cfg` of an OpenCLIP config.
+    """Changes a tokenizer of transformers to the length and the cleaning of texts that a `text_cfg` of OpenCLIP says.
 
     Raises:
         ValueError: it is not the tokenizer of this model, or OpenCLIP changes its output.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 INSTEAD = (
@@ -82,20 +82,7 @@ def square(size: Any, what: str) -> int:
     return int(size)
 
 
-@dataclass(frozen=True)
-class TimmTower:
-    """An image tower of SigLIP in timm (1.0.31), where the name decides about the activation as well."""
-
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    patch: int
-    image: int
-    act: str
-
-
-_SIZES = {
+_SIZES = {  # width, layers, heads and width of the hidden layer
     "base": (768, 12, 12, 3072),
     "large": (1024, 24, 16, 4096),
     "so400m": (1152, 27, 16, 4304),
@@ -113,14 +100,24 @@ _IMAGES = {
 _TANH = re.compile("vit_(giantopt_.*|so400m_patch16_.*|base_patch32_siglip_256|large_patch16_siglip_512)")
 
 
-def _timm_towers() -> dict[str, TimmTower]:
-    towers = {}
-    for (size, patch), images in _IMAGES.items():
-        for image in images:
-            name = f"vit_{size}_patch{patch}_siglip_{image}"
-            act = "gelu_pytorch_tanh" if _TANH.fullmatch(name) else "gelu"
-            towers[name] = TimmTower(*_SIZES[size], patch, image, act)
-    return towers
+def timm_tower(name: str, sizes: Sequence[int], patch: int, image: int) -> dict[str, Any]:
+    """The vision config of an image tower in timm (1.0.31), where the name decides about the activation as well."""
+    width, layers, heads, hidden = sizes
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": hidden,
+        "patch_size": patch,
+        "image_size": image,
+        "hidden_act": "gelu_pytorch_tanh" if _TANH.fullmatch(name) else "gelu",
+        "layer_norm_eps": 1e-6,
+    }
 
 
-TIMM_TOWERS = _timm_towers()
+TIMM_TOWERS = {
+    name: timm_tower(name, _SIZES[size], patch, image)
+    for (size, patch), images in _IMAGES.items()
+    for image in images
+    for name in [f"vit_{size}_patch{patch}_siglip_{image}"]
+}

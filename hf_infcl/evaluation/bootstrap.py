@@ -101,16 +101,11 @@ def bounds(resamples: dict[str, np.ndarray]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One metric of two models on the same images, as fractions.
-
-    Attributes:
-        first, second: its values.
-        low, high: the paired 95% interval of second - first; None for a metric that has none.
-    """
+    """One metric of two models on the same images, as fractions."""
 
     first: float
     second: float
-    low: float | None = None
+    low: float | None = None  # the bounds of the paired 95% interval of second - first; None for a metric without one
     high: float | None = None
 
     @property

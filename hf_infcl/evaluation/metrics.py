@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,21 +18,13 @@ LOSS, FRACTION = "evaluation loss (nats)", "fraction correct"  # axes of curves
 
 
 class PairRanks(NamedTuple):
-    """The ranks in a set of N images with M captions; 0 is the top.
+    """The ranks in a set of N images with M captions, on the CPU; 0 is the top."""
 
-    Attributes:
-        images: [M] int32 on the CPU, the rank of each caption's image among all images.
-        texts: [N] int32 on the CPU, the rank of each image's best-placed caption among all captions; M if it has none.
-        text_image: [M] int64 on the CPU, the image of each caption.
-        answers: [N] int64 on the CPU, the caption that each image ranks first.
-        gaps: [N] float on the CPU, by how much the cosine of the answer exceeds that of the image's best caption.
-    """
-
-    images: Tensor
-    texts: Tensor
-    text_image: Tensor
-    answers: Tensor
-    gaps: Tensor
+    images: Tensor  # [M] int32, the rank of each caption's image among all images
+    texts: Tensor  # [N] int32, the rank of each image's best-placed caption among all captions; M if it has none
+    text_image: Tensor  # [M] int64, the image of each caption
+    answers: Tensor  # [N] int64, the caption that each image ranks first
+    gaps: Tensor  # [N] float, by how much the cosine of the answer exceeds that of the image's best caption
 
     @property
     def right(self) -> Tensor:
@@ -41,21 +33,13 @@ class PairRanks(NamedTuple):
 
 
 class ClassRanks(NamedTuple):
-    """The ranks in a set of N images of C classes; 0 is the top.
+    """The ranks in a set of N images of C classes, on the CPU; 0 is the top."""
 
-    Attributes:
-        classes: [N] int32 on the CPU, the rank of each image's class among all classes.
-        labels: [N] int64 on the CPU, the class of each image.
-        num_classes: C.
-        answers: [N] int64 on the CPU, the class that is chosen for each image.
-        gaps: [N] float on the CPU, by how much the cosine of the answer exceeds that of the image's class.
-    """
-
-    classes: Tensor
-    labels: Tensor
-    num_classes: int
-    answers: Tensor
-    gaps: Tensor
+    classes: Tensor  # [N] int32, the rank of each image's class among all classes
+    labels: Tensor  # [N] int64, the class of each image
+    num_classes: int  # C
+    answers: Tensor  # [N] int64, the class that is chosen for each image
+    gaps: Tensor  # [N] float, by how much the cosine of the answer exceeds that of the image's class
 
     @property
     def right(self) -> Tensor:
@@ -64,17 +48,11 @@ class ClassRanks(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """The right answers of each of N images, of which a metric is the share.
+    """The right answers of each of N images, of which a metric is the share."""
 
-    Attributes:
-        right: [N] integer, the queries of each image that are answered right.
-        queries: [N] integer, all queries of each image: 1, or the number of its captions.
-        groups: [N] int64 for the mean of the shares of several groups of images, such as classes; None for one share.
-    """
-
-    right: Tensor
-    queries: Tensor
-    groups: Tensor | None = None
+    right: Tensor  # [N] integer, the queries of each image that are answered right
+    queries: Tensor  # [N] integer, all queries of each image: 1, or the number of its captions
+    groups: Tensor | None = None  # [N] int64, for the mean of the shares of several groups of images, such as classes
 
     def share(self) -> float:
         """The value of the metric."""
@@ -85,29 +63,18 @@ class Hits(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What N images choose between their right captions and wrong ones.
+    """What N images choose between their right captions and wrong ones, on the CPU."""
 
-    Attributes:
-        right: [N] bool on the CPU, whether all right captions are preferred to all wrong ones.
-        answers: [N] int64 on the CPU, the caption that is chosen, by its number within the image.
-        gaps: [N] float on the CPU, the cosine of the best wrong caption minus the cosine of the worst right one.
-    """
-
-    right: Tensor
-    answers: Tensor
-    gaps: Tensor
+    right: Tensor  # [N] bool, whether all right captions are preferred to all wrong ones
+    answers: Tensor  # [N] int64, the caption that is chosen, by its number within the image
+    gaps: Tensor  # [N] float, the cosine of the best wrong caption minus the cosine of the worst right one
 
 
 class LabelScores(NamedTuple):
-    """The scores of N images for C classes, of which an image may have several.
+    """The scores of N images for C classes, of which an image may have several."""
 
-    Attributes:
-        scores: [N, C] float.
-        labels: [N, C] bool, whether the image is of the class.
-    """
-
-    scores: Tensor
-    labels: Tensor
+    scores: Tensor  # [N, C] float
+    labels: Tensor  # [N, C] bool, whether the image is of the class
 
 
 Found = PairRanks | ClassRanks | LabelScores | Choices  # what is measured on a set, by its kind
@@ -117,26 +84,18 @@ Found = PairRanks | ClassRanks | LabelScores | Choices  # what is measured on a 
 class Metric:
     """What is measured on a set of one kind.
 
-    Attributes:
-        kind: of the set: ``"pairs"``; ``"classes"`` for zero-shot classification, or ``"labels"`` if an image may be of
-            several classes; ``"choices"`` between a right caption and wrong ones.
-        measure: computes it from the ranks or scores on a set; None for the loss, which the trainer computes.
-        hits: counts the `Hits` whose share the metric is, from the same; None for a metric that is no such share, and
-            so has no interval.
-        words: its name in a model card.
-        hub_type: the kind of metric as the Hub names it.
-        axis: the axis of the curves on which it is drawn; None if it is not.
-        greater_is_better: whether the best model has the largest value.
-        least_classes: the number of classes under which it is undefined.
+    The kind of a set is ``"pairs"``; ``"classes"`` for zero-shot classification, or ``"labels"`` if an image may be of
+    several classes; ``"choices"`` between a right caption and wrong ones.
     """
 
     kind: str
-    measure: Callable[[Any], float] | None
-    words: str
-    hub_type: str
-    axis: str | None = None
-    greater_is_better: bool = True
-    least_classes: int = 1
+    measure: Callable[[Any], float] | None  # from the ranks or scores on a set; None for the trainer's loss
+    words: str  # its name in a model card
+    hub_type: str  # the kind of metric as the Hub names it
+    axis: str | None = None  # the axis of the curves on which it is drawn; None if it is not
+    greater_is_better: bool = True  # whether the best model has the largest value
+    least_classes: int = 1  # the number of classes under which it is undefined
+    # Counts the `Hits` whose share the metric is; None for a metric that is no such share, and so has no interval.
     hits: Callable[[Any], Hits] | None = None
 
 
@@ -228,6 +187,28 @@ SCORES = {
     "labels": ("mean_average_precision",),
     "choices": ("text_acc",),
 }
+
+
+def score(metrics: Mapping[str, float], prefix: str = "") -> float:
+    """The score of one set by the table `SCORES`, such as the top-1 accuracy of classes.
+
+    The names of its ``metrics`` begin with the prefix, such as "eval_pairs_".
+
+    Raises:
+        ValueError: neither was measured on the set.
+    """
+    if (found := score_if_measured(metrics, prefix)) is None:
+        raise ValueError(f"Neither recall@1 nor acc1 was measured with the prefix {prefix!r}, but {sorted(metrics)}.")
+    return found
+
+
+def score_if_measured(metrics: Mapping[str, float], prefix: str = "", end: str = "") -> float | None:
+    """The `score`, or with ``end`` the mean of these bounds of its parts; None if they were not measured."""
+    for names in SCORES.values():
+        keys = [prefix + name + end for name in names]
+        if all(key in metrics for key in keys):
+            return sum(metrics[key] for key in keys) / len(keys)
+    return None
 
 
 def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metric]:

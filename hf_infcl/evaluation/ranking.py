@@ -23,17 +23,12 @@ TILE_NUMEL = 2**22
 
 
 class Places(NamedTuple):
-    """Where Q queries find their positives among K candidates.
+    """Where Q queries find their positives among K candidates."""
 
-    Attributes:
-        ranks: [Q] int32, of the best-placed positive: 0 is the top, K means that there is none.
-        answers: [Q] int64, the candidate at the top.
-        gaps: [Q] float, by how much the score of the answer exceeds that of the best-placed positive: 0 for a hit,
-            infinity without a positive, NaN for a query that is not finite.
-    """
-
-    ranks: Tensor
-    answers: Tensor
+    ranks: Tensor  # [Q] int32, of the best-placed positive: 0 is the top, K means that there is none
+    answers: Tensor  # [Q] int64, the candidate at the top
+    # [Q] float, by how much the score of the answer exceeds that of the best-placed positive: 0 for a hit, infinity
+    # without a positive, NaN for a query that is not finite.
     gaps: Tensor
 
 

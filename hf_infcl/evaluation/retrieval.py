@@ -74,8 +74,10 @@ def pair_ranks(
     queries, copies = texts, None
     if caption_ids is not None:
         caption_ids = checked_integers("caption_ids", caption_ids, len(texts), device)
-        _, copies = caption_ids.unique(return_inverse=True)
-        texts = texts[_first_of_each(copies)]  # [U, D]
+        different, copies = caption_ids.unique(return_inverse=True)
+        order = torch.arange(len(texts), device=device)
+        first = torch.full_like(different, len(texts)).scatter_reduce_(0, copies, order, "amin")
+        texts = texts[first]  # [U, D]
         queries = texts[copies]
     image_index = torch.arange(len(images), device=device)
     by_captions = positive_places(queries, images, text_image, image_index)
@@ -168,10 +170,3 @@ def _places_within_groups(groups: Tensor) -> Tensor:
     places = torch.empty_like(groups)
     places[order] = torch.arange(len(groups)) - starts
     return places
-
-
-def _first_of_each(groups: Tensor) -> Tensor:
-    """For values 0 to U - 1 in [n] int64, the index [U] of the first element of each value."""
-    order = groups.argsort(stable=True)
-    sizes = groups.bincount()
-    return order[sizes.cumsum(0) - sizes]

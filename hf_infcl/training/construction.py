@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
-from ..checkpoints.formats import check_formats
 from ..checkpoints.lock import check_writable
+from ..checkpoints.model_files import check_formats
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ..data.transforms import set_image_size
 from ..data.wrapped import all_parts, check_has_end, most_captions

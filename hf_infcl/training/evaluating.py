@@ -19,12 +19,11 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from .. import evaluation
-from ..checkpoints.average_choice import score_if_measured
 from ..data import ContrastiveCollator, ZeroShotDataset
 from ..data.wrapped import all_parts
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
-from ..evaluation.metrics import CEILING, CHANGE, HIGH, KS, LOW
+from ..evaluation.metrics import CEILING, CHANGE, HIGH, KS, LOW, score_if_measured
 from ..loading.notices import CaptionNotices
 from ..loss import local_contrastive_loss
 from ..passes.random_state import random_state_kept
@@ -174,7 +173,7 @@ class Evaluator:
         For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
         all captions; for a `ZeroShotDataset`, they are accuracies. Accuracies and recalls have 95% bootstrap intervals
         (``acc1_low``, ``acc1_high``). During a training, ``score_change_low`` and ``score_change_high`` are the paired
-        interval of the change of the score (see `average_choice.score`) since before it. The loss uses the
+        interval of the change of the score (see `metrics.score`) since before it. The loss uses the
         first caption of each image, or all of them with ``equal_ids="positive"``. No metric uses negative captions.
         Every process gets the numbers of rank 0. A training goes on as if it had not been evaluated: the random state
         of dropout stays the same.

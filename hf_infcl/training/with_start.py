@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpoints.average_choice import Measured
-from ..checkpoints.average_search import Averaged, find_average, measured_at, with_halves
+from ..checkpoints.average_search import Averaged, Measured, find_average, measured_at, with_halves
 from ..checkpoints.average_weights import (
     check_new_adapters,
     interpolated,
@@ -34,7 +33,7 @@ class AverageWithStart:
     Args:
         trainer: before its training, with the model as it was loaded.
         gains: the names of those sets of its ``eval_dataset`` that the training is for.
-        guards: two halves of each set on which the model should not get worse, see `average_choice.halves`, by its
+        guards: two halves of each set on which the model should not get worse, see `average_search.halves`, by its
             name.
         alpha: of the average, from 0, the start, to 1, the end; None to choose it.
         path: one of `average_weights.PATHS`.

@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[1] / "results/open_clip.json"
 DIFFERENCES = RESULTS.with_name("open_clip_differences.csv")  # written by tests/open_clip_differences.py
 LARGEST = 1e-6  # difference of an entry of two embeddings
 TIMM = "vit_small_patch8_siglip_16"  # of no checkpoint: small, for the tests
-TOWER = towers.TimmTower(32, 2, 2, 104, 8, 16, "gelu")
+TOWER = towers.timm_tower(TIMM, (32, 2, 2, 104), patch=8, image=16)
 IMAGE = {"image_size": 16, "layers": 2, "width": 32, "head_width": 16, "mlp_ratio": 3.28, "patch_size": 8}
 TEXT = {"context_length": 8, "vocab_size": 28, "width": 24, "heads": 2, "layers": 2, "hf_tokenizer_name": "."}
 CLIP: dict[str, Any] = {"embed_dim": 16, "vision_cfg": IMAGE, "text_cfg": TEXT}

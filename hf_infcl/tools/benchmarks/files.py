@@ -17,23 +17,15 @@ OF_XM3600 = "floschne/xm3600"
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a benchmark on this machine.
+    """The files of a benchmark on this machine."""
 
-    Attributes:
-        name: the name of the benchmark.
-        dataset: its Hub repository, or its name if it is in none.
-        on_hub: whether ``dataset`` is a repository.
-        folder: where the files are.
-        revision: the commit of the repository, or a hash of what a local copy contains.
-        rows: the files of the rows, relative to ``folder``, if they are not shards: the captions of a subset of
-            SugarCrepe or SugarCrepe++, the tables of a language of XM3600.
-    """
-
-    name: str
-    dataset: str
-    on_hub: bool
+    name: str  # of the benchmark
+    dataset: str  # its Hub repository, or its name if it is in none
+    on_hub: bool  # whether ``dataset`` is a repository
     folder: Path
-    revision: str
+    revision: str  # the commit of the repository, or a hash of what a local copy contains
+    # The files of the rows, relative to ``folder``, if they are not shards: the captions of a subset of SugarCrepe or
+    # SugarCrepe++, the tables of a language of XM3600.
     rows: tuple[str, ...] = ()
 
     def lines(self, file: str) -> list[str]:
@@ -89,10 +81,8 @@ class Files:
 def benchmark_files(name: str, folder: str | None) -> Files:
     """The files of a benchmark.
 
-    Args:
-        name: the name of the benchmark.
-        folder: holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
-            client keeps the files in its cache and needs no network once they are there.
+    The ``folder`` holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
+    client keeps the files in its cache and needs no network once they are there.
 
     Raises:
         ValueError: the folder has no copy, or the Hub returns none.
@@ -146,9 +136,7 @@ _SOURCES = {
 def sugarcrepe_files(name: str, folder: str | None) -> Files:
     """The files of a subset of SugarCrepe or SugarCrepe++: its captions, and the images of COCO's val2017.
 
-    Args:
-        name: the name of the subset, such as "sugarcrepe/add_att".
-        folder: holds ``sugarcrepe/data/add_att.json`` and the images in ``sugarcrepe/val2017``.
+    For "sugarcrepe/add_att", the folder holds ``sugarcrepe/data/add_att.json`` and images in ``sugarcrepe/val2017``.
 
     Raises:
         ValueError: one of them is missing.
@@ -166,11 +154,9 @@ def sugarcrepe_files(name: str, folder: str | None) -> Files:
 
 
 def xm3600_files(name: str, folder: str | None) -> Files:
-    """The tables of a language of Crossmodal-3600 (Thapliyal et al. 2022, arXiv 2205.12522).
+    """The tables of a language of Crossmodal-3600 (Thapliyal et al. 2022, arXiv 2205.12522), such as "xm3600/de".
 
-    Args:
-        name: the language, such as "xm3600/de".
-        folder: holds a copy of the repository in ``xm3600``. None reads from the Hub.
+    The ``folder`` holds a copy of the repository in ``xm3600``. None reads from the Hub.
 
     Raises:
         ValueError: the folder has no copy, the Hub returns none, or it has no table of the language.

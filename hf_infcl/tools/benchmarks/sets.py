@@ -33,9 +33,6 @@ class CaptionChoiceDataset(ImageTextDataset):
 
     The items are those of an `ImageTextDataset` with ``all_captions``.
 
-    Attributes:
-        kind: the kind of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
-
     Args:
         dataset: a map-style `datasets.Dataset` without a transform. Its column ``image`` holds images, paths (strings)
             or encoded images (binary), and ``caption`` lists of strings, more than are right.
@@ -46,7 +43,7 @@ class CaptionChoiceDataset(ImageTextDataset):
             no wrong one; on access, for a bad image.
     """
 
-    kind = "choices"
+    kind = "choices"  # of its metrics, see `hf_infcl.evaluation.metrics.Metric`
 
     def __init__(self, dataset: datasets.Dataset, *, right: int = 1) -> None:
         super().__init__(dataset, all_captions=True)
@@ -70,8 +67,7 @@ def benchmark_sets(
     Each has an attribute ``benchmark``, its `Files`, which name its repository and revision.
 
     Args:
-        names: benchmarks and groups, see `expanded`.
-        folder: holds local copies; None reads from the Hub.
+        names, folder: as for `expanded` and `benchmark_files`.
         prefix: begins all keys.
         select: takes the rows to evaluate out of all; by default, all are evaluated.
 

@@ -12,9 +12,7 @@ from .names import GROUPS, MAIN_METRICS, benchmark_key
 def scores(metrics: Mapping[str, float], sets: Mapping[str, ImageDataset]) -> dict[str, tuple[str, float]]:
     """(main metric, its value) of each benchmark by its name.
 
-    Args:
-        metrics: the results of an evaluation, named ``eval_{key}_...``.
-        sets: the evaluation sets by their keys, also those that are no benchmarks.
+    The metrics are named ``eval_{key}_...`` by the keys of the sets, some of which may be no benchmarks.
     """
     found = {}
     for key, dataset in sets.items():

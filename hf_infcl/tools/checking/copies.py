@@ -17,16 +17,12 @@ _CHUNK = 512  # rows that are compared at once
 
 
 class Print(NamedTuple):
-    """What copies of an image have in common.
+    """What copies of an image have in common."""
 
-    Attributes:
-        outline: the difference hash (dHash), 8 bytes: whether each cell of an 8 × 9 grid of mean grey levels is
-            brighter than the one to its left, by more than the noise of compression.
-        colours: the mean colours of an 8 × 8 grid, 192 bytes. Pictures with little in them have equal hashes.
-    """
-
+    # The difference hash (dHash), 8 bytes: whether each cell of an 8 × 9 grid of mean grey levels is brighter than the
+    # one to its left, by more than the noise of compression.
     outline: bytes
-    colours: bytes
+    colours: bytes  # the mean colours of an 8 × 8 grid, 192 bytes. Pictures with little in them have equal hashes
 
 
 def make_print(pixels: np.ndarray) -> Print:

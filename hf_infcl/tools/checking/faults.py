@@ -16,17 +16,11 @@ USUAL_SIDE = 224  # of the images of a model whose config does not tell
 
 
 class Limits(NamedTuple):
-    """What a model reads.
+    """What a model reads."""
 
-    Attributes:
-        side: the pixels of a side of its images.
-        tokens: of a caption, with the special ones.
-        more_positions: how it could read more, see `ContrastiveCollator.more_positions`.
-    """
-
-    side: int
-    tokens: int
-    more_positions: str = ""
+    side: int  # the pixels of a side of its images
+    tokens: int  # of a caption, with the special ones
+    more_positions: str = ""  # how it could read more, see `ContrastiveCollator.more_positions`
 
     @property
     def tiny(self) -> int:
@@ -48,17 +42,11 @@ def make_limits(config: PretrainedConfig, collator: ContrastiveCollator) -> Limi
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of single pairs.
+    """A fault of single pairs."""
 
-    Attributes:
-        words: what such pairs do; they follow their number.
-        spoils: the share of the pairs above which they spoil a training.
-        cure: a sentence.
-    """
-
-    words: str
-    spoils: float
-    cure: str
+    words: str  # what such pairs do; they follow their number
+    spoils: float  # the share of the pairs above which they spoil a training
+    cure: str  # a sentence
 
 
 FAULTS = {

@@ -22,35 +22,21 @@ COPIES = 0.1  # the share of images with copies in the set that spoils a trainin
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """Something that is wrong."""
 
-    Attributes:
-        kind: one of the `FAULTS`, ``same_caption``, ``repeated_captions``, ``one_embedding``, ``repeated_images``,
-            ``wrong_pairs``, ``ceiling`` or ``overlap``.
-        text: a few sentences with numbers and examples.
-        spoils: whether a training would fail, learn something else, or be measured wrongly.
-        rows: the names of all pairs that it concerns.
-        options: of `infcl train`, which remedy it.
-    """
-
+    # One of the `FAULTS`, same_caption, repeated_captions, one_embedding, repeated_images, wrong_pairs, ceiling or
+    # overlap.
     kind: str
-    text: str
-    spoils: bool
-    rows: tuple[str, ...] = ()
-    options: str = ""
+    text: str  # a few sentences with numbers and examples
+    spoils: bool  # whether a training would fail, learn something else, or be measured wrongly
+    rows: tuple[str, ...] = ()  # the names of all pairs that it concerns
+    options: str = ""  # of `infcl train`, which remedy it
 
 
 def findings_of_set(
     facts: SetFacts, *, pair_id_column: str | None = None, caption_column: str = "caption", skips_bad: bool = False
 ) -> list[Finding]:
-    """What is wrong with one set.
-
-    Args:
-        facts: of the set.
-        pair_id_column: of the training, or None.
-        caption_column: the name of the column of captions.
-        skips_bad: whether the training leaves bad pairs out (``on_bad_sample="skip"``).
-    """
+    """What is wrong with one set; ``skips_bad`` if the training leaves bad pairs out (``on_bad_sample="skip"``)."""
     found = [*_of_faults(facts, skips_bad), *_of_captions(facts, pair_id_column, caption_column), *_of_copies(facts)]
     if facts.one_embedding:
         found.append(Finding("one_embedding", facts.one_embedding, spoils=True))
@@ -109,9 +95,7 @@ def _of_copies(facts: SetFacts) -> Iterator[Finding]:
 def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list[Finding]:
     """The captions of an evaluation set that belong to several images, between which no model can choose.
 
-    Args:
-        facts: of the set.
-        ceilings: the highest recalls that a model can reach, by their names.
+    ``ceilings`` are the highest recalls that a model can reach, by their names.
     """
     if not ceilings or min(ceilings.values()) == 1:
         return []

@@ -34,72 +34,42 @@ _MANY_UNKNOWN = 0.2  # the share of unknown tokens from which a caption is not u
 
 
 class Caption(NamedTuple):
-    """A caption as the model reads it.
+    """A caption as the model reads it."""
 
-    Attributes:
-        text: the caption, shortened.
-        id: equal for captions that read the same, see `caption_pair_id`.
-        seen: equal for captions of which the model reads the same tokens.
-        tokens: their number, including special ones.
-        nbytes: in UTF-8.
-        rest: what the model does not read because it exceeds the limit.
-        unknown: the share of unknown tokens.
-        is_foreign: whether the tokenizer does not know the script.
-        is_file_name, is_number: whether it is a file name (of its image or any), or a number such as a class index.
-        reading: if the model takes its embedding before its end.
-    """
-
-    text: str
-    id: int
-    seen: int
-    tokens: int
-    nbytes: int
-    rest: str
-    unknown: float
-    is_foreign: bool
-    is_file_name: bool
-    is_number: bool
-    reading: Reading | None = None
+    text: str  # shortened
+    id: int  # equal for captions that read the same, see `caption_pair_id`
+    seen: int  # equal for captions of which the model reads the same tokens
+    tokens: int  # their number, including special ones
+    nbytes: int  # in UTF-8
+    rest: str  # what the model does not read because it exceeds the limit
+    unknown: float  # the share of unknown tokens
+    is_foreign: bool  # whether the tokenizer does not know the script
+    is_file_name: bool  # of its image, or of any
+    is_number: bool  # such as the index of a class
+    reading: Reading | None = None  # if the model takes its embedding before its end
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one pair, or labelled image, looks like.
+    """What one pair, or labelled image, looks like."""
 
-    Attributes:
-        name: the number of its row, or its shard and its name there.
-        problem: why a training cannot use it; empty if it can.
-        label: the name of its class; empty for a pair.
-        captions: all usable captions.
-        is_captionless: whether a pair has none.
-        size: width and height in pixels; None if the image cannot be decoded.
-        nbytes: of the encoded image.
-        seconds: to read and decode it and to prepare it for the model.
-        is_one_colour: see `copies.is_one_colour`.
-        print: from which copies are recognised; None if the image has one colour or cannot be decoded.
-        thumbnail: a JPEG.
-    """
-
-    name: str
-    problem: str = ""
-    label: str = ""
-    captions: tuple[Caption, ...] = ()
-    is_captionless: bool = False
-    size: tuple[int, int] | None = None
-    nbytes: int = 0
-    seconds: float = 0.0
-    is_one_colour: bool = False
-    print: Print | None = None
-    thumbnail: bytes = b""
+    name: str  # the number of its row, or its shard and its name there
+    problem: str = ""  # why a training cannot use it; empty if it can
+    label: str = ""  # the name of its class; empty for a pair
+    captions: tuple[Caption, ...] = ()  # all usable ones
+    is_captionless: bool = False  # whether a pair has none
+    size: tuple[int, int] | None = None  # width and height in pixels; None if the image cannot be decoded
+    nbytes: int = 0  # of the encoded image
+    seconds: float = 0.0  # to read and decode it and to prepare it for the model
+    is_one_colour: bool = False  # see `copies.is_one_colour`
+    print: Print | None = None  # None if the image has one colour or cannot be decoded
+    thumbnail: bytes = b""  # a JPEG
 
 
 class Looker:
-    """Looks at pairs, with the collator of the training.
+    """Looks at pairs, with the collator of the training, which prepares images and knows the tokenizer.
 
-    Args:
-        collator: prepares images and knows the tokenizer.
-        vocabulary: as for `check_tokens`.
-        pooling: the token at which the text tower takes an embedding, if it is known.
+    ``vocabulary`` is as for `check_tokens`, ``pooling`` the token at which the text tower takes an embedding, if known.
     """
 
     def __init__(

@@ -25,17 +25,11 @@ _OF_SHARD = 256  # samples of each shard that is read for a sample, or more if t
 
 
 class Part(NamedTuple):
-    """Successive pairs of a set.
-
-    Attributes:
-        looks: the pairs.
-        shard: the number of their shard; 0 for a table.
-        nbytes: the size of the shard, in its last part; None elsewhere, and where it is not known.
-    """
+    """Successive pairs of a set."""
 
     looks: list[Look]
-    shard: int = 0
-    nbytes: int | None = None
+    shard: int = 0  # the number of their shard; 0 for a table
+    nbytes: int | None = None  # the size of the shard, in its last part; None elsewhere, and where it is not known
 
 
 def read(
@@ -77,15 +71,10 @@ def _as_it_is(part: object) -> object:
 
 
 class _Parts(IterableDataset[Part], Generic[Unit]):
-    """The parts of a set; each worker reads every n-th unit.
+    """The parts of a set; each worker reads every n-th unit."""
 
-    Attributes:
-        units: what one worker reads at a time.
-        pairs: the number of pairs, if it is known.
-    """
-
-    units: Sequence[Unit]
-    pairs: int | None
+    units: Sequence[Unit]  # what one worker reads at a time
+    pairs: int | None  # their number, if it is known
 
     def __iter__(self) -> Iterator[Part]:
         info = get_worker_info()

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from .findings import Finding
 from .set_facts import SetFacts
@@ -19,13 +18,7 @@ MIB = 1 << 20
 
 
 def facts_lines(facts: SetFacts, *, workers: int, seconds: float) -> Iterator[str]:
-    """The facts of a set, for a person.
-
-    Args:
-        facts: of the set.
-        workers: processes that read it.
-        seconds: that they took together.
-    """
+    """The facts of a set, for a person. ``workers`` processes read it, and together took so many seconds."""
     what = "pairs" if facts.has_captions else "labelled images"
     read = "all read" if facts.is_whole else f"{facts.looks:,} read"
     pairs = f"{facts.pairs:,} {what}, {read}" if facts.pairs is not None else f"{facts.looks:,} {what} read"
@@ -43,10 +36,10 @@ def facts_lines(facts: SetFacts, *, workers: int, seconds: float) -> Iterator[st
             f"  Captions: {captions:.1f} for an image; {statistics.median(facts.tokens):g} tokens (median) of at most "
             f"{facts.limits.tokens} that the model reads; {per_token:.1f} bytes in a token."
         )
-    if sizes := [shard.nbytes / MIB for shard in facts.shards.values() if shard.nbytes is not None]:
-        pairs_of = [shard.pairs for shard in facts.shards.values()]
+    if sizes := [nbytes / MIB for nbytes in facts.bytes_of_shards.values()]:
+        pairs_of = facts.pairs_of_shards.values()
         counts = f"; {min(pairs_of):,} to {max(pairs_of):,} pairs in each" if facts.is_whole else ""
-        yield f"  Shards: {len(facts.shards):,} read, of {min(sizes):.1f} to {max(sizes):.1f} MiB{counts}."
+        yield f"  Shards: {len(pairs_of):,} read, of {min(sizes):.1f} to {max(sizes):.1f} MiB{counts}."
     if facts.rate:
         milliseconds = 1000 / facts.rate
         yield f"  Loading: {milliseconds:.1f} ms for an image, so that a worker gives {facts.rate:,.0f} per second."
@@ -60,27 +53,21 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
         yield "  Nothing is wrong with it."
 
 
-def as_json(results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], options: str) -> dict[str, Any]:
-    """The findings of each set with all their rows, and the options to add, for a program."""
-    return {
-        "options": options,
-        "sets": {
-            name: {
-                "pairs": facts.pairs,
-                "read": facts.looks,
-                "pairs_per_second_of_a_worker": round(facts.rate, 1),
-                "findings": [asdict(finding) for finding in findings],
-            }
-            for name, (facts, findings) in results.items()
-        },
-    }
-
-
 def write_report(folder: Path, results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], to_add: str) -> None:
-    """Writes the contact sheet and all findings into the folder, and tells the options to add."""
+    """Writes the contact sheet and all findings with their rows into the folder, and tells the options to add."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_sheet(list(results.values())).save(folder / SHEET_FILE)
-    (folder / FINDINGS_FILE).write_text(json.dumps(as_json(results, to_add), indent=1), encoding="utf-8")
+    sets = {
+        name: {
+            "pairs": facts.pairs,
+            "read": facts.looks,
+            "pairs_per_second_of_a_worker": round(facts.rate, 1),
+            "findings": [asdict(finding) for finding in findings],
+        }
+        for name, (facts, findings) in results.items()
+    }
+    text = json.dumps({"options": to_add, "sets": sets}, indent=1)
+    (folder / FINDINGS_FILE).write_text(text, encoding="utf-8")
     print(f"Pictures are in {folder / SHEET_FILE}, and all rows of each finding in {folder / FINDINGS_FILE}.")
     if to_add:
         print(f"Add to `infcl train`: {to_add}")

@@ -21,66 +21,40 @@ KEPT = 10_000  # thumbnails of 3 kB each, and texts of captions
 
 
 @dataclass
-class ShardFacts:
-    """The number of pairs that were read from a shard, and its size in bytes if it is known."""
-
-    pairs: int = 0
-    nbytes: int | None = None
-
-
-@dataclass
 class SetFacts:
-    """The facts of a data set, as far as it was read.
+    """The facts of a data set, as far as it was read. Pairs are known by their names."""
 
-    Args:
-        name: of the set, as the user knows it.
-        limits: of the model.
-        is_trained: whether a training draws from it; otherwise it is measured.
-        has_captions: whether its rows are pairs; otherwise they are labelled images.
-        pairs: the number of its rows; None for a stream.
-        pooling: of the `Looker`.
-
-    Attributes:
-        looks: the number of pairs that were read.
-        faults: by the fault, and the name of the pair, what it consists in.
-        sizes, nbytes, seconds: of each image that can be decoded, see `Look`.
-        tokens, caption_bytes: of each caption.
-        caption_ids: the ids of the captions of each pair that has any, by its name.
-        seen: the same, one for each caption in their order, by what the model reads (`Caption.seen`).
-        texts: the first caption of each of up to `KEPT` ids.
-        one_embedding: why two different captions have one embedding, if they have; see `Pooling.fault`.
-        prints: from which copies are recognised, by the name of the pair.
-        thumbnails: the JPEG and the first caption or the class of up to `KEPT` pairs, by their names.
-        shards: those that were read, by their number.
-    """
-
-    name: str
-    limits: Limits
-    is_trained: bool = True
-    has_captions: bool = True
-    pairs: int | None = None
-    pooling: Pooling | None = None
-    looks: int = 0
-    faults: dict[str, dict[str, str]] = field(default_factory=dict)
+    name: str  # as the user knows the set
+    limits: Limits  # of the model
+    is_trained: bool = True  # whether a training draws from it; otherwise it is measured
+    has_captions: bool = True  # whether its rows are pairs; otherwise they are labelled images
+    pairs: int | None = None  # the number of its rows; None for a stream
+    pooling: Pooling | None = None  # of the `Looker`
+    # ---- What `add` adds up ----
+    looks: int = 0  # the number of pairs that were read
+    faults: dict[str, dict[str, str]] = field(default_factory=dict)  # by fault and pair, what it consists in
+    # Of each image that can be decoded, see `Look`.
     sizes: list[tuple[int, int]] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    # Of each caption, and of each pair that has captions.
     tokens: list[int] = field(default_factory=list)
     caption_bytes: list[int] = field(default_factory=list)
     caption_ids: dict[str, set[int]] = field(default_factory=dict)
-    seen: dict[str, list[int]] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
-    one_embedding: str = ""
-    prints: dict[str, Print] = field(default_factory=dict)
-    thumbnails: dict[str, tuple[bytes, str]] = field(default_factory=dict)
-    shards: dict[int, ShardFacts] = field(default_factory=dict)
+    seen: dict[str, list[int]] = field(default_factory=dict)  # `Caption.seen` of its captions, in their order
+    texts: dict[int, str] = field(default_factory=dict)  # the first caption of each of up to `KEPT` ids
+    one_embedding: str = ""  # why two different captions have one embedding, if they have; see `Pooling.fault`
+    prints: dict[str, Print] = field(default_factory=dict)  # from which copies are recognised
+    thumbnails: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # JPEG and caption or class, of up to `KEPT`
+    pairs_of_shards: Counter[int] = field(default_factory=Counter)  # that were read, by the number of the shard
+    bytes_of_shards: dict[int, int] = field(default_factory=dict)  # where they are known
     _read: dict[tuple[int, ...], tuple[Reading, str]] = field(default_factory=dict)
 
     def add(self, part: Part) -> None:
         """Adds successive pairs."""
-        shard = self.shards.setdefault(part.shard, ShardFacts())
-        shard.pairs += len(part.looks)
-        shard.nbytes = shard.nbytes if part.nbytes is None else part.nbytes
+        self.pairs_of_shards[part.shard] += len(part.looks)
+        if part.nbytes is not None:
+            self.bytes_of_shards[part.shard] = part.nbytes
         for look in part.looks:
             self.looks += 1
             for fault, detail in find_faults(look, self.limits):
@@ -151,14 +125,12 @@ def read_facts(
     *,
     show: bool,
 ) -> SetFacts:
-    """Reads a set.
+    """Reads a set that raises an error for a bad row, as ``plain`` of the training sets does.
 
     Args:
         key: the name of the set; `TRAINED` for the training set, and `REPLAYED` with a number for old pairs.
-        dataset: raises an error for a bad row, see ``plain`` of the training sets.
-        looker, limits: of the model.
-        samples: the pairs to read; None for all.
-        workers: processes that read; 0 for this one.
+        dataset, looker, samples, workers: as for `read`.
+        limits: of the model.
         show: whether to show a progress bar.
     """
     pairs = None if isinstance(dataset, ImageTextStream) else len(dataset)

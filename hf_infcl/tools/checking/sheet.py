@@ -35,12 +35,7 @@ def draw_sheet(sets: Sequence[tuple[SetFacts, Sequence[Finding]]]) -> Image.Imag
 
 
 def draw_rows(rows: Sequence[tuple[str, Sequence[tuple[bytes, str]]]], lines: int = 3) -> Image.Image:
-    """Titled rows of pictures with captions.
-
-    Args:
-        rows: title, and for each picture its `thumbnail` and its caption.
-        lines: how many lines a caption may have; the rest is cut.
-    """
+    """Titled rows of pictures: for each its `thumbnail` and its caption, of which so many lines are shown."""
     cell = SIDE + _GAP, SIDE + lines * _LINE + _GAP
     heights = [_TITLE + -(-len(shown) // COLUMNS) * cell[1] for _, shown in rows]
     sheet = Image.new("RGB", (COLUMNS * cell[0] + _GAP, sum(heights) + _GAP), "white")

@@ -24,12 +24,7 @@ PACKAGES = (
 
 
 def main(command: str | None = None, words: Sequence[str] | None = None) -> None:
-    """Runs one command.
-
-    Args:
-        command: one of `COMMANDS`; by default, the first word.
-        words: the command line without the program's name; by default, that of this process.
-    """
+    """Runs one of `COMMANDS` with the words of its command line; by default, as the words of this process say."""
     try:
         with _quiet_without_reader():
             _run(command, list(sys.argv[1:] if words is None else words))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers.utils import find_adapter_config_file
 
-from ...checkpoints.average_choice import Measured
 from ...checkpoints.average_options import read_alpha
-from ...checkpoints.average_search import described, find_average, measured_at, not_trained, with_halves
+from ...checkpoints.average_search import Measured, described, find_average, measured_at, not_trained, with_halves
 from ...checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics
 from ...conversion.models import load
 from ...conversion.pretrained import base_of_adapters, with_trained_adapter
@@ -22,7 +22,9 @@ from ...encoders.adapters import adapter_state, has_adapters
 from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions
 from ...training.trainer import InfCLTrainer
-from ..publishing import average_card, quieten, write_averages
+from ..publishing.average_card import average_card
+from ..publishing.front import write_averages
+from ..publishing.telling import quieten
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .description import describe_evaluations
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
@@ -55,15 +57,12 @@ class BetweenCheckpoints:
             self._set: Callable[[dict[str, Tensor]], Any] = self.model.load_state_dict
         else:
             self.model, self.processor = with_trained_adapter(base, end).requires_grad_(False), processor
+            from peft import set_peft_model_state_dict  # it is installed, as there is an adapter
+
             self._end = _copied(adapter_state(self.model))
             self._start = adapters_of_zero(self._end)
-            self._set = self._set_adapter
+            self._set = partial(set_peft_model_state_dict, self.model)
         interpolated(self._start, self._end, 1.0, path)  # raises here rather than after the first evaluation
-
-    def _set_adapter(self, state: dict[str, Tensor]) -> None:
-        import peft
-
-        peft.set_peft_model_state_dict(self.model, state)
 
     def move(self, alpha: float) -> None:
         """Gives the model the weights at ``alpha``."""

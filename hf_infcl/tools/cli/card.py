@@ -7,7 +7,8 @@ import argparse
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..publishing import TrainingFacts, write_publication
+from ..publishing.callback import write_publication
+from ..publishing.facts import TrainingFacts
 from .launched import mistakes_in_one_line
 
 

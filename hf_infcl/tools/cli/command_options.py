@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ...options.declaring import HelpPlace, command_option
+from ..scoring import WINDOW
 
 
 @dataclass
@@ -163,3 +164,52 @@ class PlanOptions:
     dataset_size: int | None = command_option("Pairs of the training set, for the time of an epoch.")
     epochs: float = command_option("Epochs of the training.", default=1.0)
     measure: bool = command_option("Also time two micro-batches on this machine's GPU.", default=False)
+
+
+@dataclass
+class EmbedOptions:
+    _argument_group_name: ClassVar[str] = "Embeddings"
+
+    key_column: str | None = command_option(
+        "Column that names each row of a table. By default the path of its image, or else its number. The "
+        "keys of a stream are the names of the samples, after that of the shard."
+    )
+    format: Literal["parquet", "safetensors", "npy"] = command_option(
+        "The format of the files that are written. npy, which --dataset implies, is mapped into memory: a "
+        "training reads it with --teacher_embeddings.",
+        default="parquet",
+    )
+    half_precision: bool = command_option(
+        "With npy: 16 instead of 32 bits for each number, half of the disk.", default=False
+    )
+    views: int | None = command_option(
+        "With --dataset: embed so many augmented views of each image, those of the first epochs of a "
+        "training with this --augmentation and --seed, which then come again. By default, the images as they are."
+    )
+
+    def __post_init__(self) -> None:
+        if self.views is not None and self.views < 1:
+            raise ValueError(f"views must be at least 1, got {self.views}.")
+
+
+@dataclass
+class ScoreOptions:
+    _argument_group_name: ClassVar[str] = "Scores"
+
+    split: str = command_option("Split of the data.", default="train", of_one_set=True)
+    streaming: bool = command_option(
+        "The data are tar or parquet shards, such as 'shards/{00000..00127}.tar', which are read once.", default=False
+    )
+    on_bad_sample: Literal["raise", "skip"] = command_option(
+        "What to do with a broken image or an empty caption: end, or leave it out.", default="raise"
+    )
+    captions_per_image: int = command_option(
+        "Number of captions drawn from an image's list, whose mean cosine counts.", default=1
+    )
+    window: int = command_option(
+        "Number of pairs that are compared with each other. All are drawn at random.", default=WINDOW
+    )
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ValueError(f"window must be at least 2, because a pair is compared with others, got {self.window}.")

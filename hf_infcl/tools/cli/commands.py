@@ -9,9 +9,7 @@ from pathlib import Path
 from ...options.declared import facts_of_training, of_transformers
 from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
 from ...options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
-from ..embedding.options import EmbedOptions
-from ..scoring.options import ScoreOptions
-from .command_options import CheckOptions, ColumnOptions, DataOptions, PlanOptions
+from .command_options import CheckOptions, ColumnOptions, DataOptions, EmbedOptions, PlanOptions, ScoreOptions
 from .parser import Parser, PlainParser
 
 COMMANDS = {

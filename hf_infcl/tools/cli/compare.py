@@ -7,8 +7,8 @@ from typing import Any
 
 from ...conversion.models import load, load_config
 from ...training.trainer import InfCLTrainer
-from ..publishing import quieten
 from ..publishing.comparison import comparison, lines_of_comparison, write_comparison
+from ..publishing.telling import quieten
 from .datasets import check_columns, describe_sets, evaluation_datasets
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser

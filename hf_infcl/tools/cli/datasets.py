@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import ConcatDataset
 
-from ...checkpoints.average_choice import halves
+from ...checkpoints.average_search import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ...data.columns import find_caption_column, find_image_column, find_label_column
 from ...data.images import few_names, is_string
@@ -20,7 +20,7 @@ from ...options.combinations import check_replay
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.sets import facts_of
 from ..benchmarks import benchmark_sets
-from ..publishing import source_name
+from ..publishing.facts import source_name
 from ..scoring.excluding import rows_kept, stream_kept
 from .command_options import ColumnOptions, DataOptions
 
@@ -192,7 +192,7 @@ def guard_datasets(
         guards: name the sets.
         evaluation: names the labels and the templates.
         data: the training data, which must not be taken for a guard; None without a training.
-        half: 0 or 1 for one of the `hf_infcl.checkpoints.average_choice.halves` of each set; None for all rows.
+        half: 0 or 1 for one of the `hf_infcl.checkpoints.average_search.halves` of each set; None for all rows.
     """
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
@@ -216,10 +216,8 @@ def evaluation_datasets(
 ) -> dict[str, ImageTextDataset | ZeroShotDataset]:
     """The requested evaluation datasets by the prefix of their metrics: "pairs", "zero_shot", and the benchmarks.
 
-    Args:
-        columns: the columns of the training set. A set that does not have them is read by its usual ones.
-        options: of the evaluation.
-        data: the training data, on which no set may be evaluated; None without a training.
+    A set that does not have the columns of the training set is read by its usual ones. No set may be that of the
+    training ``data``, if there is one.
     """
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:

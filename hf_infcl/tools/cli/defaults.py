@@ -67,10 +67,8 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
 def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, ImageDataset] | None = None) -> None:
     """Raises a ValueError if a checkpoint or the learning rate is to be chosen by a metric that is not measured.
 
-    Args:
-        namespace: all options.
-        datasets: the evaluation datasets by name, once they are open. A guard set of classes has other metrics than one
-            of pairs, and fewer than five classes have no top-5 accuracy.
+    Once the evaluation datasets are open, they decide: a guard set of classes has other metrics than one of pairs, and
+    fewer than five classes have no top-5 accuracy.
     """
     if (use := use_of_metric(namespace)) is None:
         return
@@ -132,11 +130,7 @@ def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
 
 
 def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs: object) -> None:
-    """Prints the options that `intervals` has chosen, and the factors of the global batch.
-
-    Args:
-        pairs: the training set.
-    """
+    """Prints the options that `intervals` has chosen, and how the global batch of the training set is divided."""
     plan = None if args.global_batch_schedule is None else make_plan(args, pairs)
     if chosen:
         epoch = len(pairs) if has_length(pairs) else 0

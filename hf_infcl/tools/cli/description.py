@@ -21,8 +21,8 @@ from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
 from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
-from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
-from ..publishing.markdown import code, joined
+from ..publishing.facts import Evaluation, Source, TrainingFacts, source_name, training_facts
+from ..publishing.markdown import code, escaped, joined
 from .command_options import ColumnOptions, DataOptions
 from .datasets import mixture_weights
 
@@ -31,7 +31,6 @@ logger = logging.get_logger(__name__)
 
 def describe_run(
     trainer: InfCLTrainer,
-    model_class: str,
     model: ModelOptions,
     data: DataOptions,
     columns: ColumnOptions,
@@ -45,11 +44,10 @@ def describe_run(
     eval_datasets: Any = trainer.eval_dataset or {}
     collator: Any = trainer.data_collator
     trains, base = trained_part(trainer.dual_encoder.model, model.model)
-    frozen = _frozen_temperature(trainer.dual_encoder)
     return functools.partial(
         training_facts,
         trainer,
-        model_class=model_class,
+        model_class=type(trainer.dual_encoder.base).__name__,
         start=(base or model.model).removeprefix("hf-hub:"),
         sources=describe_sources(data),
         replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
@@ -62,7 +60,7 @@ def describe_run(
         settings={
             **({"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}),
             **trains,
-            **frozen,
+            **_frozen_temperature(trainer.dual_encoder),
             "augmentation": data.augmentation,
             **({"pairs excluded before": _excluded(data.exclude)} if data.exclude else {}),
             **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),

@@ -17,7 +17,10 @@ from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
 from ...processes.collectives import Processes
 from ...training.trainer import InfCLTrainer
-from ..publishing import CURVES_FILE, FACTS_FILE, FRONT_FILE, PICTURES_FILE
+from ..publishing.callback import CURVES_FILE
+from ..publishing.facts import FACTS_FILE
+from ..publishing.front import FRONT_FILE
+from ..publishing.pictures import PICTURES_FILE
 from .command_options import DataOptions
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, FRONT_FILE, PICTURES_FILE)
@@ -46,19 +49,10 @@ def weights_of_other_kind(folder: Path, adapters: bool) -> list[Path]:
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
-def holds_earlier_run(folder: str | None, earlier: Sequence[Path]) -> ValueError:
-    """The error of a run that would be mixed with these results of an earlier one."""
-    return ValueError(
-        f"{folder} holds an earlier run ({', '.join(path.name for path in earlier)}). Continue it with "
-        "--resume_from_checkpoint auto, choose another --output_dir, or delete it with --overwrite_output_dir."
-    )
-
-
 class EarlierDeleted(TrainerCallback):
     """Deletes the results of an earlier run once a training begins, which no wrong option can prevent any more.
 
-    Args:
-        results: on every machine that saves its own results.
+    That is done on every machine that saves its own results.
     """
 
     def __init__(self, results: Sequence[Path]) -> None:

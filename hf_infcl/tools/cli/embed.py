@@ -12,9 +12,8 @@ from ...options.arguments import InfCLTrainingArguments
 from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
 from ..embedding.embedding import embed as embedded
-from ..embedding.options import EmbedOptions
 from ..embedding.sources import make_source, make_sources
-from .command_options import ColumnOptions, DataOptions
+from .command_options import ColumnOptions, DataOptions, EmbedOptions
 from .commands import OF_EMBEDDING
 from .datasets import replay_set, training_set
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu

@@ -9,8 +9,9 @@ from ...conversion.models import load
 from ...training.set_by_set import evaluate_sets
 from ...training.trainer import InfCLTrainer
 from ..benchmarks import lines_of_scores, means_of_groups
-from ..publishing import PicturesCallback, make_rows, quieten, table_lines
+from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
+from ..publishing.telling import make_rows, quieten, table_lines
 from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser

@@ -16,7 +16,7 @@ from pathlib import Path
 from ...options.arguments import InfCLTrainingArguments
 from ...processes.collectives import OtherRankFailedError
 from ...training.trainer import InfCLTrainer
-from .messages import is_missing_package, missing_package, tell
+from .messages import missing_package, tell
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -40,11 +40,9 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     except BrokenPipeError:
         raise  # nobody reads the output any more, which is no mistake
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        message = _raised_here_in_a_worker(error)
-        if is_missing_package(error):
-            message = missing_package(error)
-        elif isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
-            message = message or str(error)
+        message = missing_package(error) or _raised_here_in_a_worker(error)
+        if message is None and isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
+            message = str(error)
         if message is None:
             raise
         tell(command, message, below=not of_libraries)  # only a training or evaluation has a bar
@@ -81,11 +79,8 @@ _OF_ONE_PROCESS = ("hf_infcl.data.stream_batches", "hf_infcl.shards", "hf_infcl.
 def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
     """Tells of more workers of the data loaders than the machine has cores; those of a file become as many.
 
-    Those of a stream stay as they are, since they decide about its order.
-
-    Args:
-        namespace: all options; the number of workers is changed in place.
-        file: the name of the file of options that alone sets the number; empty if the user has typed it.
+    Those of a stream stay as they are, since they decide about its order. The number is changed in place. ``file`` is
+    the name of the file of options that alone sets it; empty if the user has typed it.
     """
     workers = getattr(namespace, "dataloader_num_workers", None) or 0
     processes, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores()

@@ -12,11 +12,7 @@ def tell(command: str, message: str, *, below: bool = False) -> None:
     """Prints an error as one line, only on the first launched process that calls this.
 
     That process prints before it ends. The launcher then ends the other processes, whether they had the error or not.
-
-    Args:
-        command: the command's name, which the line begins with.
-        message: the error.
-        below: begin a new line before, because a progress bar may stand in the present one.
+    With ``below``, a new line begins before, because a progress bar may stand in the present one.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from torch.distributed import TCPStore  # here, because importing torch takes seconds
@@ -30,11 +26,9 @@ def tell(command: str, message: str, *, below: bool = False) -> None:
     print(f"\n{line}" if below else line, file=sys.stderr, flush=True)
 
 
-def is_missing_package(error: Exception) -> bool:
-    """Whether a library needs a package that is not installed. Trainer's trackers raise a RuntimeError for that."""
+def missing_package(error: Exception) -> str | None:
+    """A sentence if a library needs a package that is not installed; Trainer's trackers raise a RuntimeError then."""
     asked = isinstance(error, (ImportError, RuntimeError)) and "install" in str(error)
-    return asked or isinstance(error, ModuleNotFoundError)
-
-
-def missing_package(error: Exception) -> str:
-    return f"An option needs a package that is not installed: {error}"
+    if asked or isinstance(error, ModuleNotFoundError):
+        return f"An option needs a package that is not installed: {error}"
+    return None

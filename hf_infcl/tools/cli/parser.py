@@ -27,7 +27,7 @@ from ...options.declaring import HEADINGS
 from ...options.facts import facts_by_name
 from ...options.files import options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
-from .messages import is_missing_package, missing_package, tell
+from .messages import missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
 ELSEWHERE = {
@@ -306,9 +306,9 @@ class Parser(HfArgumentParser):
         except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
             self.error(str(error))
         except (ImportError, RuntimeError) as error:
-            if not is_missing_package(error):
+            if (message := missing_package(error)) is None:
                 raise
-            self.error(missing_package(error))
+            self.error(message)
 
     def settle(self, namespace: argparse.Namespace, given: set[str] | None) -> None:
         """Leaves out what the file says where an option of the command line decides in its place, as for `build`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,34 +14,36 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...checkpoints.average_options import check_average
-from ...checkpoints.full_disk import full_disk_explained
+from ...checkpoints.average_search import Averaged, described
+from ...checkpoints.saving import full_disk_explained
 from ...checkpoints.starting import merge_into_start, model_to_train
 from ...conversion import compare_formats
+from ...data import ImageTextDataset, ZeroShotDataset
 from ...encoders.adapters import ADAPTER_FILES, has_adapters
+from ...options.arguments import InfCLTrainingArguments
 from ...processes.preemption import Preempted
+from ...training.ending import measured_last
 from ...training.trainer import InfCLTrainer
-from ...training.with_start import AverageWithStart
+from ...training.with_start import AverageWithStart, checkpoint_of_end
 from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
 from ..planning import check_memory
-from ..publishing import CardCallback, PicturesCallback, ProgressPrinter, doubtful_rate, lines_of_changes, outcome
+from ..publishing.callback import CardCallback
+from ..publishing.changes import lines_of_changes
+from ..publishing.front import write_averages
+from ..publishing.outcome import doubtful_rate, outcome
+from ..publishing.pictures import PicturesCallback
+from ..publishing.settings import precision
+from ..publishing.telling import ProgressPrinter
 from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .check import short_check
-from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set
+from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
 from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
-from .earlier import (
-    EarlierDeleted,
-    check_output_folder,
-    earlier_results,
-    has_results,
-    holds_earlier_run,
-    weights_of_other_kind,
-)
+from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
-from .results import save_results, tell_places
 
 
 @record  # so the launcher's last lines are the error of the process that failed first
@@ -53,14 +57,17 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
-            raise holds_earlier_run(args.output_dir, earlier)
+            names = ", ".join(path.name for path in earlier)
+            raise ValueError(
+                f"{args.output_dir} holds an earlier run ({names}). Continue it with --resume_from_checkpoint auto, "
+                "choose another --output_dir, or delete it with --overwrite_output_dir."
+            )
         train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
         gains = evaluation_datasets(columns, evaluation, data)
         eval_datasets = gains | guard_datasets(columns, keep, evaluation, data)
         check_best_metric(namespace, eval_datasets)
         model, processor, conversion = model_to_train(model_options, lora, args)
         adapted = has_adapters(model)
-        model_class = type(model.get_base_model() if adapted else model).__name__
         if args.device.type == "cuda" and not adapted:
             gpu_bytes = torch.cuda.get_device_properties(args.device).total_memory
             if (warning := check_memory(model.config, args, gpu_bytes)) and args.process_index == 0:
@@ -88,7 +95,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_class, model_options, data, columns, evaluation, keep, conversion)
+    describe = describe_run(trainer, model_options, data, columns, evaluation, keep, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
     ProgressPrinter(trainer)
     if trainer.is_world_process_zero():
@@ -139,3 +146,52 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         if doubt := outcome(facts):
             print(doubt)
     leave(trainer)
+
+
+def save_results(
+    trainer: InfCLTrainer,
+    metrics: dict[str, float],
+    eval_datasets: Mapping[str, ImageTextDataset | ZeroShotDataset],
+    average: AverageWithStart | None = None,
+    start: str = "",
+) -> Averaged | None:
+    """Writes the model, the metrics of the training and of the final evaluation, and the trainer's state; collective.
+
+    Args:
+        average: finds the average whose weights are to be saved; None to save those of the training.
+        start: Hub id or folder of the checkpoint that the training started from.
+
+    Returns:
+        The average that was saved, if one was asked for.
+    """
+    if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
+        trainer.save_metrics("train", metrics)
+    trainer.save_model(_internal_call=True)  # without a push, which has to include the results
+    found = None
+    if average is not None:
+        found = average.find()
+        trainer.save_model(_internal_call=True)
+        if trainer.is_world_process_zero():
+            end, folder = checkpoint_of_end(trainer), Path(str(trainer.args.output_dir))
+            write_averages(folder, found, start, str(end))
+            print(*described(found), f"The average at alpha {found.alpha:g} is saved; the end is {end}.", sep="\n")
+    if eval_datasets:
+        others = trainer.args.load_best_model_at_end or average is not None  # weights than those of the last step
+        measured = {} if others else measured_last(trainer.state, eval_datasets)
+        measured = measured or trainer.evaluate()
+        trainer.save_metrics(
+            "eval", measured | what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
+        )
+    trainer.save_state()
+    return found
+
+
+def tell_places(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:
+    """Prints where the results are."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            "The curves were not drawn, because matplotlib is not installed. After `pip install matplotlib`, "
+            f"`infcl card {args.output_dir}` draws them."
+        )
+    pushed = f" and on the Hub as {hub_model_id}" if hub_model_id else ""
+    print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}{pushed}.")

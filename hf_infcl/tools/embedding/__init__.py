@@ -1,1 +1,1 @@
-"""Embeddings of whole collections: `infcl embed`. Nothing here imports torch, because the command reads its options."""
+"""Embeddings of whole collections: `infcl embed`."""

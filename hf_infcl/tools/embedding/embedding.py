@@ -24,7 +24,7 @@ from ...loading.feature_cache import fingerprint, for_each_missing
 from ...loading.stored_embeddings import index_paths
 from ...processes.collectives import Processes, failures_announced
 from .output import Rows, begin, join, write
-from .sources import Batch, Collator, ItemSource
+from .sources import Batch, ItemSource, collated
 
 logger = logging.get_logger(__name__)
 
@@ -53,10 +53,8 @@ def embed(
     or both, such as ``images-00002-of-00010.parquet``. Files that are there already are not computed again.
 
     Args:
-        source: what to embed.
         folder: a folder that all processes can write. It also gets ``embeddings.json``, the record of the run.
         encoder: the model, in evaluation mode.
-        collator: prepares images and captions.
         prepare: moves a batch to the device and normalises its images.
         autocast: the context of the forwards.
         dtype: the precision of that context, for the record.
@@ -64,7 +62,6 @@ def embed(
         half: whether npy has fp16 instead of fp32.
         licence: of the model, for the record of npy.
         batch_size: images, and texts, of one forward.
-        num_workers, pin_memory: of the data loader.
 
     Returns:
         The numbers of images and texts that this call has embedded and of the rows that it has left out, over all
@@ -102,7 +99,7 @@ def embed(
         if not all(names[kind][part].exists() or index_paths(place, kind)[-1].exists() for kind in source.kinds)
     ]
 
-    load = partial(DataLoader, collate_fn=Collator(collator), num_workers=num_workers, pin_memory=pin_memory)
+    load = partial(DataLoader, collate_fn=partial(collated, collator), num_workers=num_workers, pin_memory=pin_memory)
     parts = source.read(missing, batch_size, load)
 
     def compute(part: int) -> None:

@@ -16,19 +16,12 @@ from ...loading.stored_embeddings import RECORD, hashed, index_paths, of_caption
 
 @dataclass
 class Rows:
-    """Embeddings of images, or of texts.
+    """Embeddings of images, or of texts."""
 
-    Args:
-        keys: of the rows that they belong to.
-        captions: the texts; None for images.
-        places: by what a training looks up each row: the number of the row, the names of shard and sample, or the
-            seed of an augmentation.
-        embeddings: [n, D] float32, of length 1.
-    """
-
-    keys: list[str]
-    captions: list[str] | None
-    embeddings: np.ndarray
+    keys: list[str]  # of the rows that they belong to
+    captions: list[str] | None  # the texts; None for images
+    embeddings: np.ndarray  # [n, D] float32, of length 1
+    # By what a training looks up each row: its number, the names of shard and sample, or the seed of an augmentation.
     places: list[str]
 
 
@@ -71,12 +64,9 @@ _WRITERS: dict[str, Callable[[Path, Rows], None]] = {
 
 
 def join(folder: Path, kind: str, parts: Sequence[Path]) -> None:
-    """Makes one file of the embeddings of all parts, with its index, and removes the parts.
+    """Makes one file of the embeddings of all ``parts``, in their order, with its index, and removes the parts.
 
-    Args:
-        folder: of the files.
-        kind: "images" or "texts".
-        parts: in order, files of embeddings; beside each, the file of `keys_path` has the hashes of its keys.
+    Beside each part, the file of `keys_path` has the hashes of its keys. ``kind`` is "images" or "texts".
     """
     hashes_path, rows_path, path = index_paths(folder, kind)
     if path.exists():

@@ -26,24 +26,19 @@ if TYPE_CHECKING:
 
 # Its row, its key, its place, perhaps its images by their places and its captions; or its row and what makes it bad.
 Item = dict[str, Any]
-Batch = tuple[list[Item], list[str], dict[str, Tensor] | None, dict[str, Tensor] | None]  # see `Collator`
+Batch = tuple[list[Item], list[str], dict[str, Tensor] | None, dict[str, Tensor] | None]  # see `collated`
 MakeLoader = Callable[..., Iterable[Batch]]  # a DataLoader of a dataset and its options
 ROWS_OF_PART = 8192  # of a table
 
 
 class ItemSource(Protocol):
-    """What is embedded.
+    """What is embedded."""
 
-    Attributes:
-        kinds: which of "images" and "texts" it has.
-        parts: the number of its parts.
-    """
-
-    kinds: tuple[str, ...]
-    parts: int
+    kinds: tuple[str, ...]  # which of "images" and "texts" it has
+    parts: int  # their number
 
     def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
-        """Yields the batches of each part; see `Collator`, with which ``load`` makes a DataLoader."""
+        """Yields the batches of each part; see `collated`, with which ``load`` makes a DataLoader."""
         ...
 
     def image_fingerprint(self) -> str:
@@ -58,10 +53,10 @@ class ItemSource(Protocol):
 def found_columns(
     features: datasets.Features, image_column: str, caption_column: str, named: Sequence[str]
 ) -> tuple[str | None, str | None]:
-    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `TableSource`."""
+    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `table_source`."""
     for option, column in (("image_column", image_column), ("caption_column", caption_column)):
-        if option in named and column not in features:
-            raise ValueError(_absent(option, column, [*features]))
+        if option in named:
+            _check_column(option, column, [*features])
     images, captions = find_image_column(features, image_column), find_caption_column(features, caption_column)
     if images not in features and captions not in features:
         raise ValueError(
@@ -71,8 +66,9 @@ def found_columns(
     return images if images in features else None, captions if captions in features else None
 
 
-def _absent(option: str, column: str, names: Sequence[str]) -> str:
-    return f"The data has no column {column!r}, which --{option} names. Its columns are {names}."
+def _check_column(option: str, column: str, names: Sequence[str]) -> None:
+    if column not in names:
+        raise ValueError(f"The data has no column {column!r}, which --{option} names. Its columns are {names}.")
 
 
 def shard_columns(
@@ -103,14 +99,14 @@ def make_source(
     streaming: bool,
     on_bad_sample: str,
 ) -> ItemSource:
-    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `TableSource`.
+    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `table_source`.
 
     Raises:
         ValueError: it cannot be read, or lacks a column.
     """
     if not streaming:
         table, skips = load_pairs(data, split=split, name=name, image_column=image_column), on_bad_sample == "skip"
-        return TableSource(table, image_column, caption_column, key_column, data, skips=skips, named=named)
+        return table_source(table, image_column, caption_column, key_column, data, skips=skips, named=named)
     if key_column:
         raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
     images, captions = shard_columns(find_shards(data, split=split), image_column, caption_column, named)
@@ -123,17 +119,48 @@ def make_sources(
     old: ImageTextDataset | ImageTextStream | ConcatDataset[Item] | None,
     views: int | None,
 ) -> dict[str, ItemSource]:
-    """The sets of a training, by the names of their folders.
+    """The sets of a training, by the names of their folders: the new pairs and, if there are any, the old ones.
 
-    Args:
-        new: the training set.
-        old: old pairs: None, a set, or a ConcatDataset of several.
-        views: as for `ShardSource`.
+    ``views`` is as for `ShardSource`.
     """
     sets = [new, *([] if old is None else getattr(old, "datasets", [old]))]
     names = ["dataset", *(f"replay_dataset_{number}" for number in range(1, len(sets)))]
-    kinds: list[Any] = [ShardSource if isinstance(one, ImageTextStream) else TrainedTable for one in sets]
-    return {name: kind(one, views) for name, kind, one in zip(names, kinds, sets, strict=True)}
+    return {name: source_of_training(one, views) for name, one in zip(names, sets, strict=True)}
+
+
+def source_of_training(data: ImageTextDataset | ImageTextStream, views: int | None = None) -> ItemSource:
+    """The images and captions of a training set; ``views`` is as for `ShardSource`."""
+    if isinstance(data, ImageTextStream):
+        return ShardSource(data, views)
+    skips = data.options["on_bad_sample"] == "skip"
+    return TableSource(data.table, data, data.caption_column, skips=skips, views=views)
+
+
+def table_source(
+    table: datasets.Dataset,
+    image_column: str,
+    caption_column: str,
+    key_column: str | None,
+    folder: str,
+    *,
+    skips: bool = False,
+    named: Sequence[str] = (),
+) -> TableSource:
+    """A table with the wanted columns, or else those of `find_image_column` and `find_caption_column`, if it has any.
+
+    ``named`` are the options of columns that must exist, because the user has set them.
+
+    Raises:
+        ValueError: the table lacks a column that was named, or has neither images nor captions.
+    """
+    if len(table) == 0:
+        raise ValueError("The data has no rows.")
+    if key_column is not None and "key_column" in named:
+        _check_column("key_column", key_column, table.column_names)
+    images, captions = found_columns(table.features, image_column, caption_column, named)
+    others = {"caption_column": captions, "key_column": key_column}
+    dataset = ImageDataset(table, images, others) if images else None
+    return TableSource(table, dataset, captions, key_column, folder=folder, skips=skips)
 
 
 class TableSource(Dataset[Item]):
@@ -141,46 +168,23 @@ class TableSource(Dataset[Item]):
 
     Args:
         table: the rows.
-        image_column, caption_column: the wanted columns, or else those of `find_image_column` and
-            `find_caption_column`, if there are any.
-        key_column: see `EmbedOptions`.
+        images: their images, if they have any.
+        caption_column: None if there are no captions.
+        key_column: names the rows; by default the paths of the images do, or else the numbers of the rows.
         folder: the folder of the table, to which paths of images become relative if they are keys.
         skips: whether a bad row is left out.
-        named: the options of columns that must exist, because the user has set them.
-
-    Raises:
-        ValueError: the table lacks a column that was named, or has neither images nor captions.
+        views: the number of epochs whose augmented images are embedded; None for the images as they are.
     """
 
     def __init__(
         self,
         table: datasets.Dataset,
-        image_column: str,
-        caption_column: str,
-        key_column: str | None,
-        folder: str,
-        *,
-        skips: bool = False,
-        named: Sequence[str] = (),
-    ) -> None:
-        if len(table) == 0:
-            raise ValueError("The data has no rows.")
-        if key_column is not None and key_column not in table.column_names and "key_column" in named:
-            raise ValueError(_absent("key_column", key_column, table.column_names))
-        images, captions = found_columns(table.features, image_column, caption_column, named)
-        others = {"caption_column": captions, "key_column": key_column}
-        dataset = ImageDataset(table, images, others) if images else None
-        self._prepare(table, dataset, captions, key_column, folder=folder, skips=skips)
-
-    def _prepare(
-        self,
-        table: datasets.Dataset,
         images: ImageDataset | None,
         caption_column: str | None,
-        key_column: str | None,
+        key_column: str | None = None,
         *,
         folder: str = "",
-        skips: bool,
+        skips: bool = False,
         views: int | None = None,
     ) -> None:
         self._images, self._views = images, views
@@ -207,15 +211,12 @@ class TableSource(Dataset[Item]):
     def image_fingerprint(self) -> str:
         if self._images is None:
             return self._texts._fingerprint
-        return f"{self._images.image_fingerprint()}{self._of_views() or ''}"
+        return f"{self._images.image_fingerprint()}{_of_views(self._images, self._views) or ''}"
 
     def described(self) -> dict[str, Any]:
         captions = self._captions if self._caption_column else None
         found = described_table(len(self), None if self._images is None else self._images.encoded, captions)
-        return found | self._of_views()
-
-    def _of_views(self) -> dict[str, Any]:
-        return _of_views(self._images, self._views) if isinstance(self._images, ImageTextDataset) else {}
+        return found | _of_views(self._images, self._views)
 
     def _captions(self, row: int) -> list[str]:
         return usable_captions(self._texts[row][self._caption_column])
@@ -242,25 +243,13 @@ class TableSource(Dataset[Item]):
                 raise
             return {"row": row, "bad": str(error)}
         item["images"] = {item["place"]: {"image": image}}
-        if self._views is not None and isinstance(self._images, ImageTextDataset):
+        if self._views is not None:
+            assert isinstance(self._images, ImageTextDataset)
             item["images"] = self._images.views(row, image, self._views)
         if path is not None and self._key_column is None:
             inside = os.path.isabs(path) and os.path.commonpath([path, self._folder]) == self._folder
             item["key"] = os.path.relpath(path, self._folder) if inside else path
         return item
-
-
-class TrainedTable(TableSource):
-    """The images and captions of a training set that is a table.
-
-    Args:
-        dataset: the set.
-        views: the number of its epochs whose augmented images are embedded; None for the images as they are.
-    """
-
-    def __init__(self, dataset: ImageTextDataset, views: int | None = None) -> None:
-        skips = dataset.options["on_bad_sample"] == "skip"
-        self._prepare(dataset.table, dataset, dataset.caption_column, None, skips=skips, views=views)
 
 
 class ShardSource:
@@ -289,7 +278,7 @@ class ShardSource:
         return described_shards(shard.url for shard in self._stream.shards) | _of_views(self._stream, self._views)
 
 
-def _of_views(data: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any]:
+def _of_views(data: Any, count: int | None) -> dict[str, Any]:
     """What the description of the data says of augmented images, if these are embedded."""
     return {} if count is None else {"views": describe_views(data, count)}
 
@@ -323,28 +312,15 @@ class _Samples(IterableDataset[Item]):
             yield item
 
 
-class Collator:
-    """Turns items into batches.
+def collated(collator: ContrastiveCollator, items: Sequence[Item]) -> Batch:
+    """A batch of items, whose images and captions the collator prepares for the model.
 
     A batch is a tuple: the good items, of whose images only the places are left, what makes the bad ones bad, and the
     model's inputs for the images and for the texts, each None if there are none.
-
-    Args:
-        collator: prepares images and captions for the model.
     """
-
-    def __init__(self, collator: ContrastiveCollator) -> None:
-        self._collator = collator
-
-    def __call__(self, items: Sequence[Item]) -> Batch:
-        bad = [item["bad"] for item in items if "bad" in item]
-        good = [item for item in items if "bad" not in item]
-        images = [image for item in good for image in item.get("images", {}).values()]
-        texts = [caption for item in good for caption in item.get("caption", ())]
-        kept = [{**item, "images": list(item.get("images", ()))} for item in good]
-        return (
-            kept,
-            bad,
-            self._collator(images) if images else None,
-            self._collator.tokenize(texts) if texts else None,
-        )
+    bad = [item["bad"] for item in items if "bad" in item]
+    good = [item for item in items if "bad" not in item]
+    images = [image for item in good for image in item.get("images", {}).values()]
+    texts = [caption for item in good for caption in item.get("caption", ())]
+    kept = [{**item, "images": list(item.get("images", ()))} for item in good]
+    return kept, bad, collator(images) if images else None, collator.tokenize(texts) if texts else None

@@ -251,8 +251,7 @@ def _changes(facts: TrainingFacts) -> str:
             (
                 set_and_split(change.evaluation) + change.kind,
                 "guard" if change.evaluation.guard else "trained for",
-                *(f"{value:.4f}" for value in (change.before, change.after)),
-                change.words(),
+                *(f"{change.score.first:.4f}", f"{change.score.second:.4f}", change.score.words()),
             )
             for change in found
         ]

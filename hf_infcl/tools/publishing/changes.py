@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...checkpoints.average_choice import score_if_measured
 from ...evaluation import Difference
-from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES
+from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
 from .facts import Evaluation, TrainingFacts
 
 _SCORE_OF = {  # by the kind of set
@@ -24,28 +23,12 @@ _INTERVAL = (
 
 @dataclass(frozen=True)
 class Change:
-    """The score of one set before and after a training, as fractions.
-
-    Attributes:
-        evaluation: the set.
-        before, after: its scores.
-        half: whether they are of that half of the rows by which no average was chosen.
-        interval: the 95% interval of the difference, by a bootstrap over the images; None if it was not measured.
-        kind: " (captions)" or " (classes)" if the same images were measured in both ways; otherwise empty.
-    """
+    """The change of the score of one set by a training."""
 
     evaluation: Evaluation
-    before: float
-    after: float
-    half: bool = False
-    interval: tuple[float, float] | None = None
-    kind: str = ""
-
-    def words(self, factor: float = 1, digits: int = 4) -> str:
-        """The difference times ``factor``, its interval if there is one, and whether it is noise."""
-        if self.interval is None:
-            return f"{factor * (self.after - self.before):+.{digits}f}"
-        return Difference(self.before, self.after, *self.interval).words(factor, digits)
+    score: Difference  # from before the training to after it
+    half: bool = False  # whether the scores are of that half of the rows by which no average was chosen
+    kind: str = ""  # " (captions)" or " (classes)" if the same images were measured in both ways
 
 
 def changes(facts: TrainingFacts) -> list[Change]:
@@ -67,7 +50,7 @@ def explained(found: Sequence[Change]) -> str:
     measured = [change.evaluation.metrics for change in found]
     kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
     sentence = f"The score is {', '.join(words for kind, words in _SCORE_OF.items() if kind in kinds)}."
-    return f"{sentence} {_INTERVAL}" if any(change.interval for change in found) else sentence
+    return f"{sentence} {_INTERVAL}" if any(change.score.low is not None for change in found) else sentence
 
 
 def _changes(facts: TrainingFacts) -> Iterator[Change]:
@@ -75,13 +58,12 @@ def _changes(facts: TrainingFacts) -> Iterator[Change]:
     for evaluation in facts.evaluations:
         if average is not None and average.tolerance is not None and evaluation.guard:
             before, after = (average.at(alpha).rest[evaluation.key] for alpha in (0, average.alpha))
-            yield Change(evaluation, before, after, half=True)
+            yield Change(evaluation, Difference(before, after), half=True)
             continue
         scores = [score_if_measured(metrics) for metrics in (evaluation.before, evaluation.metrics)]
         if scores[0] is not None and scores[1] is not None:
             bounds = [evaluation.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
-            interval = None if bounds[0] is None or bounds[1] is None else (bounds[0], bounds[1])
-            yield Change(evaluation, scores[0], scores[1], interval=interval)
+            yield Change(evaluation, Difference(scores[0], scores[1], *bounds))
 
 
 def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
@@ -92,7 +74,8 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
     width = max(map(len, names))
     yield f"{'':<{width}}   before    after   change"
     for name, change in zip(names, found, strict=True):
-        numbers = f"{100 * change.before:7.2f}%  {100 * change.after:6.2f}%   {change.words(100, 2)}"
+        score = change.score
+        numbers = f"{100 * score.first:7.2f}%  {100 * score.second:6.2f}%   {score.words(100, 2)}"
         half = " (the half of its rows that did not choose the average)" if change.half else ""
         yield f"{name:<{width}}  {numbers}{'  guard' if change.evaluation.guard else ''}{half}"
     yield explained(found)

@@ -32,19 +32,12 @@ _CLASSES = 10  # lines of classes; the JSON has all
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on one set.
-
-    Attributes:
-        dataset: the set.
-        ranks: the ranks of the first model, and of the second.
-        metrics: the difference of each metric.
-        classes: the difference of the recall of each class that occurs, by its number; empty for pairs.
-    """
+    """Two models on one set."""
 
     dataset: AnySet
-    ranks: tuple[Found, Found]
+    ranks: tuple[Found, Found]  # of the first model, and of the second
     metrics: Mapping[str, Difference]
-    classes: Mapping[int, Difference]
+    classes: Mapping[int, Difference]  # of the recall of each class that occurs, by its number; empty for pairs
 
     def wins(self, model: int) -> list[int]:
         """The rows that the first (0) or second (1) model alone gets right.
@@ -68,13 +61,7 @@ def comparison(dataset: AnySet, first: Found, second: Found) -> Comparison:
 
 
 def write_comparison(folder: str | Path, found: Mapping[str, Comparison], first: str, second: str) -> None:
-    """Writes compare_results.json and, if the models differ on an image, compare.png.
-
-    Args:
-        folder: is made if there is none.
-        found: the comparisons, by the name of the set.
-        first, second: the names of the models.
-    """
+    """Writes compare_results.json and, if the models differ on an image, compare.png, of comparisons by their sets."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     results = {"first": first, "second": second, **{key: _results(one) for key, one in found.items()}}

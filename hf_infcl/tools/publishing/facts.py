@@ -17,8 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import TrainerState
 
 from ... import __version__
-from ...checkpoints.average_choice import Measured
-from ...checkpoints.average_search import Averaged
+from ...checkpoints.average_search import Averaged, Measured
 from ...checkpoints.record import Stage
 from ...loading.replay import Replayed
 from ...options.arguments import InfCLTrainingArguments
@@ -38,22 +37,15 @@ SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds th
 class Source:
     """A dataset that was trained on.
 
-    Args:
-        dataset: Hub id, or the last part of a local path. `source_name` finds both.
-        on_hub: whether ``dataset`` is a Hub id, which the card links.
-        split: the split.
-        license: the licence that the Hub states; None if it states none.
-        weight: the share of the samples in a mixture of several sources; None for a single source.
-
     Raises:
         ValueError: ``dataset`` is a URL, or should be a Hub id and cannot be one.
     """
 
-    dataset: str
-    on_hub: bool
+    dataset: str  # Hub id, or the last part of a local path. `source_name` finds both
+    on_hub: bool  # whether ``dataset`` is a Hub id, which the card links
     split: str = "train"
-    license: str | None = None
-    weight: float | None = None
+    license: str | None = None  # the licence that the Hub states; None if it states none
+    weight: float | None = None  # the share of the samples in a mixture of several sources; None for a single source
 
     def __post_init__(self) -> None:
         _check_name(self.dataset, self.on_hub)
@@ -63,36 +55,23 @@ class Source:
 class Evaluation:
     """The measurements on one dataset.
 
-    Args:
-        dataset: Hub id, or the last part of a local path.
-        on_hub: whether ``dataset`` is a Hub id.
-        split: the split.
-        size: the number of images.
-        key: the name of the dataset in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``.
-        metrics: what `InfCLTrainer.evaluate` returns, without prefixes: zero-shot accuracies, or loss and recalls.
-        templates: the prompts of a zero-shot classification; empty for image-text pairs.
-        class_names: the names of its classes; empty for image-text pairs.
-        guard: whether the set serves to show what the training makes worse.
-        before: its metrics before the training; empty if they were not measured.
-        step: the step whose weights were measured; None if it is not known.
-        revision: of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy.
-
     Raises:
         ValueError: as for a `Source`.
     """
 
-    dataset: str
-    on_hub: bool
+    dataset: str  # Hub id, or the last part of a local path
+    on_hub: bool  # whether ``dataset`` is a Hub id
     split: str
-    size: int
-    key: str
+    size: int  # the number of images
+    key: str  # its name in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``
+    # What `InfCLTrainer.evaluate` returns, without prefixes: zero-shot accuracies, or loss and recalls.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    templates: Sequence[str] = ()
-    class_names: Sequence[str] = ()
-    guard: bool = False
-    before: Mapping[str, float] = field(default_factory=dict)
-    step: int | None = None
-    revision: str | None = None
+    templates: Sequence[str] = ()  # the prompts of a zero-shot classification; empty for image-text pairs
+    class_names: Sequence[str] = ()  # the names of its classes; empty for image-text pairs
+    guard: bool = False  # whether the set serves to show what the training makes worse
+    before: Mapping[str, float] = field(default_factory=dict)  # its metrics before the training, if they were measured
+    step: int | None = None  # the step whose weights were measured; None if it is not known
+    revision: str | None = None  # of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy
 
     def __post_init__(self) -> None:
         _check_name(self.dataset, self.on_hub)
@@ -107,89 +86,50 @@ class Evaluation:
 class TrainingFacts:
     """Every fact that a model card states about a training run; values that do not apply are None or empty.
 
-    Args:
-        name: the model's name.
-        location: the argument of ``from_pretrained`` in the card's example.
-        revision: the branch of the Hub repository that holds the model; None for the main branch.
-        model_class: the class of transformers that loads the model, "CLIPModel".
-        start: the checkpoint that the training started from: Hub id, or the last part of a local path.
-        start_on_hub: whether ``start`` is a Hub id.
-        adapter: whether the repository holds an adapter (LoRA) instead of the whole model.
-        sources: the datasets.
-        samples: the pairs seen by all steps, whose global batches may have had other sizes; None if all had this one.
-        pairs: the number of images with captions in all sources together; None for a stream of unknown length.
-        objective: "softmax" or "sigmoid".
-        strategy: how the processes shared a batch.
-        per_device_batch_size, accumulation_steps, processes: the factors of the global batch.
-        pair_id_column: pairs with equal values in this column were not each other's negatives.
-        equal_ids: "exclude", or "positive" if pairs with equal values, and all captions of an image, were positives.
-        captions_per_image: the maximum number of captions drawn per image and epoch.
-        negative_caption_column: the column of the captions that were negatives of all images.
-        caption_limit: the tokens of a caption that the model reads, if they are known; the rest is cut off.
-        cut_captions: the shares of the captions that are longer, by the name of the dataset.
-        replayed: the old pairs in each global batch, which are not among ``pairs``.
-        replay_sources: their datasets.
-        replay_as: "negatives", or "own" if old and new pairs were contrasted apart.
-        frozen: the tower that did not train, "image" or "text".
-        steps: the optimizer steps.
-        settings: further rows of the training table, by name: optimizer, learning rate, precision and the like.
-        seconds: the duration of the training, including the time before an interruption.
-        device: the name of the processor, "NVIDIA H200" or "CPU".
-        peak_memory: the largest memory of one GPU in bytes, None on CPUs.
-        skipped: how many times a bad sample was replaced or left out.
-        versions: the versions of the packages, by name.
-        evaluations: every dataset that was measured.
-        measured_during_training: whether the same sets were evaluated during the training.
-        best: whether the weights are those of the best evaluation instead of the last step's. Trainer loads them at the
-            end of a training with ``load_best_model_at_end``, not before.
-        average: the average of the weights before and after the training that the model holds; None if it holds those
-            after it.
-        rates: the highest learning rates of AdamW ("adamw") and of Muon ("muon"), after scaling with the batch; see
-            `settings.highest_rates`.
-        planned_steps: the steps to which shares in ``settings`` apply, if the training has not reached or needed all.
-        stages: the parts of the run after the first, each of which began with a resume with changes. The other facts
-            are those of the last part.
+    The facts of a run that was resumed with changes are those of its last stage.
     """
 
     name: str
-    location: str
-    model_class: str
-    start: str
+    location: str  # the argument of ``from_pretrained`` in the card's example
+    model_class: str  # the class of transformers that loads the model, "CLIPModel"
+    start: str  # the checkpoint that the training started from: Hub id, or the last part of a local path
     start_on_hub: bool
     sources: Sequence[Source]
-    objective: str
-    strategy: str
-    per_device_batch_size: int
+    objective: str  # "softmax" or "sigmoid"
+    strategy: str  # how the processes shared a batch
+    per_device_batch_size: int  # the global batch is the product of this one and the next two
     accumulation_steps: int
     processes: int
-    steps: int
-    seconds: float
-    device: str
-    versions: Mapping[str, str]
-    revision: str | None = None
-    samples: int | None = None
-    pairs: int | None = None
-    adapter: bool = False
-    pair_id_column: str | None = None
-    equal_ids: str = "exclude"
-    captions_per_image: int = 1
-    negative_caption_column: str | None = None
-    caption_limit: int | None = None
-    cut_captions: Mapping[str, float] = field(default_factory=dict)
-    replayed: int = 0
+    steps: int  # of the optimizer
+    seconds: float  # of the training, including the time before an interruption
+    device: str  # the name of the processor, "NVIDIA H200" or "CPU"
+    versions: Mapping[str, str]  # of the packages, by name
+    revision: str | None = None  # the branch of the Hub repository that holds the model; None for the main branch
+    samples: int | None = (
+        None  # the pairs seen by steps whose global batches had several sizes; None if all had this one
+    )
+    pairs: int | None = None  # images with captions in all sources together; None for a stream of unknown length
+    adapter: bool = False  # whether the repository holds an adapter (LoRA) instead of the whole model
+    pair_id_column: str | None = None  # pairs with equal values in this column were not each other's negatives
+    equal_ids: str = "exclude"  # "positive" if pairs with equal values, and all captions of an image, were positives
+    captions_per_image: int = 1  # drawn per image and epoch, at most
+    negative_caption_column: str | None = None  # of captions that were negatives of all images
+    caption_limit: int | None = None  # the tokens of a caption that the model reads, if known; the rest is cut off
+    cut_captions: Mapping[str, float] = field(default_factory=dict)  # the shares of longer ones, by their dataset
+    replayed: int = 0  # the old pairs in each global batch, which are not among ``pairs``
     replay_sources: Sequence[Source] = field(default_factory=list)
-    replay_as: str = "negatives"
-    frozen: str | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
-    peak_memory: int | None = None
-    skipped: int = 0
+    replay_as: str = "negatives"  # or "own" if old and new pairs were contrasted apart
+    frozen: str | None = None  # the tower that did not train, "image" or "text"
+    settings: Mapping[str, str] = field(default_factory=dict)  # further rows of the training table, by name
+    peak_memory: int | None = None  # the largest memory of one GPU in bytes, None on CPUs
+    skipped: int = 0  # how many times a bad sample was replaced or left out
     evaluations: Sequence[Evaluation] = ()
-    measured_during_training: bool = False
-    best: bool = False
-    average: Averaged | None = None
-    planned_steps: int | None = None
-    stages: Sequence[Stage] = field(default_factory=list)
-    rates: Mapping[str, float] = field(default_factory=dict)
+    measured_during_training: bool = False  # whether the same sets were evaluated during the training
+    best: bool = False  # whether the weights are those of the best evaluation, which Trainer loads at the end
+    average: Averaged | None = None  # with the start, whose weights the model holds; None if it holds the trained ones
+    planned_steps: int | None = None  # to which shares in ``settings`` apply, if the training has not made all of them
+    stages: Sequence[Stage] = field(default_factory=list)  # those after the first
+    rates: Mapping[str, float] = field(default_factory=dict)  # see `settings.highest_rates`
 
     @property
     def global_batch_size(self) -> int:
@@ -233,21 +173,13 @@ class TrainingFacts:
 def training_facts(
     trainer: Trained,
     *,
-    model_class: str,
     start: str,
-    sources: Sequence[Source],
     pair_id_column: str | None,
-    replay_sources: Sequence[Source] = (),
-    pairs: int | None = None,
-    captions_per_image: int = 1,
-    negative_caption_column: str | None = None,
-    caption_limit: int | None = None,
-    adapter: bool = False,
     evaluations: Sequence[Evaluation] = (),
     settings: Mapping[str, str] | None = None,
-    average: Averaged | None = None,
+    **fields: Any,
 ) -> TrainingFacts:
-    """The facts of a run so far. `TrainingFacts` explains the other arguments.
+    """The facts of a run so far.
 
     The duration is that of the training so far. The peak memory, the number of bad samples and the metrics are the last
     values in the log, which a resumed run continues.
@@ -261,6 +193,8 @@ def training_facts(
         evaluations: the evaluated datasets, without their metrics. A guard set that is also another evaluation set with
             the same results is listed once.
         settings: further rows of the training table, by name; they replace rows of `training_settings`.
+        **fields: further fields of `TrainingFacts` that the trainer does not know, at least ``model_class`` and
+            ``sources``.
     """
     args, state = trainer.args, trainer.state
     repository = trainer.hub_model_id or args.hub_model_id or ""
@@ -274,12 +208,8 @@ def training_facts(
         name=name,
         location=repository if on_hub else f"path/to/{name}",
         revision=args.hub_revision if on_hub else None,
-        model_class=model_class,
         start=start_name,
         start_on_hub=start_on_hub,
-        adapter=adapter,
-        sources=sources,
-        pairs=pairs,
         objective=trainer.setup.objective,
         strategy=args.strategy,
         per_device_batch_size=micro_batch,
@@ -287,12 +217,8 @@ def training_facts(
         processes=args.world_size,
         pair_id_column=pair_id_column,
         equal_ids=trainer.setup.equal_ids,
-        captions_per_image=captions_per_image,
-        negative_caption_column=negative_caption_column,
-        caption_limit=caption_limit,
         cut_captions=dict(trainer.caption_notices.cut),
         replayed=trainer.train_dataset.old if isinstance(trainer.train_dataset, Replayed) else 0,
-        replay_sources=replay_sources,
         replay_as=args.replay_as or "negatives",
         frozen=args.freeze,
         steps=state.global_step,
@@ -312,7 +238,7 @@ def training_facts(
         evaluations=_without_guards_again(_measured(evaluations, state, best)),
         measured_during_training=args.eval_strategy != "no",
         best=best,
-        average=average,
+        **fields,
     )
 
 

@@ -129,7 +129,7 @@ def draw(
 
     Args:
         images: uint8 [H, W, 3] each.
-        captions: for each image the captions, their cosines, and whether they are its own, the best first.
+        captions: the result of `PicturesCallback.best_captions`.
         right: the captions of each image, of which the first is shown.
     """
     font = _font()
@@ -147,12 +147,11 @@ def draw(
         lines = [(f"right:  {_cut(own[0] if own else '')}{more}", "black")]
         lines += [(f"{cosine:.3f}  {_cut(text)}", _RIGHT if is_own else _WRONG) for text, cosine, is_own in found]
         for line, (text, colour) in enumerate(lines):
-            place = left, top + line * LINE
+            beside, below = left + (LINE if line else 0), top + line * LINE
             if line:
-                _mark(pen, (left, top + line * LINE), colour)
-                place = left + LINE, place[1]
-            pen.text(place, text, colour, font)
-            furthest = max(furthest, place[0] + pen.textlength(text, font))
+                _mark(pen, (left, below), colour)
+            pen.text((beside, below), text, colour, font)
+            furthest = max(furthest, beside + pen.textlength(text, font))
     return picture.crop((0, 0, min(WIDTH, round(furthest) + 8), picture.height))
 
 

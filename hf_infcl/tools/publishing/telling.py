@@ -16,9 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from ...checkpoints.average_choice import score_if_measured
 from ...evaluation import Difference
-from ...evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES
+from ...evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, score_if_measured
 from .trained import Trained
 
 HEAD = ("set", "metric", "value", "95% interval", "before", "change")
@@ -39,10 +38,7 @@ class ProgressPrinter(TrainerCallback):
     """Prints the groups of the optimizer, a line for each log of the training and a table for each evaluation.
 
     A value that stays the same is told once. The tables have the loss and the score of each set, and the metric that
-    decides, if there is one; the rest is in the results.
-
-    Args:
-        trainer: an `InfCLTrainer` whose ``eval_dataset``, if any, is a dict.
+    decides, if there is one; the rest is in the results. The ``eval_dataset`` of the trainer, if any, is a dict.
     """
 
     def __init__(self, trainer: Trained) -> None:
@@ -160,9 +156,7 @@ def _cells(
 def table_lines(rows: Sequence[tuple[str, ...]], names: Iterable[str] = ()) -> list[str]:
     """The lines of a table with its head; columns without any entry are left out, and a set is named once.
 
-    Args:
-        rows: of `make_rows`.
-        names: of all sets, so that several tables have columns of one width.
+    With the ``names`` of all sets, several tables have columns of one width.
     """
     used = [n for n, _ in enumerate(HEAD) if any(row[n] for row in rows)]
     cells = [HEAD, *rows]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from ...data import ImageTextDataset, ImageTextStream
-from .ledger import wrong_in
+from .ledger import RECORD, check_data, read_as_ledger
 
 
 def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     """The rows of a table whose pairs are not wrong with at least some probability, [n] int64.
 
-    Args:
-        dataset: the table.
-        asked: the file of its ledger and the probability, such as ``"_ledger.parquet:0.9"``.
+    The file of the ledger and the probability are asked for as in ``"_ledger.parquet:0.9"``.
 
     Raises:
         ValueError: the file is no ledger, is of another table, or excludes all pairs; the probability is missing.
@@ -35,6 +35,12 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
 
 
 def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
+    """The keys [n] int64 of the pairs of a ledger that are to be left out, and the number of all its pairs.
+
+    Nothing else is held in memory.
+    """
+    import pyarrow.parquet as pq
+
     path, _, number = asked.rpartition(":")
     try:
         least = float(number)
@@ -45,7 +51,15 @@ def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
             "exclude must be a ledger and the least probability of the pairs to leave out, more than 0 and at most 1, "
             f"such as _ledger.parquet:0.9, got {asked!r}."
         )
-    return wrong_in(path, content, least)
+    with read_as_ledger(path), pq.ParquetFile(path) as file:
+        recorded = json.loads((file.schema_arrow.metadata or {})[RECORD])["content"]
+        found = [np.empty(0, np.int64)]
+        for batch in file.iter_batches(columns=["key", "p_wrong"]):
+            key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
+            found.append(key[p_wrong >= least].astype(np.int64))
+        count = int(file.metadata.num_rows)
+    check_data(recorded, content, path)
+    return np.concatenate(found), count
 
 
 def _check_some_stay(kept: int, count: int, asked: str) -> None:

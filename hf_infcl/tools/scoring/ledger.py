@@ -14,35 +14,26 @@ import numpy as np
 
 # A push leaves out what begins with an underscore: ledger and sheet show captions and images of the training.
 LEDGER_FILE, SHEET_FILE = "_ledger.parquet", "_ledger.png"
-_RECORD = b"infcl"
+RECORD = b"infcl"  # in the metadata of the file
 _WIDTH = 0.25  # of the window in which scores are counted, to both sides
 _ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32, "text_key": np.int64, "image_key": np.int64}
 
 
 @dataclass
 class Ledger:
-    """What is known about the pairs of a training set, by their keys in ascending order.
+    """What is known about the n pairs of a training set, by their keys in ascending order."""
 
-    Args:
-        content: the `content_fingerprint` of the training set.
-        key: [n] int64, the row of a table, or the hash of a stream's sample.
-        score: [n] fp32; see `hf_infcl.loss.pair_scores.pair_scores`. After a training with ``leave_out`` their
-            moving averages.
-        p_wrong: [n] fp32; see `probability_wrong`.
-        text_key, image_key: [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose
-            image the text prefers. Both are the pair itself if it has the highest cosine. -1 if unknown.
-        caption: n captions, of each pair one; empty if unknown.
-        sample: n names of the samples of a stream, each after that of its shard, or "" if it is not known; no names
-            for a table.
-    """
-
-    content: str
-    key: np.ndarray
+    content: str  # the `content_fingerprint` of the training set
+    key: np.ndarray  # [n] int64, the row of a table, or the hash of a stream's sample
+    # [n] fp32; see `hf_infcl.loss.pair_scores.pair_scores`. After a training with ``leave_out``, their moving averages.
     score: np.ndarray
-    p_wrong: np.ndarray
+    p_wrong: np.ndarray  # [n] fp32; see `probability_wrong`
+    # [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose image the text prefers.
+    # Both are the pair itself if it has the highest cosine. -1 if unknown.
     text_key: np.ndarray
     image_key: np.ndarray
-    caption: list[str] = field(default_factory=list)
+    caption: list[str] = field(default_factory=list)  # n captions, of each pair one; empty if unknown
+    # n names of a stream's samples, each after that of its shard, or "" if it is not known; no names for a table.
     sample: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -83,7 +74,7 @@ class Ledger:
             columns[name] = pa.array([self.find_caption(int(key)) for key in keys], pa.string())
         if self.sample:
             columns["sample"] = pa.array(self.sample, pa.string())
-        table = pa.table(columns).replace_schema_metadata({_RECORD: json.dumps({"content": self.content})})
+        table = pa.table(columns).replace_schema_metadata({RECORD: json.dumps({"content": self.content})})
         partial = Path(path).with_name(f"_{os.getpid()}.{Path(path).name}")
         pq.write_table(table, partial)
         os.replace(partial, path)
@@ -97,43 +88,18 @@ class Ledger:
         """
         import pyarrow.parquet as pq
 
-        with _read_as_ledger(path):
+        with read_as_ledger(path):
             table = pq.read_table(path)
-            record = json.loads((table.schema.metadata or {})[_RECORD])
+            record = json.loads((table.schema.metadata or {})[RECORD])
             arrays = {name: table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items()}
             words = {name: table[name].to_pylist() for name in ("caption", "sample") if name in table.column_names}
             return cls(record["content"], **arrays, **words)
         raise AssertionError
 
 
-def wrong_in(path: str | Path, content: str, least: float) -> tuple[np.ndarray, int]:
-    """The keys [n] int64 of the pairs of a ledger that are wrong with at least this probability, and all its pairs.
-
-    Nothing else is held in memory.
-
-    Args:
-        path: of the ledger.
-        content: the `content_fingerprint` of the training set.
-        least: the probability.
-
-    Raises:
-        ValueError: there is no such ledger, or it is of other data.
-    """
-    import pyarrow.parquet as pq
-
-    with _read_as_ledger(path), pq.ParquetFile(path) as file:
-        recorded = json.loads((file.schema_arrow.metadata or {})[_RECORD])["content"]
-        found = [np.empty(0, np.int64)]
-        for batch in file.iter_batches(columns=["key", "p_wrong"]):
-            key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
-            found.append(key[p_wrong >= least].astype(np.int64))
-        count = int(file.metadata.num_rows)
-    check_data(recorded, content, path)
-    return np.concatenate(found), count
-
-
 @contextmanager
-def _read_as_ledger(path: str | Path) -> Iterator[None]:
+def read_as_ledger(path: str | Path) -> Iterator[None]:
+    """Within the context, an error becomes a ValueError that says that the file is no ledger."""
     import pyarrow as pa
 
     try:

@@ -20,48 +20,36 @@ from ...data.keyed import NO_KEY, KeyedItem, KeyedRows
 from ...encoders.dual_encoder import DualEncoder
 from ...loss.pair_scores import pair_scores
 from ...processes.collectives import Processes, failures_announced
+from . import WINDOW
 from .ledger import Ledger, make_ledger
 from .sheet import SHOWN, small_jpeg
 
 _ROWS = 1024  # of the cosines that are compared at a time
 
-
 # [n] of each pair: its key, a caption, a small JPEG and the name of a stream's sample; then what it scores.
 Columns = dict[str, np.ndarray]
 
 
-class _Collated:
-    """Collates keyed items: the model's inputs, and the columns of the pairs."""
-
-    def __init__(self, collate: DataCollator) -> None:
-        self._collate = collate
-
-    def __call__(self, items: list[KeyedItem]) -> tuple[dict[str, Tensor], Columns]:
-        plain = [one.item for one in items]
-        words = {
-            "caption": [item["caption"][0] for item in plain],
-            "picture": [small_jpeg(item["image"]) for item in plain],
-            "name": [one.name for one in items],
-        }
-        columns = {name: np.array(values, object) for name, values in words.items()}
-        return self._collate(plain), {"key": np.array([one.key for one in items]), **columns}
+def _collated(collate: DataCollator, items: list[KeyedItem]) -> tuple[dict[str, Tensor], Columns]:
+    """The model's inputs, and the columns of the pairs."""
+    plain = [one.item for one in items]
+    words = {
+        "caption": [item["caption"][0] for item in plain],
+        "picture": [small_jpeg(item["image"]) for item in plain],
+        "name": [one.name for one in items],
+    }
+    columns = {name: np.array(values, object) for name, values in words.items()}
+    return collate(plain), {"key": np.array([one.key for one in items]), **columns}
 
 
 class _Embedded(NamedTuple):
-    """Pairs with their embeddings.
-
-    Attributes:
-        columns: of the pairs.
-        images, texts: [images, D] and [texts, D] fp32, of length 1.
-        belongs: [texts] int64, the image of each text.
-        pair_ids: [images] int64, or None.
-    """
+    """Pairs with their embeddings."""
 
     columns: Columns
-    images: Tensor
-    texts: Tensor
-    belongs: Tensor
-    pair_ids: Tensor | None
+    images: Tensor  # [images, D] fp32, of length 1
+    texts: Tensor  # [texts, D] fp32, of length 1
+    belongs: Tensor  # [texts] int64, the image of each text
+    pair_ids: Tensor | None  # [images] int64
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
@@ -88,7 +76,7 @@ def score_pairs(
     *,
     prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     autocast: Callable[[], AbstractContextManager[object]],
-    window: int = 4096,
+    window: int = WINDOW,
     batch_size: int = 64,
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -102,12 +90,10 @@ def score_pairs(
     Args:
         dataset: the pairs. Of a stream every sample is read once.
         encoder: the model, in evaluation mode.
-        collate: the collator.
         prepare: moves a batch to the device and normalises its images.
         autocast: the context of the forwards.
         window: the pairs of a window.
         batch_size: the pairs of a forward.
-        num_workers, pin_memory: of the data loader.
         averages: the keys [n] int64 of pairs in ascending order, and scores [n] to take instead, such as those of a
             training; only these pairs are then in the ledger.
 
@@ -120,7 +106,7 @@ def score_pairs(
     parts: list[Columns] = []
     waiting: list[_Embedded] = []
     with failures_announced(), torch.no_grad():
-        for inputs, columns in _read(dataset, _Collated(collate), processes, batch_size, num_workers, load):
+        for inputs, columns in _read(dataset, partial(_collated, collate), processes, batch_size, num_workers, load):
             with autocast():  # of the forwards alone: scores are products in fp32
                 embedded = _embedded(prepare(inputs), columns, encoder)
             waiting.append(embedded)
@@ -147,7 +133,7 @@ def score_pairs(
 
 def _read(
     dataset: ImageTextDataset | ImageTextStream,
-    collate: _Collated,
+    collate: Callable[[list[KeyedItem]], tuple[dict[str, Tensor], Columns]],
     processes: Processes,
     batch_size: int,
     num_workers: int,

@@ -29,9 +29,7 @@ def small_jpeg(image: np.ndarray) -> bytes:
 def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Image:
     """A cell for each of the `SHOWN` pairs with the lowest scores: image, caption, and the text that it prefers.
 
-    Args:
-        ledger: of the training set.
-        pictures: by their keys, of these pairs as far as they are known; see `small_jpeg`.
+    ``pictures`` are the `small_jpeg` of these pairs by their keys, as far as they are known.
     """
     places = ledger.most_suspicious(SHOWN)
     font: Any = ImageFont.load_default(size=12)

@@ -24,9 +24,7 @@ class Word(NamedTuple):
 def most_chosen_words(captions: Sequence[str], chosen: np.ndarray) -> list[Word]:
     """The words of which most pairs beyond their share are chosen, the first one by the most pairs.
 
-    Args:
-        captions: one of each pair.
-        chosen: [n] bool, such as the pairs that are left out.
+    Each of n pairs has one caption; ``chosen`` [n] bool are, for example, those that are left out.
     """
     words = [_words(caption) for caption in captions]
     every = Counter(word for found in words for word in found)

@@ -14,8 +14,8 @@ from ...data import ImageTextDataset, ImageTextStream
 from ...processes.collectives import Processes
 from ...shards.names import sample_key
 from ...windows.selection import WithoutNoisyPairs
+from . import WINDOW
 from .ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
-from .options import ScoreOptions
 from .scoring import score_pairs
 from .sheet import SHOWN, draw_suspicious
 from .words import lines_of_words
@@ -28,15 +28,12 @@ CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
 def write_ledger(
     trainer: Any,
     dataset: ImageTextDataset | ImageTextStream,
-    window: int,
+    window: int = WINDOW,
     averages: tuple[Tensor, Tensor] | None = None,
 ) -> Ledger:
-    """Reads and scores a training set, and writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``; collective.
+    """Scores a training set without augmentation by the model of an `InfCLTrainer`; see `score_pairs`; collective.
 
-    Args:
-        trainer: an `InfCLTrainer` with the model.
-        dataset: the training set, without augmentation.
-        window, averages: as for `score_pairs`.
+    `LEDGER_FILE` and `SHEET_FILE` are written into ``output_dir``.
     """
     args = trainer.args
     encoder = trainer.dual_encoder
@@ -72,7 +69,7 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
         return None
     keys, scores = averages = selections[0].averages.slow()
     if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        return write_ledger(trainer, dataset, ScoreOptions.window, averages)
+        return write_ledger(trainer, dataset, averages=averages)
     names = sample_names(dataset, keys.numpy()) if isinstance(dataset, ImageTextStream) else None
     ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
     if trainer.is_world_process_zero():
