@@ -31,7 +31,7 @@ from helpers.processes import FreshRanks, Ranks, leave_out_of_collections
 hypothesis.settings.register_profile("long", max_examples=10_000, deadline=None)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def fast_collections() -> None:
     """Excludes the objects created by a module's imports from garbage collections in its tests."""
     leave_out_of_collections()
