@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,22 @@ def memory_for_other_tests() -> Iterator[None]:
     """Frees the memory of a GPU that a test has cached, because tests in other processes need it."""
     yield
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def once() -> Callable[..., Any]:
+    """Calls a function for the first of a module's tests that ask for this key; the others get the same result.
+
+    It is for what several cases are compared with, such as an uninterrupted training. Tests only read the result.
+    """
+    results: dict[Any, Any] = {}
+
+    def result_of(key: Any, make: Callable[[], Any]) -> Any:
+        if key not in results:
+            results[key] = make()
+        return results[key]
+
+    return result_of
 
 
 @pytest.fixture(scope="session")

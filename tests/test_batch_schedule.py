@@ -15,7 +15,7 @@ from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, TowerTokens, TrainedRows, arguments, parameters, trainer_for
 from torch import Tensor, nn
 
-from hf_infcl import reference
+from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import BatchPlan, Position
 from hf_infcl.loading.shares import SourceShare
@@ -170,11 +170,15 @@ def test_order_is_that_of_a_constant_batch(tmp_path):
     assert list(chain(*grown)) == list(chain(*whole))[: sum(map(len, grown))]
 
 
-def check_resume(folder: Path, data: Any, stop: int, **options: Any) -> None:
+def uninterrupted(folder: Path, data: Any, **options: Any) -> InfCLTrainer:
+    trainer = trainer_for(folder, models.clip(dropout=0.3), data(), **{**GROWS, "learning_rate": 1e-2, **options})
+    trainer.train()
+    return trainer
+
+
+def check_resume(folder: Path, data: Any, stop: int, whole: InfCLTrainer, **options: Any) -> None:
     """A run that stops at a step, and goes on with other weights and random state, ends with the same weights."""
     given = {**GROWS, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": stop, **options}
-    whole = trainer_for(folder / "whole", models.clip(dropout=0.3), data(), **{**given, "save_strategy": "no"})
-    whole.train()
     parts = trainer_for(folder / "parts", models.clip(dropout=0.3), data(), **given, callbacks=[StopAt(stop)])
     parts.train()
     torch.manual_seed(99)
@@ -188,8 +192,9 @@ def check_resume(folder: Path, data: Any, stop: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 9, 10, 11, 13, 14])
-def test_resume_around_each_change_is_bit_identical(tmp_path, stop):
-    check_resume(tmp_path, lambda: models.Pairs(61), stop)
+def test_resume_around_each_change_is_bit_identical(tmp_path, once, stop):
+    whole = once("pairs", lambda: uninterrupted(tmp_path / "whole", lambda: models.Pairs(61)))
+    check_resume(tmp_path, lambda: models.Pairs(61), stop, whole)
 
 
 @pytest.mark.parametrize(
@@ -204,20 +209,22 @@ def test_resume_around_each_change_is_bit_identical(tmp_path, stop):
     ids=["workers", "persistent", "epochs in order", "ema and muon", "image sizes"],
 )
 def test_resume_is_bit_identical_with_other_options(tmp_path, options):
-    check_resume(tmp_path, lambda: models.Pairs(61), 11, **options)
+    whole = uninterrupted(tmp_path / "whole", lambda: models.Pairs(61), **options)
+    check_resume(tmp_path, lambda: models.Pairs(61), 11, whole, **options)
 
 
 @pytest.mark.parametrize("stop", [9, 10, 12])
-def test_resume_of_a_stream_is_bit_identical(tmp_path, stop):
+def test_resume_of_a_stream_is_bit_identical(tmp_path, once, stop):
     write_tars(tmp_path / "shards", [40] * 4)
-    check_resume(
-        tmp_path / "runs", lambda: stream_of(tmp_path / "shards"), stop, data_collator=collate, dataloader_num_workers=1
-    )
+    data, options = lambda: stream_of(tmp_path / "shards"), {"data_collator": collate, "dataloader_num_workers": 1}
+    whole = once("stream", lambda: uninterrupted(tmp_path / "whole", data, **options))
+    check_resume(tmp_path / "runs", data, stop, whole, **options)
 
 
 @on_ranks(2)
 def test_resume_of_two_processes_is_bit_identical(rank, world_size, tmp_path):
-    check_resume(Path(tmp_path), lambda: models.Pairs(61), 11, per_device_train_batch_size=2)
+    whole = uninterrupted(Path(tmp_path, "whole"), lambda: models.Pairs(61), per_device_train_batch_size=2)
+    check_resume(Path(tmp_path), lambda: models.Pairs(61), 11, whole, per_device_train_batch_size=2)
 
 
 def rank_stream(rank: int, world_size: int, folder: str, output: str) -> list[list[tuple]]:
