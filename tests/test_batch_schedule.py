@@ -1,6 +1,7 @@
 """A global batch that grows: the plan, exact gradients of each stage, resumes around a change, and what counts."""
 
 import itertools
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.parity import FLOOR, MODELS, TOLERANCE, EachGradient
+from helpers.parity import MODELS, EachGradient, check_each_gradient
 from helpers.processes import on_ranks
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
@@ -141,13 +142,7 @@ def test_gradients_of_each_stage_equal_one_process_with_the_whole_batch(
     ranks, tmp_path, world_size, micro_batch, objective
 ):
     of_ranks = ranks.run(rank_gradients, world_size, str(tmp_path), micro_batch, objective, always_ring=True)
-    for weights, gradients in of_ranks:
-        expected = gradients_of_whole_batches(objective, weights)
-        for step, (seen, whole) in enumerate(zip(gradients, expected, strict=True)):
-            floor = FLOOR * nn.utils.get_total_norm(whole)
-            for gradient, one in zip(seen, whole, strict=True):
-                assert (gradient - one).norm() <= TOLERANCE * one.norm() + floor, f"step {step}"
-        assert not torch.equal(weights[0], weights[-1])
+    check_each_gradient(of_ranks, partial(gradients_of_whole_batches, objective))
 
 
 # ---- The order of the samples, and resumes ----

@@ -45,6 +45,11 @@ def parameters(trainer: InfCLTrainer) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
 
 
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the weights, also of those that FSDP2 divides among the processes; collective for these."""
+    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in model.named_parameters()}
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
