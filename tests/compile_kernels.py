@@ -1,9 +1,10 @@
-"""Compiles all Triton kernels, in the forms that the launchers use, for a GPU that need not be present.
+"""Compiles all Triton kernels, in the forms that the launchers use, for GPUs that need not be present.
 
-``python compile_kernels.py cuda 80`` prints a line for each kernel: its name, its shared memory in bytes, and the
-number of its PTX instructions that load 16 bits.
+``python compile_kernels.py "cuda 80" "hip gfx942"`` prints a line for each kernel and GPU: the GPU, the kernel's name,
+its shared memory in bytes, and the number of its PTX instructions that load 16 bits.
 """
 
+import multiprocessing
 import re
 import sys
 import types
@@ -14,56 +15,64 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-kind, architecture = sys.argv[1:]
-of_amd = kind == "hip"
-TARGET = GPUTarget(kind, architecture if of_amd else int(architecture), 64 if of_amd else 32)
-
-
-class Driver:
-    """The part of a Triton driver that compilation needs."""
-
-    def get_current_target(self) -> GPUTarget:
-        return TARGET
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 launch = JITFunction.run
 
 
-def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    narrow_loads = re.findall(r"ld\.global(?:\.\w+)*\.[bu]16", kernel.asm.get("ptx", ""))
-    print(f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}", kernel.metadata.shared, len(narrow_loads))
-    return kernel
+def compile_for(target: str) -> None:
+    """In a process of its own: what is compiled for depends on the state of torch, Triton and this package."""
+    kind, architecture = target.split()
+    of_amd = kind == "hip"
+
+    class Driver:
+        """The part of a Triton driver that compilation needs."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget(kind, architecture if of_amd else int(architecture), 64 if of_amd else 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        narrow_loads = re.findall(r"ld\.global(?:\.\w+)*\.[bu]16", kernel.asm.get("ptx", ""))
+        name = f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"
+        print(target, name, kernel.metadata.shared, len(narrow_loads), flush=True)
+        return kernel
+
+    triton.runtime.driver.set_active(Driver())
+    JITFunction.run = compile_only
+    torch.version.hip = "6.4" if of_amd else None
+    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
+        multi_processor_count=100, L2_cache_size=50 << 20
+    )
+    torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture), 10)
+
+    from hf_infcl.kernels import triton_backend as backend
+
+    backend.HOPPER_PAYS = 0  # also for the small blocks here
+    x = torch.zeros(6000, 512, dtype=torch.bfloat16)
+    scale, vector = torch.tensor(1.0), torch.zeros(6000)
+    block = x, x, scale
+    ids = torch.arange(6000, dtype=torch.int32) // 2
+    backend.positive_logits(*block)
+    backend.softmax_losses(*[vector] * 5)
+    if architecture == "90":  # together the targets compile each kernel with ids, with ids as positives, and without
+        backend.multi_positive_statistics(*block, vector, vector, ids, ids)
+        backend.softmax_gradients(*block, vector, vector, vector, None, None, 0)
+        backend.sigmoid_block(*block, scale, ids, ids, equal_are_positive=True)
+    else:
+        backend.softmax_statistics(*block, vector, vector, None, None, 0)
+        backend.multi_positive_gradients(*block, vector, vector, vector, vector, vector, vector, ids, ids)
+        backend.sigmoid_block(*block, scale, None, None, 0)
 
 
-triton.runtime.driver.set_active(Driver())
-JITFunction.run = compile_only
-torch.version.hip = "6.4" if of_amd else None
-torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
-    multi_processor_count=100, L2_cache_size=50 << 20
-)
-torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture), 10)
-
-from hf_infcl.kernels import triton_backend as backend  # noqa: E402
-
-backend.HOPPER_PAYS = 0  # also for the small blocks here
-x = torch.zeros(6000, 512, dtype=torch.bfloat16)
-scale, vector = torch.tensor(1.0), torch.zeros(6000)
-block = x, x, scale
-ids = torch.arange(6000, dtype=torch.int32) // 2
-backend.positive_logits(*block)
-backend.softmax_losses(*[vector] * 5)
-if architecture == "90":  # together the targets compile each kernel with ids, with ids as positives, and without
-    backend.multi_positive_statistics(*block, vector, vector, ids, ids)
-    backend.softmax_gradients(*block, vector, vector, vector, None, None, 0)
-    backend.sigmoid_block(*block, scale, ids, ids, equal_are_positive=True)
-else:
-    backend.softmax_statistics(*block, vector, vector, None, None, 0)
-    backend.multi_positive_gradients(*block, vector, vector, vector, vector, vector, vector, ids, ids)
-    backend.sigmoid_block(*block, scale, None, None, 0)
+if __name__ == "__main__":
+    for words in sys.argv[1:]:
+        fork = multiprocessing.get_context("fork").Process(target=compile_for, args=[words])
+        fork.start()
+        fork.join()  # one after the other, so that lines stay whole
+        if fork.exitcode:
+            sys.exit(f"The kernels do not compile for {words}.")

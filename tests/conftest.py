@@ -1,107 +1,19 @@
-"""Fixtures that several test files share: groups of processes, the demo's data."""
+"""What holds for all tests. Their fixtures are in helpers/fixtures.py."""
 
-import json
 import os
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
-import torch
-
-# Counting GPUs does not initialise CUDA. Initialisation would fix the set of visible GPUs.
-if not (count := torch.cuda.device_count()):
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
-elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
-    # Each worker has a different first GPU, since the memory of a single one does not suffice for all tests at once.
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    first = int(worker.removeprefix("gw")) % len(gpus)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
-
 import hypothesis
-from helpers.demo import all_digits, made_once
-from helpers.hub import Hub, hub_for_this_process
-from helpers.processes import FreshRanks, Ranks, leave_out_of_collections
+import pytest
 
 # pytest --hypothesis-profile=long
 hypothesis.settings.register_profile("long", max_examples=10_000, deadline=None)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_collections() -> None:
-    """Excludes the objects created by a module's imports from garbage collections in its tests."""
-    leave_out_of_collections()
-
-
-@pytest.fixture(autouse=True)
-def memory_for_other_tests() -> Iterator[None]:
-    """Frees the memory of a GPU that a test has cached, because tests in other processes need it."""
-    yield
-    torch.cuda.empty_cache()
-
-
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with clip-init/ and a third of digits/. Tests only read it.
-
-    Each command looks for the files of its folders with dozens of patterns, so many files cost many seconds.
-    """
-    base = tmp_path_factory.getbasetemp()
-
-    def make(folder: Path) -> None:
-        shutil.copytree(all_digits(base), folder)
-        for split, count in (("train", 500), ("test", 120)):
-            table = folder / f"digits/{split}/metadata.jsonl"
-            lines = table.read_text().splitlines(keepends=True)
-            table.write_text("".join(lines[:count]))
-            for line in lines[count:]:
-                (table.parent / json.loads(line)["file_name"]).unlink()
-
-    return made_once(base, "demo", make)
-
-
-@pytest.fixture
-def small(demo: Path, tmp_path: Path) -> list[Any]:
-    """The words of a training of 2 epochs with 3 steps each."""
-    (tmp_path / "pairs/train").mkdir(parents=True)
-    (tmp_path / "pairs/test").mkdir()
-    for split, count in (("train", 26), ("test", 12)):
-        lines = (demo / f"digits/{split}/metadata.jsonl").read_text().splitlines()[:count]
-        (tmp_path / f"pairs/{split}/metadata.jsonl").write_text("\n".join(lines))
-        for line in lines:
-            shutil.copy(demo / f"digits/{split}" / json.loads(line)["file_name"], tmp_path / f"pairs/{split}")
-    words = ["train", "--model", demo / "clip-init", "--dataset", tmp_path / "pairs", "--output_dir", tmp_path / "out"]
-    return [
-        *words,
-        *["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "8", "--num_train_epochs", "2"],
-    ]
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
-        yield hub
-
-
-@pytest.fixture
-def fresh_ranks() -> FreshRanks:
-    return FreshRanks()
-
-
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The backend of two processes."""
-    if request.param == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    return request.param
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
+def pytest_configure(config: pytest.Config) -> None:
+    """Imports the fixtures, but not into the process that only deals the tests out to others: they take seconds."""
+    deals_out = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
+    if not deals_out:
+        config.pluginmanager.import_plugin("helpers.fixtures")

@@ -44,9 +44,8 @@ from helpers.processes import FreshRanks, Ranks, alone
 from helpers.processors import clip_processor
 from helpers.shards import png, write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, trainer_for
+from helpers.trainers import StopAt, killed_at, trainer_for
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer
 
@@ -162,15 +161,6 @@ def lora(folder: Path) -> InfCLTrainer:
     return trained(trainer_for(folder / "run", model, max_steps=4, **SAVING))
 
 
-class KillAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def of_rows(folder: Path, seed: int, **options: Any) -> InfCLTrainer:
     """Five steps per epoch, and a checkpoint after every second one."""
     data = models.Pairs(43, longest=16)
@@ -179,7 +169,7 @@ def of_rows(folder: Path, seed: int, **options: Any) -> InfCLTrainer:
 
 def train_until_killed(folder: Path) -> None:
     torch.set_num_threads(1)
-    of_rows(folder, 0, callbacks=[KillAt(9)]).train()
+    of_rows(folder, 0, callbacks=[killed_at(9)]).train()
 
 
 def after_kill(folder: Path) -> InfCLTrainer:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.processes import launched
-from helpers.trainers import trainer_for
+from helpers.trainers import AtEndOf, trainer_for
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
@@ -211,15 +211,6 @@ def say(words: str) -> None:
     os.write(1, f"{words} {os.getpid()}\n".encode())
 
 
-class EndLauncher(TrainerCallback):
-    def __init__(self, number: str) -> None:
-        self.number = signal.Signals[number]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            os.kill(os.getppid(), self.number)
-
-
 class Collator:
     def __init__(self, kind: str) -> None:
         self.kind, self.calls = kind, 0
@@ -258,7 +249,8 @@ def main(kind: str, backend: str, folder: str = "") -> None:
         end_of_launcher(own == kind, folder)
     if kind.startswith("SIG"):  # the launcher ends before this training does
         options |= {"max_steps": 5_000, "save_strategy": "steps", "save_steps": 5_000}
-        options["callbacks"] = [EndLauncher(own)] if own == kind else []
+        end_launcher = AtEndOf(2, lambda: os.kill(os.getppid(), signal.Signals[own]))
+        options["callbacks"] = [end_launcher] if own == kind else []
     trainer = trainer_for(folder or tempfile.mkdtemp(), model, **{"max_steps": 4, **options})
     exhaust_memory(model, {"first pass": 5, "second pass": 6}.get(own, 0))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.demo import infcl
-from helpers.parity import FLOOR, MODELS, TOLERANCE, EachGradient
+from helpers.parity import MODELS, EachGradient, check_each_gradient
 from helpers.processes import on_ranks
 from helpers.shards import png, write_tars
 from helpers.streams import PAIRS, collate, stream_of
@@ -91,14 +92,7 @@ def test_gradients_of_each_stage_equal_one_process_with_the_whole_batch(
     ranks, tmp_path, world_size, replay_as, objective
 ):
     of_ranks = ranks.run(rank_gradients, world_size, str(tmp_path), objective, replay_as, always_ring=True)
-    for weights, gradients in of_ranks:
-        expected = gradients_of_whole_batches(objective, replay_as, weights)
-        for step, (seen, whole) in enumerate(zip(gradients, expected, strict=True)):
-            floor = FLOOR * nn.utils.get_total_norm(whole)
-            for gradient, one in zip(seen, whole, strict=True):
-                error = (gradient.reshape(one.shape) - one).norm()
-                assert error <= TOLERANCE * one.norm() + floor, f"step {step}"
-        assert not torch.equal(weights[0], weights[-1])
+    check_each_gradient(of_ranks, partial(gradients_of_whole_batches, objective, replay_as))
 
 
 # ---- The order of the pairs, and resumes ----

@@ -1,7 +1,6 @@
 """`leave_out` finds pairs that do not belong together, on any number of processes and after resumes."""
 
 import multiprocessing
-import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from helpers.concepts import Concepts, linear
 from helpers.processes import context, without_tf32
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import arguments, trainer_for
+from helpers.trainers import arguments, killed_at, trainer_for
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, default_collate
@@ -398,15 +397,9 @@ def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):
     assert selection_of(made).border == selection_of(noisy).border
 
 
-class Killed(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 36:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def killed(folder: str) -> None:
     saves = {"save_strategy": "steps", "save_steps": 30}
-    trainer(folder, Concepts(wrong=0.3), leave_out="noisy", callbacks=[Killed()], **saves).train()
+    trainer(folder, Concepts(wrong=0.3), leave_out="noisy", callbacks=[killed_at(36)], **saves).train()
 
 
 def test_a_killed_training_resumes_to_the_bit(noisy, tmp_path):

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import multiprocessing
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from helpers.demo import infcl, infcl_launched
 from helpers.processes import context, launched
 from helpers.processors import END, clip_processor
 from helpers.shards import write_tar
+from helpers.trainers import killed_at
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -115,16 +115,10 @@ def test_wrong_captions_are_found_and_can_be_excluded(place):
     assert len(passed) == PAIRS - len(ledger.wrong(least)) <= PAIRS - 40
 
 
-class Killed(transformers.TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == KILLED:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def killed(folder: Path, out: Path) -> None:
     from hf_infcl.tools.cli import train
 
-    train.InfCLTrainer = functools.partial(InfCLTrainer, callbacks=[Killed()])  # type: ignore[assignment, misc]
+    train.InfCLTrainer = functools.partial(InfCLTrainer, callbacks=[killed_at(KILLED)])  # type: ignore[assignment, misc]
     infcl(*words(folder, out))
 
 

@@ -188,9 +188,11 @@ def rank_off_and_on(rank: int, world_size: int, folder: str, wrapper: str) -> No
         transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     off = {**options, "ema_decay": None, "ema_device": None}
     plain, before, between, after = (Weights() for _ in range(4))
-    trainer_of(f"{folder}/plain", plain, **off).train()
+    trainer_of(f"{folder}/plain", plain, **{**off, "save_strategy": "no"}).train()
     trainer_of(folder, StopAt(2), before, **options).train()
     changes: dict[str, Any] = {"resume_with_changes": True, "seed": 5}
+    for later in (options, off):
+        later["save_steps"] = 6
     trainer_of(folder, StopAt(6), between, **off, **changes).train(resume_from_checkpoint="auto")
     again = trainer_of(folder, after, **options, **changes)
     again.train(resume_from_checkpoint="auto")

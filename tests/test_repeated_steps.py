@@ -85,18 +85,19 @@ PLACES = [(1, False), (4, False), (6, False), (4, True), (6, True)]
     ],
     ids=lambda options: " ".join(options),
 )
-def test_a_repeated_step_is_the_one_of_smaller_micro_batches(tmp_path, options, number, backward):
-    assert_same(repeated(tmp_path, number, backward=backward, **options), whole(tmp_path, 2, **options))
+def test_a_repeated_step_is_the_one_of_smaller_micro_batches(tmp_path, once, options, number, backward):
+    expected = once((*options,), lambda: whole(tmp_path, 2, **options))
+    assert_same(repeated(tmp_path, number, backward=backward, **options), expected)
 
 
-def test_memory_may_run_out_in_the_last_backward(tmp_path):
-    assert_same(repeated(tmp_path, 7, backward=True), whole(tmp_path, 2))
+def test_memory_may_run_out_in_the_last_backward(tmp_path, once):
+    assert_same(repeated(tmp_path, 7, backward=True), once((), lambda: whole(tmp_path, 2)))
 
 
 @pytest.mark.parametrize("options", [{"replay_share": 0.25}, {"replay_share": 0.5, "replay_as": "own"}], ids=str)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("number", "backward"), [(9, False), (13, True)])
-def test_old_pairs_stay_what_they_are(tmp_path, options, streams, number, backward):
+def test_old_pairs_stay_what_they_are(tmp_path, once, options, streams, number, backward):
     """In another order, as each micro-batch has its share of them."""
 
     def data() -> dict[str, Any]:
@@ -107,19 +108,19 @@ def test_old_pairs_stay_what_they_are(tmp_path, options, streams, number, backwa
 
     write_tars(tmp_path, [10] * 8) if streams else None
     found = repeated(tmp_path / "a", number, backward=backward, **options, **data())
-    expected = whole(tmp_path / "b", 4, **options, **data())
+    expected = once((*options.items(), streams), lambda: whole(tmp_path / "b", 4, **options, **data()))
     assert_close(found, expected)
     assert [entry[5] for entry in logged(found)] == [entry[5] for entry in logged(expected)] != [None] * 3
 
 
 @pytest.mark.parametrize(("number", "backward"), [(2, False), (3, True), (9, False), (12, True)])
-def test_batches_that_grow(tmp_path, number, backward):
+def test_batches_that_grow(tmp_path, once, number, backward):
     grows = {"global_batch_schedule": ["8:0.5", "16"], "max_steps": 4, "include_num_input_tokens_seen": "all"}
     found = repeated(tmp_path, number, backward=backward, **grows)
     sizes = {"gradient_accumulation_steps": 1, "global_batch_size": None}
     if number < 4:  # in the first window
-        assert_same(found, whole(tmp_path, 2, **grows, **sizes))
-    expected = whole(tmp_path, 4, **grows, **sizes)
+        assert_same(found, once("grows, by 2", lambda: whole(tmp_path, 2, **grows, **sizes)))
+    expected = once("grows, by 4", lambda: whole(tmp_path, 4, **grows, **sizes))
     assert_close(found, expected)
     assert found.state.num_input_tokens_seen == expected.state.num_input_tokens_seen
     assert found.state.total_flos == expected.state.total_flos
@@ -127,7 +128,7 @@ def test_batches_that_grow(tmp_path, number, backward):
 
 @pytest.mark.parametrize("captions", [1, 2])
 @pytest.mark.parametrize(("number", "backward"), [(1, False), (4, True), (6, False)])
-def test_stored_teachers(tmp_path, captions, number, backward):
+def test_stored_teachers(tmp_path, once, captions, number, backward):
     folder = store(table_source(rows()), tmp_path / "stored")
     made = {"teacher_embeddings": [folder], "processing_class": clip_processor(), "data_collator": None}
 
@@ -135,7 +136,8 @@ def test_stored_teachers(tmp_path, captions, number, backward):
         data = ImageTextDataset(rows(), captions_per_image=captions)
         return train(tmp_path / "out", *place, **more, data=data, model=models.clip(end=END), **made)
 
-    assert_same(run(repeated, number, backward=backward), run(whole, 2))
+    expected = once(f"{captions} captions", lambda: run(whole, 2))
+    assert_same(run(repeated, number, backward=backward), expected)
 
 
 # ---- Pairs that are left out ----
@@ -158,9 +160,9 @@ def left_out(folder: Any, number: int | None, *, backward: bool = False, micro_b
 
 
 @pytest.mark.parametrize("number", [1, 4])
-def test_pairs_are_left_out_as_of_smaller_micro_batches(tmp_path, number):
+def test_pairs_are_left_out_as_of_smaller_micro_batches(tmp_path, once, number):
     """If memory runs out before the decision."""
-    one, other = left_out(tmp_path, number), left_out(tmp_path, None, micro_batch=8)
+    one, other = left_out(tmp_path, number), once("left out, by 8", lambda: left_out(tmp_path, None, micro_batch=8))
     assert_same(one, other)
     for first, second in zip(selection_of(one).averages.slow(), selection_of(other).averages.slow(), strict=True):
         assert torch.equal(first, second), "each pair was visited once in each window"
@@ -169,8 +171,9 @@ def test_pairs_are_left_out_as_of_smaller_micro_batches(tmp_path, number):
 
 # A window of four micro-batches takes seven forwards, and fewer where pairs are left out.
 @pytest.mark.parametrize(("number", "backward"), [(150, False), (153, False), (155, True), (200, True)])
-def test_a_decision_about_pairs_is_kept_when_its_step_is_repeated(tmp_path, number, backward):
-    one, other = left_out(tmp_path, number, backward=backward), left_out(tmp_path, None)
+def test_a_decision_about_pairs_is_kept_when_its_step_is_repeated(tmp_path, once, number, backward):
+    one = left_out(tmp_path, number, backward=backward)
+    other = once("left out", lambda: left_out(tmp_path, None))
     assert one.args.largest_micro_batch == 8
     assert_close(one, other)
     assert [entry[-1] for entry in logged(one)] == [entry[-1] for entry in logged(other)]
@@ -183,8 +186,8 @@ def rank_left_out(rank: int, world_size: int, folder: str, failing: int, number:
 
 
 @pytest.mark.parametrize(("failing", "number"), [(0, 150), (1, 153), (0, 160)])
-def test_all_processes_keep_their_decision(ranks, tmp_path, failing, number):
-    other = left_out(tmp_path, None, micro_batch=8)
+def test_all_processes_keep_their_decision(ranks, tmp_path, once, failing, number):
+    other = once("left out, by 8", lambda: left_out(tmp_path, None, micro_batch=8))
     for largest, weights, logs, visits in ranks.run(rank_left_out, 2, str(tmp_path), failing, number):
         assert largest == 4
         torch.testing.assert_close(weights, parameters(other), rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.numerics import descend
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trainer_for, whole_weights
 from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 
@@ -49,11 +49,8 @@ def rank_keep(rank: int, world_size: int, folder: str, name: str, steps: int, op
     batch = {"per_device_train_batch_size": 48 // world_size // steps, "gradient_accumulation_steps": steps}
     trainer = trainer_for(folder, build(name), models.Pairs(48), **batch, **options)
     trainer.train()
-    whole = {
-        n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in trainer.model.named_parameters()
-    }
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return whole, [(entry["loss"], entry["keep_features_loss"]) for entry in logs]
+    return whole_weights(trainer.model), [(entry["loss"], entry["keep_features_loss"]) for entry in logs]
 
 
 def check(found: tuple, name: str, **options: Any) -> None:
@@ -156,7 +153,7 @@ def test_adapters_decay_to_zero(tmp_path):
 def rank_pulled(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> list[Tensor]:
     trainer = pulled(folder, per_device_train_batch_size=6 // world_size, keep_features=BETA, **options)
     trainer.train()
-    return [getattr(p, "full_tensor", lambda p=p: p)().detach().reshape(-1).clone() for p in trainer.model.parameters()]
+    return [weight.reshape(-1) for weight in whole_weights(trainer.model).values()]
 
 
 def near(found: list[Tensor], expected: list[Tensor]) -> bool:

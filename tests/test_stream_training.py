@@ -18,7 +18,7 @@ from helpers.numerics import relative_error
 from helpers.processes import context
 from helpers.shards import pair, write_parquet, write_tar, write_tars
 from helpers.streams import PAIRS, collate, stream_of
-from helpers.trainers import StopAt, parameters, trainer_for
+from helpers.trainers import AtEndOf, StopAt, parameters, trainer_for
 from transformers import TrainerCallback
 
 from hf_infcl.loading import data_wait, training_data
@@ -178,17 +178,6 @@ def test_one_process_goes_on_where_two_stopped(ranks, tmp_path):
         )
 
 
-class WaitAt(TrainerCallback):
-    """Waits to be killed at the end of a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            time.sleep(60)
-
-
 def serve(rank, port, folder, output, last):
     """One of two processes of a training, as started by a launcher, which resumes where the last one was killed.
 
@@ -200,7 +189,7 @@ def serve(rank, port, folder, output, last):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     multiprocessing.set_start_method("fork", force=True)  # for the workers; otherwise that of this process
-    options = {"dataloader_num_workers": 2, "save_steps": 1, "callbacks": [WaitAt(last)]}
+    options = {"dataloader_num_workers": 2, "save_steps": 1, "callbacks": [AtEndOf(last, lambda: time.sleep(60))]}
     made = train(folder, output, 12, f"windows-{rank}", "auto", **options)
     torch.save(parameters(made), f"{output}/weights-{rank}.pt")
     made.accelerator.end_training()

@@ -21,7 +21,7 @@ from helpers.pictures import picture
 from helpers.processes import without_tf32
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, write_tar
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trainer_for, whole_weights
 from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -106,10 +106,7 @@ def rank_taught(
     (term,) = trainer.setup.extensions
     begin = start_of_maps(term)
     trainer.train()
-    whole = {
-        n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in trainer.model.named_parameters()
-    }
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    whole, logs = whole_weights(trainer.model), [entry for entry in trainer.state.log_history if "loss" in entry]
     return whole, begin, start_of_maps(term), [(entry["loss"], entry["teacher_loss"]) for entry in logs]
 
 
@@ -184,7 +181,7 @@ def rank_resumed(rank: int, world_size: int, folder: str, kind: str, sharded: bo
     made(StopAt(2)).train()
     trainer = made()
     trainer.train(resume_from_checkpoint=True)
-    weights = [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu().flatten() for p in trainer.model.parameters()]
+    weights = [weight.cpu().flatten() for weight in whole_weights(trainer.model).values()]
     return torch.cat(weights), [entry["teacher_loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -70,22 +70,13 @@ def test_a_model_that_was_split_while_it_was_loaded_is_refused(tmp_path):
     trainer_for(tmp_path, model)
 
 
-def test_a_subclass_s_sampler_is_refused(tmp_path):
-    class Own(InfCLTrainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return None
-
-    with pytest.raises(ValueError, match=r"would never call Own\._get_train_sampler\. Override get_train_dataloader"):
-        Own(models.clip(), arguments(tmp_path), default_collate, train_dataset=models.Pairs(8))
-
-
-def test_a_subclass_s_compute_loss_is_refused(tmp_path):
-    class Own(InfCLTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError
-
-    with pytest.raises(ValueError, match=r"would never call Own\.compute_loss\. Override training_step"):
-        Own(models.clip(), arguments(tmp_path), default_collate, train_dataset=models.Pairs(8))
+@pytest.mark.parametrize(
+    ("method", "instead"), [("_get_train_sampler", "get_train_dataloader"), ("compute_loss", "training_step")]
+)
+def test_a_subclass_s_sampler_and_loss_are_refused(tmp_path, method, instead):
+    own = type("Own", (InfCLTrainer,), {method: lambda self, *args, **kwargs: None})
+    with pytest.raises(ValueError, match=rf"would never call Own\.{method}\. Override {instead}"):
+        own(models.clip(), arguments(tmp_path), default_collate, train_dataset=models.Pairs(8))
 
 
 @pytest.mark.parametrize("optimizer", ["lomo", "adalomo"])

@@ -3,6 +3,7 @@
 import functools
 import operator
 import tempfile
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -47,6 +48,19 @@ class EachGradient(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.gradients.append([_whole(p.grad) for p in model.parameters()])
+
+
+def check_each_gradient(
+    of_ranks: list[tuple[list[Tensor], list[list[Tensor]]]], plain: Callable[[list[Tensor]], list[list[Tensor]]]
+) -> None:
+    """Compares what `EachGradient` has kept on every rank with the gradients by plain autograd at the same weights."""
+    for rank, (weights, gradients) in enumerate(of_ranks):
+        for step, (seen, whole) in enumerate(zip(gradients, plain(weights), strict=True)):
+            floor = FLOOR * nn.utils.get_total_norm(whole)
+            for gradient, one in zip(seen, whole, strict=True):
+                error = (gradient.reshape(one.shape) - one).norm()
+                assert error <= TOLERANCE * one.norm() + floor, f"step {step} of rank {rank}"
+        assert not torch.equal(weights[0], weights[-1])
 
 
 def _whole(gradient: Any) -> Tensor:

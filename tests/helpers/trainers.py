@@ -1,5 +1,8 @@
 """Small trainers, and callbacks that stop them."""
 
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,12 +45,33 @@ def parameters(trainer: InfCLTrainer) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
 
 
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the weights, also of those that FSDP2 divides among the processes; collective for these."""
+    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in model.named_parameters()}
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step == self.step
+
+
+class AtEndOf(TrainerCallback):
+    """Calls a function at the end of a step."""
+
+    def __init__(self, step: int, function: Callable[[], Any]) -> None:
+        self.step, self.function = step, function
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.function()
+
+
+def killed_at(step: int) -> AtEndOf:
+    """Kills this process at the end of a step."""
+    return AtEndOf(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 class TrainedRows(TrainerCallback):
