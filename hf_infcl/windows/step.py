@@ -312,8 +312,8 @@ class WindowStep:
 
     def passed_over(self, epoch: int) -> Tensor:
         """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
-        found = [selection.passed_over(epoch) for selection in of_kind(self.extensions, PairSelection)]
-        return next(filter(len, found), NO_ROWS)
+        rows = [selection.passed_over(epoch) for selection in of_kind(self.extensions, PairSelection)]
+        return next(filter(len, rows), NO_ROWS)
 
     @property
     def _observers(self) -> list[StepObserver]:
@@ -337,10 +337,10 @@ class WindowStep:
 
     def logs(self, logs: dict[str, float]) -> dict[str, float]:
         """The logs of the extensions, of `Temperature` and of the checks, which read Trainer's; collective."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for extension in self.extensions:
-            found |= extension.logs()
-        return found | self._temperature.logs() | self.checks.logs(logs)
+            metrics |= extension.logs()
+        return metrics | self._temperature.logs() | self.checks.logs(logs)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states of the extensions that have one, by their names; collective."""
