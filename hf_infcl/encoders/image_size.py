@@ -119,7 +119,7 @@ def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> N
 
 
 def _interpolated(embeddings: Any, weight: Tensor, prefix: int, size: int, patch: int) -> Tensor:
-    """Positions [1, others + patches, width] for images of the size."""
+    """Positions [1, prefix + patches, width] for images of the size."""
     grid = size // patch
     if hasattr(embeddings, "interpolate_pos_encoding"):
         tokens = weight.new_empty(1, prefix + grid**2, weight.shape[2])  # only the shape counts

@@ -46,7 +46,7 @@ class Trials:
         batch: one of its data loader, whose rows are repeated.
         longest: the tokens of the longest texts; None for those of the batch.
         padding: as for `deal_texts`.
-        own: the pairs of a window on this process.
+        pairs: the pairs of a window on this process.
     """
 
     def __init__(

@@ -185,7 +185,7 @@ class Evaluator:
         if self._args.process_index == 0:
             self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataloader.dataset), self._collator)
         check_same_size(dataloader.dataset, prefix)
-        # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
+        # Other processes wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         batches: Any = dataloader
         if not isinstance(dataloader, DataLoaderDispatcher):
             batches = AnnouncingDataLoader(dataloader, self._take_apart)

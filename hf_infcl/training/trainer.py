@@ -312,7 +312,7 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        for batch in self.training_data.beyond_loop:  # Trainer's loop counts the others
+        for batch in self.training_data.beyond_loop:  # Trainer's loop counts the other batches
             self.current_flos += self.floating_point_ops(batch)
             self._track_num_input_tokens(batch)
         return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.args)

@@ -68,7 +68,7 @@ class WindowStep:
         self.repeats = not is_sharded(setup.accelerator)
         # Whether the present step can, if memory runs out on this process. It cannot within a selection, which
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
-        # micro-batch, where the others wait for what this one sends.
+        # micro-batch, where other processes wait for what this one sends.
         self.may_repeat = self.repeats
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
