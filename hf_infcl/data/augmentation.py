@@ -42,12 +42,12 @@ def drop_words(captions: list[str], share: float, random: Random) -> list[str]:
     """
     if share == 0:
         return captions
-    found = []
+    texts = []
     for caption in captions:
         words = caption.split()
         kept = [word for word in words if random.random() >= share] or [random.choice(words)]
-        found.append(" ".join(kept))
-    return found
+        texts.append(" ".join(kept))
+    return texts
 
 
 def augment(image: np.ndarray, augmentation: Augmentation, seed: str) -> dict[str, Any]:

@@ -268,8 +268,8 @@ class ContrastiveCollator:
         arrays = [array for item in items if (array := _as_array(item["image"])) is not None]
         if self._transform is None or len(arrays) < len(items):
             # No arrays, because a processor may mistake the channel axis of a small one.
-            found = [(item["image"], _as_array(item["image"])) for item in items]
-            images = [image if array is None else Image.fromarray(array) for image, array in found]
+            pairs = [(item["image"], _as_array(item["image"])) for item in items]
+            images = [image if array is None else Image.fromarray(array) for image, array in pairs]
             return dict(self.processor.image_processor(images=images, return_tensors="pt"))
         side = next((item["side"] for item in items if "side" in item), None)
         transform = self._transform if side is None else self._transform.of_side(side)

@@ -43,5 +43,5 @@ def _usual(names: tuple[str, ...], features: datasets.Features, fits: Callable[[
     return [name for name in names if name in features and fits(features[name])]
 
 
-def _only(wanted: str, features: datasets.Features, others: list[str]) -> str:
-    return others[0] if wanted not in features and len(others) == 1 else wanted
+def _only(wanted: str, features: datasets.Features, candidates: list[str]) -> str:
+    return candidates[0] if wanted not in features and len(candidates) == 1 else wanted

@@ -61,14 +61,14 @@ class EncodedImage(TypedDict):
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
 
-    def __init__(self, dataset: datasets.Dataset, image_column: str, others: Mapping[str, str | None]) -> None:
+    def __init__(self, dataset: datasets.Dataset, image_column: str, other_columns: Mapping[str, str | None]) -> None:
         import datasets
 
         if isinstance(dataset, datasets.DatasetDict):
             raise ValueError(f"The dataset is a DatasetDict. Pass one of its splits: {list(dataset)}.")
         if not isinstance(dataset, datasets.Dataset):
             raise ValueError(f"The dataset must be a datasets.Dataset, got {type(dataset).__name__}.")
-        options = {"image_column": image_column, **others}
+        options = {"image_column": image_column, **other_columns}
         columns = list(dict.fromkeys(column for column in options.values() if column))
         for option, column in options.items():
             if column and column not in dataset.column_names:
@@ -170,8 +170,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             paths = column.field("path").filter(column.field("bytes").is_null())
             for path in paths.to_pylist():
                 if path is not None and "://" not in path:
-                    found = Path(path).stat()
-                    digest.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
+                    stat = Path(path).stat()
+                    digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()
 
     def _check_errors(self, row: int, value: Mapping[str, Any]) -> None:
@@ -221,15 +221,15 @@ def _metadata_above(dataset: datasets.Dataset) -> str:
         return ""
     image = dataset.with_format(None).select_columns("image").cast_column("image", datasets.Image(decode=False))[0]
     path = Path((image["image"] or {}).get("path") or "")
-    found = [
+    files = [
         (above, folder / name)
         for above, folder in zip(path.parents, list(path.parents)[1:3], strict=False)
         for name in ("metadata.jsonl", "metadata.csv", "metadata.parquet")
         if (folder / name).is_file()
     ]
-    if not found:
+    if not files:
         return ""
-    split, file = found[0]
+    split, file = files[0]
     return f" {file} lies above: move its lines into {split / file.name}, with file names relative to it."
 
 
@@ -351,8 +351,8 @@ def holds_images(feature: object) -> bool:
 
     if isinstance(feature, dict):
         kinds = {"bytes": ("binary", "large_binary", "null"), "path": ("string", "large_string", "null")}
-        found = [name for name in kinds if name in feature]
-        return bool(found) and all(is_value(feature[name], *kinds[name]) for name in found)
+        fields = [name for name in kinds if name in feature]
+        return bool(fields) and all(is_value(feature[name], *kinds[name]) for name in fields)
     is_image = isinstance(feature, datasets.Image)
     return is_image or is_value(feature, "string", "large_string", "binary", "large_binary")
 

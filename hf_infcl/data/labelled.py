@@ -149,8 +149,8 @@ def captions_of_classes(
     if class_names is not None and known is not None:
         class_names = names_by_label(class_names, known)
     if not (names := class_names or known):
-        found = dataset.features.get(label_column)
-        raise ValueError(f"The column {label_column!r} is {found}, without names of classes. Give class_names.")
+        feature = dataset.features.get(label_column)
+        raise ValueError(f"The column {label_column!r} is {feature}, without names of classes. Give class_names.")
     labels = dataset.select_columns([label_column])
     if wrong := [label for label in labels.unique(label_column) if label is None or not 0 <= label < len(names)]:
         raise ValueError(f"The label_column {label_column!r} holds {wrong[:10]}, but there are {len(names)} names.")

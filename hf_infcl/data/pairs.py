@@ -95,16 +95,16 @@ class PairSource:
         if self.negative_caption_column:
             negatives = usable_captions(values[self.negative_caption_column])
             texts["negative_captions"] = draw_captions(negatives, 1, self._random(sample, "negative caption", epoch))
-        found: dict[str, Any] = {}
+        ids: dict[str, Any] = {}
         if self.pair_id_column == self.caption_column:
-            found["pair_id"] = caption_pair_id(captions[0])
+            ids["pair_id"] = caption_pair_id(captions[0])
         elif self.pair_id_column:
             if (pair_id := values[self.pair_id_column]) is None:
                 raise ValueError(self._LACKS.format("pair id", self.pair_id_column))
-            found["pair_id"] = as_pair_id(pair_id)
+            ids["pair_id"] = as_pair_id(pair_id)
         for key in texts if self._text_dropout else ():
             texts[key] = drop_words(texts[key], self._text_dropout, self._random(sample, f"words of {key}", epoch))
-        return texts | found
+        return texts | ids
 
     def _augmented(self, image: np.ndarray, sample: object, count: int) -> dict[str, dict[str, Any]]:
         """An image as the first ``count`` epochs augment it: what `augment` returns, by its seed."""

@@ -212,15 +212,15 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             return []
         count = min(count, _SAMPLED)
         shards = self.shards[:: -(-len(self.shards) // _SAMPLED_SHARDS)]
-        found: list[list[str]] = []
+        samples: list[list[str]] = []
         for shard in shards:
             with suppress(DamagedShardError, ReadError):  # which the training names
                 for _, _, sample in itertools.islice(shard.reader.samples(shard.url), -(-count // len(shards))):
                     with suppress(ValueError):
                         if not isinstance(sample, DamagedShardError):
                             row: dict[str, Any] = shard.reader.row(sample)
-                            found.append(usable_captions(row[column]))
-        return [captions for captions in found if captions]
+                            samples.append(usable_captions(row[column]))
+        return [captions for captions in samples if captions]
 
     def batches(self, batch_size: int | Shares, collate: DataCollator = list, **where: Any) -> StreamBatches:
         """The micro-batches of one process; see `StreamBatches` for the options."""

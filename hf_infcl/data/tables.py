@@ -187,17 +187,17 @@ def _of_tar_files(files: Mapping[str, Sequence[str]], split: str, image_column: 
     """The rows of tar files; ``files`` lists them by split."""
     import datasets
 
-    found: dict[str, datasets.Dataset] = {}
+    tables: dict[str, datasets.Dataset] = {}
     for name in dict.fromkeys(split_names(split)):
         if name not in files:
             raise ValueError(f"there is no such split. Its splits are {[str(known) for known in files]}.")
         if wrong := [Url(file) for file in files[name] if not str(file).endswith(".tar")]:
             raise ValueError(f"{wrong[0]!r} is compressed. Compressed tar files have to be unpacked once to .tar.")
         local = datasets.DownloadManager().download([str(file) for file in files[name]])
-        found[name] = tar_table(list(zip(local, map(Url, files[name]), strict=True)), image_column, name)
-    lengths = {name: len(rows) for name, rows in found.items()}
+        tables[name] = tar_table(list(zip(local, map(Url, files[name]), strict=True)), image_column, name)
+    lengths = {name: len(rows) for name, rows in tables.items()}
     parts = [
-        found[part.splitname].select(range(part.from_ or 0, lengths[part.splitname] if part.to is None else part.to))
+        tables[part.splitname].select(range(part.from_ or 0, lengths[part.splitname] if part.to is None else part.to))
         for part in datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
     ]
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts, split=datasets.NamedSplit(split))
@@ -209,7 +209,7 @@ def _separator(files: Sequence[str]) -> str | None:
     Raises:
         ValueError: they do not agree.
     """
-    found: dict[str, str] = {}
+    examples: dict[str, str] = {}
     for file in files:
         if file.lower().endswith((".csv", ".tsv")):
             with open_shard(file, buffer=_PROBED) as opened:
@@ -224,11 +224,11 @@ def _separator(files: Sequence[str]) -> str | None:
             several = [separator for separator, width in widths.items() if width and width[0] > 1]
             even = [separator for separator in several if len(set(widths[separator])) == 1]
             for separator in [*even, *several][:1]:
-                found.setdefault(separator, file)
-    if len(found) > 1:
-        (one, first), (other, second), *_ = found.items()
+                examples.setdefault(separator, file)
+    if len(examples) > 1:
+        (one, first), (other, second), *_ = examples.items()
         raise ValueError(f"{first} separates the columns by {one!r}, and {second} by {other!r}. Write all with commas.")
-    return next(iter(found), None)
+    return next(iter(examples), None)
 
 
 def _with_whole_paths(

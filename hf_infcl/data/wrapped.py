@@ -39,8 +39,8 @@ def gives(dataset: object, key: str) -> bool:
 
 def content_fingerprint(dataset: object) -> str:
     """A fingerprint of the contents of a dataset and of all datasets that it wraps; empty if none has one."""
-    found = [part.content_fingerprint() for part in all_parts(dataset) if hasattr(part, "content_fingerprint")]
-    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest()[:16] if found else ""
+    tags = [part.content_fingerprint() for part in all_parts(dataset) if hasattr(part, "content_fingerprint")]
+    return tags[0] if len(tags) == 1 else hashlib.sha256(" ".join(tags).encode()).hexdigest()[:16] if tags else ""
 
 
 def all_parts(dataset: object) -> Iterator[Any]:

@@ -40,12 +40,12 @@ def depths(names: Iterable[str]) -> tuple[dict[str, int], int]:
     names = list(names)
     layers = _layers(names)
     count = max(layers.values(), default=0)
-    found: dict[str, int] = {}
+    depth_of: dict[str, int] = {}
     is_before = bool(layers)
     for name in names:
         is_before &= name not in layers
-        found[name] = 0 if is_before else layers.get(name, count + 1)
-    return found, count
+        depth_of[name] = 0 if is_before else layers.get(name, count + 1)
+    return depth_of, count
 
 
 def _layers(names: Iterable[str]) -> dict[str, int]:

@@ -302,7 +302,7 @@ class DualEncoder:
         Raises:
             ValueError: a module of one's own does not name its towers.
         """
-        found: dict[nn.Parameter, Place] = {}
+        places: dict[nn.Parameter, Place] = {}
         for name, (tower_name, projection) in TOWERS.items():
             if (tower := getattr(self.model, tower_name, None)) is None:
                 raise ValueError(
@@ -310,10 +310,10 @@ class DualEncoder:
                     "layers of its own. Name its towers as `TwoTowers` does, or leave these options out."
                 )
             depth_of, layers = depths(dict(tower.named_parameters()))
-            found |= {p: Place(name, depth_of[n], layers) for n, p in tower.named_parameters()}
+            places |= {p: Place(name, depth_of[n], layers) for n, p in tower.named_parameters()}
             if (module := getattr(self.model, projection, None)) is not None:
-                found |= {p: Place(name, layers + 1, layers) for p in module.parameters()}
-        return found
+                places |= {p: Place(name, layers + 1, layers) for p in module.parameters()}
+        return places
 
     def freeze_layers(self, count: int) -> None:
         """Freezes the first layers of both towers, and the embeddings before them; with 0 these alone.
@@ -386,9 +386,9 @@ class DualEncoder:
             return projection.out_features
         device, mode = self.temperature_parameters[0].device, self.model.training
         token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        found = self.model.eval().get_text_features(input_ids=token, attention_mask=token + 1)
+        output = self.model.eval().get_text_features(input_ids=token, attention_mask=token + 1)
         self.model.train(mode)
-        return int((found if isinstance(found, Tensor) else part_of(found, "pooler_output")).shape[-1])
+        return int((output if isinstance(output, Tensor) else part_of(output, "pooler_output")).shape[-1])
 
     def _normalised(self, features: object) -> Tensor:
         whole = features if isinstance(features, Tensor) else part_of(features, "pooler_output")

@@ -98,14 +98,14 @@ def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> N
     module = getattr(embeddings, name, None)  # AIMv2's native models compute theirs
     if module is not None:
         weight = module.weight[None] if isinstance(module, nn.Embedding) else module
-        others = weight.shape[1] - old  # of the class token
-        positions = _interpolated(embeddings, weight, others, size, config.patch_size)
+        prefix = weight.shape[1] - old  # of the class token
+        positions = _interpolated(embeddings, weight, prefix, size, config.patch_size)
         if isinstance(module, nn.Embedding):
             module.weight = nn.Parameter(positions[0], module.weight.requires_grad)
-            module.num_embeddings = others + new
+            module.num_embeddings = prefix + new
         else:
             setattr(embeddings, name, nn.Parameter(positions, module.requires_grad))
-        new_positions = others + new
+        new_positions = prefix + new
     else:
         new_positions = new
     if hasattr(embeddings, "position_ids"):
@@ -118,16 +118,16 @@ def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> N
                 setattr(noted, attribute, (value, value) if is_pair else value)
 
 
-def _interpolated(embeddings: Any, weight: Tensor, others: int, size: int, patch: int) -> Tensor:
-    """Positions [1, others + patches, width] for images of the size."""
+def _interpolated(embeddings: Any, weight: Tensor, prefix: int, size: int, patch: int) -> Tensor:
+    """Positions [1, prefix + patches, width] for images of the size."""
     grid = size // patch
     if hasattr(embeddings, "interpolate_pos_encoding"):
-        tokens = weight.new_empty(1, others + grid**2, weight.shape[2])  # only the shape counts
+        tokens = weight.new_empty(1, prefix + grid**2, weight.shape[2])  # only the shape counts
         return embeddings.interpolate_pos_encoding(tokens, size, size).clone()
-    side = int((weight.shape[1] - others) ** 0.5)
-    patches = weight[:, others:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    side = int((weight.shape[1] - prefix) ** 0.5)
+    patches = weight[:, prefix:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
     patches = F.interpolate(patches, (grid, grid), mode="bicubic", align_corners=False)
-    return torch.cat([weight[:, :others], patches.flatten(2).transpose(1, 2)], dim=1)
+    return torch.cat([weight[:, :prefix], patches.flatten(2).transpose(1, 2)], dim=1)
 
 
 # ---- Images of several sizes in one training ----
@@ -149,11 +149,11 @@ def check_sizes(encoder: DualEncoder, sizes: Sequence[int]) -> None:
 
 def check_sizes_of_config(vision_config: PretrainedConfig, sizes: Sequence[int]) -> None:
     """Raises a ValueError unless all sizes are multiples of the patches, and the last one is that of the config."""
-    own = getattr(vision_config, "image_size", None)
-    if own not in (None, sizes[-1]):
+    image_size = getattr(vision_config, "image_size", None)
+    if image_size not in (None, sizes[-1]):
         raise ValueError(
-            f"image_size_schedule ends with {sizes[-1]}, and the model is of {own} pixels. End with {own}, or pass "
-            f"image_size={sizes[-1]} as well."
+            f"image_size_schedule ends with {sizes[-1]}, and the model is of {image_size} pixels. End with "
+            f"{image_size}, or pass image_size={sizes[-1]} as well."
         )
     for size in sizes:
         _check_multiple(vision_config, size, "{} in image_size_schedule")
@@ -172,11 +172,11 @@ class OtherSizes:
         embeddings = getattr(tower, "embeddings", None)
         # DINOv2's and others' always interpolate, without an option.
         if embeddings is not None and "interpolate_pos_encoding" in inspect.signature(embeddings.forward).parameters:
-            own = tower.config.image_size
+            size = tower.config.image_size
 
-            def interpolate(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-                pixel_values = args[0] if args else given["pixel_values"]
-                return (args, {**given, "interpolate_pos_encoding": True}) if pixel_values.shape[-1] != own else None
+            def interpolate(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+                pixel_values = args[0] if args else kwargs["pixel_values"]
+                return (args, {**kwargs, "interpolate_pos_encoding": True}) if pixel_values.shape[-1] != size else None
 
             self._hook = embeddings.register_forward_pre_hook(interpolate, with_kwargs=True)
         encoder.takes_any_size = True

@@ -47,8 +47,8 @@ class PatchDropout:
         self._tower: Any = getattr(encoder.model, TOWERS["image"][0])
         embeddings = self._tower.embeddings
         registers = getattr(embeddings, "register_tokens", None)
-        self._others = int(hasattr(embeddings, "class_embedding") or hasattr(embeddings, "cls_token"))
-        self._others += 0 if registers is None else registers.shape[1]
+        self._prefix = int(hasattr(embeddings, "class_embedding") or hasattr(embeddings, "cls_token"))
+        self._prefix += 0 if registers is None else registers.shape[1]
         self._hook = embeddings.register_forward_hook(self._drop)
 
     def remove(self) -> None:
@@ -59,8 +59,8 @@ class PatchDropout:
         # The mode of the tower counts: frozen embeddings are in evaluation mode even below layers that train.
         if self.share == 0 or not self._tower.training:
             return None
-        others, patches = tokens[:, : self._others], tokens[:, self._others :]
+        prefix, patches = tokens[:, : self._prefix], tokens[:, self._prefix :]
         images, count, width = patches.shape
         kept = max(1, round(count * (1 - self.share)))
         chosen = torch.rand(images, count, device=tokens.device).topk(kept, dim=1).indices
-        return torch.cat([others, patches.gather(1, chosen[..., None].expand(-1, -1, width))], dim=1)
+        return torch.cat([prefix, patches.gather(1, chosen[..., None].expand(-1, -1, width))], dim=1)

@@ -54,9 +54,9 @@ class Pooling:
     def of_tower(cls, tower: nn.Module | None) -> Pooling | None:
         """The pooling of a text tower, or of the tower of transformers inside a custom one."""
         for module in () if tower is None else tower.modules():
-            found = cls.of_config(getattr(module, "config", None), getattr(module, "eos_token_id", None))
-            if found is not None:
-                return found
+            pooling = cls.of_config(getattr(module, "config", None), getattr(module, "eos_token_id", None))
+            if pooling is not None:
+                return pooling
         return None
 
     def reading(self, tokens: Sequence[int], last: int, ends: int = 1) -> Reading | None:
@@ -113,11 +113,11 @@ class SameEmbeddings:
             return
         self._looked_at += len(input_ids)
         for tokens, last, ends in _rows(input_ids, attention_mask, self._pooling.padding):
-            if (found := self._pooling.reading(tokens, last, ends)) is None:
+            if (reading := self._pooling.reading(tokens, last, ends)) is None:
                 continue
-            other = self._read.setdefault(found.read, found)
-            if other.text != found.text:
-                raise ValueError(self._pooling.fault(other, (_words(other.text), _words(found.text))))
+            other = self._read.setdefault(reading.read, reading)
+            if other.text != reading.text:
+                raise ValueError(self._pooling.fault(other, (_words(other.text), _words(reading.text))))
 
 
 def _rows(

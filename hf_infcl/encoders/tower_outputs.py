@@ -115,9 +115,9 @@ class PlaceholderText:
         eager = torch.compiler.set_stance("force_eager")
         with eager, torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
             forward()
-        found = outputs["text"]
-        if all(value.isfinite().all() for value in _tensors(found)):
-            self._output = dict(found) if isinstance(found, BaseModelOutputWithPooling) else found
+        output = outputs["text"]
+        if all(value.isfinite().all() for value in _tensors(output)):
+            self._output = dict(output) if isinstance(output, BaseModelOutputWithPooling) else output
             self._kind = self._kind_of_tower()
 
     @contextlib.contextmanager
@@ -157,12 +157,12 @@ def _evaluation_mode(module: nn.Module | None) -> Iterator[None]:
 @contextlib.contextmanager
 def other_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Within the context the module has another forward."""
-    own, overridden = module.forward, "forward" in vars(module)
+    original, overridden = module.forward, "forward" in vars(module)
     module.forward = forward
     try:
         yield
     finally:
         if overridden:
-            module.forward = own
+            module.forward = original
         else:
             del module.forward  # restores the method of the class

@@ -167,8 +167,8 @@ class BatchPlan(Course):
     # ---- By step ----
 
     def _section(self, step: int) -> Section | None:
-        found = bisect_right(self.sections, step, key=lambda section: section.begin.step) - 1
-        return self.sections[found] if found >= 0 else None
+        index = bisect_right(self.sections, step, key=lambda section: section.begin.step) - 1
+        return self.sections[index] if index >= 0 else None
 
     def position(self, step: int) -> Position:
         """The position before a step; before the plan begins, of its first one."""
@@ -243,5 +243,5 @@ class BatchPlan(Course):
         if not self.sections:
             return None
         section = self.sections[bisect_right(self.sections, number, key=lambda section: section.first) - 1]
-        window, own = divmod(number - section.first, section.micro_batches)
-        return None if window >= section.steps else MicroBatchPlace(section.after(window), section, own)
+        window, micro_batch = divmod(number - section.first, section.micro_batches)
+        return None if window >= section.steps else MicroBatchPlace(section.after(window), section, micro_batch)

@@ -81,9 +81,9 @@ class LoaderParts:
 
     def __init__(self, loader: object = None) -> None:
         dataset = getattr(loader, "dataset", None)
-        self.own = loader if isinstance(loader, TrainingLoader) else None
+        self.loader = loader if isinstance(loader, TrainingLoader) else None
         # The dataset, if Trainer's loader reads it, and it has no length.
-        self.stream = dataset if self.own is None and isinstance(dataset, IterableDataset) else None
+        self.stream = dataset if self.loader is None and isinstance(dataset, IterableDataset) else None
         # The loader itself, for a stream that the main process reads for all.
         self.dispatcher = loader if isinstance(loader, DataLoaderDispatcher) else None
         generator = getattr(getattr(loader, "base_dataloader", loader), "generator", None)
@@ -153,12 +153,12 @@ def check_planned(dataset: object, args: InfCLTrainingArguments) -> None:
     plan = make_plan(args, dataset)
     if not any(isinstance(part, ImageTextStream) for part in all_parts(dataset)):
         return
-    micro_batch, own = args.per_device_train_batch_size, plan.size(0) // args.world_size
-    if own < micro_batch:
+    micro_batch, most = args.per_device_train_batch_size, plan.size(0) // args.world_size
+    if most < micro_batch:
         raise ValueError(
             f"global_batch_schedule has a batch of {plan.size(0):,} pairs, of which each of {args.world_size} "
-            f"processes gets {own}. The micro-batches of a stream must all have per_device_train_batch_size="
-            f"{micro_batch} pairs, or its order would depend on the number of processes. Lower that to at most {own}."
+            f"processes gets {most}. The micro-batches of a stream must all have per_device_train_batch_size="
+            f"{micro_batch} pairs, or its order would depend on the number of processes. Lower that to at most {most}."
         )
 
 
@@ -320,19 +320,19 @@ def with_cached_features(
         interruptions.phases.note_progress()
         assert start is not None
         of_images, of_texts = (one.cpu() for one in start.embed(prepare_inputs(batch), {}))
-        own = torch.bincount(batch.get("caption_image", torch.arange(len(of_images)))).tolist()
-        return [torch.cat((image[None], texts)) for image, texts in zip(of_images, of_texts.split(own), strict=True)]
+        counts = torch.bincount(batch.get("caption_image", torch.arange(len(of_images)))).tolist()
+        return [torch.cat((image[None], texts)) for image, texts in zip(of_images, of_texts.split(counts), strict=True)]
 
     where = {"folder": str(args.cache_features), "collator": collator, "dtype": accelerator.mixed_precision}
     where |= {"agree": interruptions.agree, "batch_size": args.per_device_train_batch_size}
     where |= {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
-    found, content = pairs, pairs.image_fingerprint()
+    dataset, content = pairs, pairs.image_fingerprint()
     with random_state_kept(args.device):  # the training is the same if the features are there already
         if tower is not None:
             inputs = FeatureInputs(pairs, captions=False)
-            found = CachedImages(pairs, cached(content, inputs, tower=tower.eval(), encode=images, **where))
+            dataset = CachedImages(pairs, cached(content, inputs, tower=tower.eval(), encode=images, **where))
         if start is not None:
             content += f" {pairs.caption_column} {collator.text_fingerprint()}"
-            inputs = FeatureInputs(found, captions=True)
-            found = CachedStart(found, cached(content, inputs, tower=start.model, encode=embeddings, **where))
-    return found
+            inputs = FeatureInputs(dataset, captions=True)
+            dataset = CachedStart(dataset, cached(content, inputs, tower=start.model, encode=embeddings, **where))
+    return dataset

@@ -73,5 +73,5 @@ class CaptionNotices:
 def repeated_captions(sample: list[list[str]]) -> int:
     """The number of images with a caption that reads the same as one of another image."""
     ids = [{caption_pair_id(caption) for caption in captions} for captions in sample]
-    times = collections.Counter(number for own in ids for number in own)
-    return sum(any(times[number] > 1 for number in own) for own in ids)
+    times = collections.Counter(number for ids_of_image in ids for number in ids_of_image)
+    return sum(any(times[number] > 1 for number in ids_of_image) for ids_of_image in ids)

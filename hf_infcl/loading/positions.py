@@ -147,7 +147,7 @@ def loop_values(
         position is None.
     """
     epochs, windows, examples, _, batch, micro_batches, steps = values
-    accumulation, own, is_sized = (
+    accumulation, is_training_loader, is_sized = (
         args.gradient_accumulation_steps,
         isinstance(loader, TrainingLoader),
         has_length(loader),
@@ -161,7 +161,7 @@ def loop_values(
             steps = math.ceil(args.num_train_epochs * windows)
     # ---- Where it goes on ----
     begin, at = None, plan.first()
-    if not own and record is not None:  # with a whole window
+    if not is_training_loader and record is not None:  # with a whole window
         at = resumed_position(record, batch, windows if is_sized else sys.maxsize, None)
         begin = replace(at, windows=0, rows=0) if args.ignore_data_skip else at
     elif record is not None:
@@ -169,10 +169,10 @@ def loop_values(
     elif plan.grows:  # also after the checkpoint of another trainer
         begin = at
     # ---- What is left ----
-    if own and plan.grows:
+    if is_training_loader and plan.grows:
         windows = max(1, plan.windows(at.epoch))
         return begin, (plan.epochs, windows, examples, plan.samples, args.global_batch_size, windows, plan.steps)
-    if own:
+    if is_training_loader:
         steps = plan.steps
         epochs = plan.epochs if is_sized and not is_stream else epochs
     elif is_sized and record is not None and record.step is not None and changed:

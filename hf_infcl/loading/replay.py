@@ -153,13 +153,13 @@ class Replayed(IterableDataset[Any]):
         parts: list[MicroBatches] = []
         for number, dataset in enumerate(self.datasets):
             is_old = number == 1
-            share, own = SourceShare(plan, is_old), [state["parts"][number] for state in states]
+            share, part_states = SourceShare(plan, is_old), [state["parts"][number] for state in states]
             order = {
                 "shuffle": is_old or self._args.train_sampling_strategy == "random",
                 "seed": self._args.seed_of_data + number * _SEED_OF_OLD,
                 "filled": {key: make for key, make in _FILLED.items() if gives(self, key) and not gives(dataset, key)},
             }
-            parts.append(make_micro_batches(dataset, share, list, order, states=own, **where))
+            parts.append(make_micro_batches(dataset, share, list, order, states=part_states, **where))
         return MixedRows(parts, collate, plan, where.get("world_size", 1))
 
 

@@ -95,19 +95,19 @@ class StoredEmbeddings:
             ValueError: an embedding is not finite.
         """
         hashes, rows, values = self._arrays(kind)
-        found = np.zeros((len(keys), self.width), values.dtype)
+        embeddings = np.zeros((len(keys), self.width), values.dtype)
         if len(hashes) == 0:
-            return found, np.zeros(len(keys), bool)
+            return embeddings, np.zeros(len(keys), bool)
         wanted = hashed(keys)
         at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
         known = hashes[at] == wanted
-        found[known] = values[rows[at[known]]]
-        if not (finite := np.isfinite(found).all(1)).all():
+        embeddings[known] = values[rows[at[known]]]
+        if not (finite := np.isfinite(embeddings).all(1)).all():
             raise ValueError(
                 f"The embedding of {keys[int((~finite).argmax())]!r} in {self.folder} ({kind}) is not finite, so the "
                 "file is damaged. Embed the data again."
             )
-        return found, known
+        return embeddings, known
 
 
 def embedding_folders(folder: str) -> list[str]:
@@ -140,12 +140,12 @@ def described_table(
 ) -> dict[str, Any]:
     """By what a table is recognised: its length, and hashes of a few images and of the captions of a few rows."""
     sampled = range(0, rows, -(-rows // SAMPLED))
-    found: dict[str, Any] = {"rows": rows}
+    description: dict[str, Any] = {"rows": rows}
     if encoded is not None:
-        found["images"] = _digest(_read(encoded, row) for row in sampled)
+        description["images"] = _digest(_read(encoded, row) for row in sampled)
     if captions is not None:
-        found["texts"] = _digest(repr(captions(row)).encode() for row in sampled)
-    return found
+        description["texts"] = _digest(repr(captions(row)).encode() for row in sampled)
+    return description
 
 
 def described_shards(urls: Iterable[str]) -> dict[str, Any]:
@@ -154,24 +154,24 @@ def described_shards(urls: Iterable[str]) -> dict[str, Any]:
     Raises:
         ValueError: two shards have one name, so that their samples could not be told apart.
     """
-    found: dict[str, str] = {}
+    tags: dict[str, str] = {}
     for url in urls:
-        if (name := name_of_shard(url)) in found:
+        if (name := name_of_shard(url)) in tags:
             raise ValueError(
                 f"Two shards have the name {name!r}, by which the embeddings of their samples are found. Rename one, "
                 "or embed them into folders of their own."
             )
-        found[name] = content_tag(url)
-    return {"shards": found}
+        tags[name] = content_tag(url)
+    return {"shards": tags}
 
 
-def differences(recorded: Mapping[str, object], found: Mapping[str, object], kinds: Iterable[str]) -> str:
+def differences(recorded: Mapping[str, object], described: Mapping[str, object], kinds: Iterable[str]) -> str:
     """How a table differs from the one that was embedded, by `described_table` of both; empty if it does not."""
     names = ["rows", *kinds]
     return ", ".join(
-        f"{name} {'were' if name != 'rows' else 'of the set were'} {recorded.get(name)} and are {found.get(name)}"
+        f"{name} {'were' if name != 'rows' else 'of the set were'} {recorded.get(name)} and are {described.get(name)}"
         for name in names
-        if recorded.get(name) != found.get(name)
+        if recorded.get(name) != described.get(name)
     )
 
 

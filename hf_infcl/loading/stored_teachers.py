@@ -64,8 +64,8 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
         one.name_places(own_views if "image" in sides else [], resized=setup.args.image_size_schedule is not None)
     teachers = []
     for number, stored in enumerate(opened):
-        own = [one.number for one in sets if one.lacking(stored) is not None]
-        teachers.append(StoredTeacher(stored, own, sides, partial=partial, number=number))
+        numbers = [one.number for one in sets if one.lacking(stored) is not None]
+        teachers.append(StoredTeacher(stored, numbers, sides, partial=partial, number=number))
     return teachers, partial
 
 
@@ -117,15 +117,15 @@ class _DataSet:
     def name_places(self, views: Sequence[Mapping[str, Any] | None], *, resized: bool) -> None:
         """Makes the items name their places, and repeats their augmentations if the teachers have stored views."""
         count = next((one["count"] for one in views if one is not None), None)
-        own = describe_views(self.part, count)
-        if any(one != own for one in views):
+        expected = describe_views(self.part, count)
+        if any(one != expected for one in views):
             raise ValueError(
                 "The stored views of images must be those of the training, and the same for all teachers of a set. The "
-                f"training has {own}, and the teachers {' and '.join(map(str, views))}. Embed with the options of the "
-                "training."
+                f"training has {expected}, and the teachers {' and '.join(map(str, views))}. Embed with the options of "
+                "the training."
             )
         self.part.name_places(self.number, count)
-        if own is not None and resized:
+        if expected is not None and resized:
             raise ValueError(
                 "With image_size_schedule other crops are drawn than those whose embeddings were stored. Leave it out, "
                 "or embed the images as they are (no --views)."
@@ -138,8 +138,8 @@ class _DataSet:
             same = not self.difference(stored)
             return max(0, recorded["rows"] - stored.rows) if same else None
         shards = self._described["shards"]
-        found = {name for name, tag in recorded.get("shards", {}).items() if shards.get(name) == tag}
-        return frozenset(shards) - found if found else None
+        embedded = {name for name, tag in recorded.get("shards", {}).items() if shards.get(name) == tag}
+        return frozenset(shards) - embedded if embedded else None
 
     def difference(self, stored: StoredEmbeddings) -> str:
         """How this set differs from the one that was embedded; empty if it does not."""
@@ -150,13 +150,13 @@ class _DataSet:
 
     def describe_missing(self, opened: Sequence[StoredEmbeddings]) -> str:
         """How many rows or shards no folder has, in words; empty if there are none."""
-        found = [self.lacking(stored) for stored in opened]
+        lacks = [self.lacking(stored) for stored in opened]
         if self._is_table:
-            missing = min((rows for rows in found if isinstance(rows, int)), default=len(self.part))
+            missing = min((rows for rows in lacks if isinstance(rows, int)), default=len(self.part))
             every = f"{len(self.part):,} rows"
         else:
             shards = frozenset(self._described["shards"])
-            missing = len(shards.intersection(*[some for some in found if isinstance(some, frozenset)]))
+            missing = len(shards.intersection(*[some for some in lacks if isinstance(some, frozenset)]))
             every = f"{len(shards):,} shards"
         name = self.part.name if isinstance(self.part, ImageTextDataset) else " ".join(self.part.sources)
         return f"{missing:,} of the {every} of {name}" if missing else ""
@@ -189,14 +189,14 @@ class StoredTeacher:
         has_set = np.array([item["place"][0] in self._sets for item in items])
         keys = [item["place"][1] for item in items]
         counts = np.array([len(item["caption"]) for item in items])
-        known, found = has_set.copy(), {}
+        known, arrays = has_set.copy(), {}
         if "image" in self._sides:
             of_views = [item["place"][2] for item in items]
-            found["images"], of_images = self._embeddings.find("images", of_views if self._embeddings.views else keys)
+            arrays["images"], of_images = self._embeddings.find("images", of_views if self._embeddings.views else keys)
             known &= of_images
         if "text" in self._sides:
             captions = [of_caption(key, c) for key, item in zip(keys, items, strict=True) for c in item["caption"]]
-            found["texts"], of_texts = self._embeddings.find("texts", captions)
+            arrays["texts"], of_texts = self._embeddings.find("texts", captions)
             known &= np.logical_and.reduceat(of_texts, np.cumsum(counts) - counts)
         if not self._partial and not known.all():
             raise ValueError(
@@ -204,7 +204,7 @@ class StoredTeacher:
                 "although it was made from this training set. Was it changed since? Embed it again, or pass "
                 "teacher_missing='contrastive'."
             )
-        added = {name: torch.from_numpy(values) for name, values in found.items()}
+        added = {name: torch.from_numpy(values) for name, values in arrays.items()}
         if self._partial:
             texts = np.repeat(known, counts)
             negatives = len(batch["input_ids"]) - len(texts)

@@ -133,8 +133,8 @@ class TableRows(MicroBatches):
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         if not self._share.is_alone:
             return []
-        found = [(self._share.plan.place(self._consumed + self._rank + i * self._world_size), row) for i, row in places]
-        return [self._rows(place)[row] for place, row in found if place is not None]
+        rows = [(self._share.plan.place(self._consumed + self._rank + i * self._world_size), row) for i, row in places]
+        return [self._rows(place)[row] for place, row in rows if place is not None]
 
     def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         info = get_worker_info()

@@ -62,15 +62,15 @@ class ModelInputs:
         self._prefix = teacher_prefix(number)
 
     def __call__(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if self._images:
             assert self._collator is not None
-            found |= self._collator([{k: item[k] for k in ("image", "cropped") if k in item} for item in items])
+            inputs |= self._collator([{k: item[k] for k in ("image", "cropped") if k in item} for item in items])
         if self._texts:
             assert self._collator is not None
             captions = [caption for item in items for caption in item["caption"]]
             negatives = [caption for item in items for caption in item.get("negative_captions", ())]
-            found |= self._collator.tokenize(captions + negatives)
+            inputs |= self._collator.tokenize(captions + negatives)
         else:  # the student's are dealt out to the micro-batches anew
-            found |= {name: batch[name] for name in TEXT_INPUTS if name in batch}
-        return {f"{self._prefix}{name}": value for name, value in found.items()}
+            inputs |= {name: batch[name] for name in TEXT_INPUTS if name in batch}
+        return {f"{self._prefix}{name}": value for name, value in inputs.items()}

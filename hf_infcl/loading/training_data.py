@@ -77,10 +77,10 @@ class TrainingData:
         if begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
             rows = begin.rows
         self._at, self._exhausted = Position(epoch=epoch, windows=windows, rows=rows), False
-        if self.source.own is None:
+        if self.source.loader is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
-            self.source.own.begin_epoch(epoch, windows, step, self._sides, lambda: self.passed_over(epoch))
+            self.source.loader.begin_epoch(epoch, windows, step, self._sides, lambda: self.passed_over(epoch))
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, int]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins after so many steps.
@@ -125,7 +125,7 @@ class TrainingData:
             return self.window
         try:
             with self.wait.waiting():
-                iterator = epoch_iterator if source.own is None else source.own.lasting()
+                iterator = epoch_iterator if source.loader is None else source.loader.lasting()
                 batches, _ = read(iterator, self._plan.micro_batches(step), self._args.device)
             check_window(batches, equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
@@ -153,7 +153,7 @@ class TrainingData:
             self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
-        if source.own is not None and any(count == self._plan.micro_batches(step) for _, count in agreed):
+        if source.loader is not None and any(count == self._plan.micro_batches(step) for _, count in agreed):
             raise ValueError(
                 f"The data collator has left rows out, or added some: the processes got {seen} rows of {self._images} "
                 "each for a global batch. It must return every row that it receives. Remove bad rows from the dataset "
@@ -188,8 +188,8 @@ class TrainingData:
         self._at = replace(self._at, windows=self._at.windows + 1, rows=rows)
         if skipped := [int(batch["skipped"].sum()) for batch in self.window.batches if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
-        if self.source.own is not None:
-            self.source.own.consume()
+        if self.source.loader is not None:
+            self.source.loader.consume()
 
     def epochs(self, step: int, counted: float) -> float:
         """The passes trained before a step, where Trainer has counted its steps, as if they were equally large."""
@@ -197,14 +197,14 @@ class TrainingData:
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The rows of the training set at (micro-batch, row) of the current window; empty for a stream."""
-        if self.source.own is None:
+        if self.source.loader is None:
             return []
         size = self._images // max(1, len(self._loaded))  # of the loader's micro-batches, which may have been split
-        return self.source.own.rows_at([divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places])
+        return self.source.loader.rows_at([divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places])
 
     def position(self) -> dict[str, Any]:
         """The fields of `RunRecord` that say how far the training has come in the data; collective."""
-        loader, stream = self.source.own, None
+        loader, stream = self.source.loader, None
         if loader is not None:  # for each process, the part of the stream that it has trained on
             stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.state()))]
             stream = None if None in stream else stream
@@ -239,7 +239,7 @@ class TrainingData:
         texts = sum(self.window.sizes[1])
         if texts != self._images and len(self.window):
             logs["texts_per_image"] = round(texts / self._images, 3)
-        wait, loader = self.wait, self.source.own
+        wait, loader = self.wait, self.source.loader
         progress = None if loader is None else loader.progress()
         numbers = [wait.share_since_last(), wait.share(), *(progress or {}).values()]
         recent, overall, *sums = zip(*self._processes.agree(numbers), strict=True)
@@ -266,8 +266,8 @@ class TrainingData:
     def close(self) -> None:
         """Lets go of the last window, and ends the workers of a stream."""
         self.window = Window([])
-        if self.source.own is not None:
-            self.source.own.close()
+        if self.source.loader is not None:
+            self.source.loader.close()
 
 
 def _without_images(batch: Mapping[str, object]) -> dict[str, object]:

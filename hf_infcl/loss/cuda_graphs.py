@@ -131,9 +131,9 @@ class Recording:
         self.graphs, self.collectives = capture.graphs, capture.collectives
 
     def _fill(self, tensors: Tensors) -> None:
-        for recorded, given in zip(self._inputs, tensors, strict=True):
-            if recorded is not None and given is not None:
-                recorded.copy_(given)
+        for recorded, tensor in zip(self._inputs, tensors, strict=True):
+            if recorded is not None and tensor is not None:
+                recorded.copy_(tensor)
 
 
 class _Capture:

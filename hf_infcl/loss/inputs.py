@@ -108,10 +108,10 @@ class Inputs:
         )
 
     def _contradiction(self) -> str:
-        given = [name for name in ("image_ids", "text_ids") if getattr(self, name) is not None]
-        if len(given) == 1:
-            return f"image_ids and text_ids must be passed together, got only {given[0]}."
-        if given and self.pair_ids is not None:
+        names = [name for name in ("image_ids", "text_ids") if getattr(self, name) is not None]
+        if len(names) == 1:
+            return f"image_ids and text_ids must be passed together, got only {names[0]}."
+        if names and self.pair_ids is not None:
             return (
                 "pair_ids exclude cells with equal ids, whereas image_ids and text_ids make them positives: pass one "
                 "or the other, not both."

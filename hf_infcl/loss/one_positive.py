@@ -25,7 +25,7 @@ def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms], wante
 
 def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     """The symmetric InfoNCE loss. C is 2B times the derivative of the loss by the logits, and its sum is 0."""
-    scale, ids, backend, (pairs, _, others) = batch.scale, batch.ids_x, strategy.backend, batch.counts
+    scale, ids, backend, (pairs, _, negative_texts) = batch.scale, batch.ids_x, strategy.backend, batch.counts
 
     def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
         (images, positive_x, ids_x), (texts, positive_y, ids_y) = x, y
@@ -52,7 +52,7 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     if batch.negatives is not None:
         # The statistics of these columns are not read, so any pivot works; one close to the others is faster.
         near = positive.mean().expand(len(batch.negatives))
-        x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), others)
+        x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), negative_texts)
         negatives = strategy.columns(negatives)
         (odds,), _ = strategy.statistics(
             lambda x, y, _: statistics(x, y, None), (torch.logaddexp,), x, negatives, want_y=False
@@ -86,7 +86,7 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         return Terms(loss, divisor, from_pairs.scalars[0], zero, from_pairs.x, from_pairs.y)
     features = negatives.rows[0]
     no_loss = lse_y.new_full((len(features),), torch.inf)
-    x, negatives = Side((batch.x, lse_x, None, None), pairs), Side((features, no_loss, None, None), others)
+    x, negatives = Side((batch.x, lse_x, None, None), pairs), Side((features, no_loss, None, None), negative_texts)
     from_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
     (grad_scale,), grad_x = _sum(from_pairs, from_negatives)
     return Terms(loss, divisor, grad_scale, zero, grad_x, from_pairs.y, from_negatives.y)
@@ -94,7 +94,7 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
 
 def sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     """The sigmoid loss. C is B times its derivative; terms and coefficients come from one pass over the logits."""
-    pairs, _, others = batch.counts
+    pairs, _, negative_texts = batch.counts
 
     def gradients(
         x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
@@ -110,7 +110,7 @@ def sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     (loss, grad_bias, grad_scale), grad_x, grad_y = from_pairs
     grad_negatives = None
     if batch.negatives is not None:
-        x, negatives = Side((batch.x, None), pairs), strategy.columns(Side((batch.negatives, None), others))
+        x, negatives = Side((batch.x, None), pairs), strategy.columns(Side((batch.negatives, None), negative_texts))
         from_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
         (loss, grad_bias, grad_scale), grad_x = _sum(from_pairs, from_negatives)
         grad_negatives = from_negatives.y

@@ -70,9 +70,9 @@ class PairAverages:
         self._below += int((averages[0] < 0)[stored].sum()) - int((earlier[0] < 0)[stored].sum())
         self._averages[:, slots[stored]] = averages[:, stored]
         self._visits[slots[stored]] = visits[stored].to(torch.uint8)
-        found = torch.full(keys.shape, math.nan, dtype=torch.float64), torch.zeros(keys.shape, dtype=torch.int64)
-        found[0][kept], found[1][kept] = averages[0].double()[place], visits[place]
-        return found
+        results = torch.full(keys.shape, math.nan, dtype=torch.float64), torch.zeros(keys.shape, dtype=torch.int64)
+        results[0][kept], results[1][kept] = averages[0].double()[place], visits[place]
+        return results
 
     @property
     def mean_visits(self) -> float:

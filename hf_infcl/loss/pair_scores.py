@@ -16,7 +16,7 @@ _ROWS = 1024  # whose cosines with pairs of equal ids are computed at a time
 class _Side(NamedTuple):
     """The images of the global batch, or its texts, as this process sees them."""
 
-    own: Tensor  # [n, D] fp32, those of this process
+    embeddings: Tensor  # [n, D] fp32, those of this process
     image: Tensor  # [n] int64, the image of the global batch that each belongs to
     number: Tensor  # of them in the global batch
     mean: Tensor  # [D], of the global batch
@@ -66,26 +66,26 @@ def pair_scores(
     without = [captions, _powers(by_text)]
     if pair_ids is not None:
         of_equal_ids = _of_equal_ids(of_images, of_texts, pair_ids, processes)
-        without = [own + others for own, others in zip(without, of_equal_ids, strict=True)]
+        without = [alone + equal for alone, equal in zip(without, of_equal_ids, strict=True)]
     mean = captions[:, 1] / captions[:, 0]
-    z_of_images = _standardised(mean, of_images.own, of_texts, without[0])
-    z_of_texts = _standardised(by_text, of_texts.own, of_images, without[1])
+    z_of_images = _standardised(mean, of_images.embeddings, of_texts, without[0])
+    z_of_texts = _standardised(by_text, of_texts.embeddings, of_images, without[1])
     mean_of_texts = torch.zeros_like(mean).index_add_(0, belongs, z_of_texts) / captions[:, 0]
     return (z_of_images + mean_of_texts) / 2
 
 
-def _side(own: Tensor, image: Tensor, processes: Processes) -> _Side:
-    sums = processes.sum(torch.cat((own.sum(0), own.new_tensor([len(own)]))))
+def _side(embeddings: Tensor, image: Tensor, processes: Processes) -> _Side:
+    sums = processes.sum(torch.cat((embeddings.sum(0), embeddings.new_tensor([len(embeddings)]))))
     mean = sums[:-1] / sums[-1]
-    centred = own - mean
-    return _Side(own, image, sums[-1], mean, processes.sum(centred.T @ centred))
+    centred = embeddings - mean
+    return _Side(embeddings, image, sums[-1], mean, processes.sum(centred.T @ centred))
 
 
-def _standardised(cosines: Tensor, rows: Tensor, others: _Side, without: Tensor) -> Tensor:
+def _standardised(cosines: Tensor, rows: Tensor, other_side: _Side, without: Tensor) -> Tensor:
     """Each cosine less the mean, in standard deviations of the cosines with all rows but the excluded ones."""
-    squares = torch.linalg.vecdot(rows @ others.moments, rows)
+    squares = torch.linalg.vecdot(rows @ other_side.moments, rows)
     count, total, of_squares = without.unbind(1)
-    number = (others.number - count).clamp(min=1)
+    number = (other_side.number - count).clamp(min=1)
     mean = -total / number  # all deviations from the mean add up to 0
     variance = (squares - of_squares) / number - mean.square()
     return (cosines - mean) / variance.clamp(min=_LEAST_VARIANCE).sqrt()
@@ -100,31 +100,30 @@ def _powers(cosines: Tensor) -> Tensor:
 
 def _of_equal_ids(images: _Side, texts: _Side, pair_ids: Tensor, processes: Processes) -> list[Tensor]:
     """Count, sum and sum of squares of the cosines with others of the same id, for each image and each text."""
-    ids = processes.gather(pair_ids.to(images.own.device)).flatten()
+    ids = processes.gather(pair_ids.to(images.embeddings.device)).flatten()
     _, same, counts = ids.unique(return_inverse=True, return_counts=True)
     repeated = counts[same] > 1  # [images of the global batch]
-    found = [images.own.new_zeros(len(side.own), 3) for side in (images, texts)]
+    powers = [images.embeddings.new_zeros(len(side.embeddings), 3) for side in (images, texts)]
     if bool(repeated.any()):
         both = [_gathered(side, repeated, processes) for side in (images, texts)]
-        for sums, side, others in zip(found, (images, texts), both[::-1], strict=True):
-            of_others, image_of_others = others
+        for sums, side, (of_others, image_of_others) in zip(powers, (images, texts), both[::-1], strict=True):
             rows = repeated[side.image].nonzero().flatten()
             for part in rows.split(_ROWS):
-                cosines = side.own[part] @ of_others.T
+                cosines = side.embeddings[part] @ of_others.T
                 image = side.image[part, None]
                 counted = (same[image] == same[image_of_others]) & (image != image_of_others)
                 cosines = torch.where(counted, cosines, 0.0)
                 sums[part] = torch.stack((counted.sum(1).float(), cosines.sum(1), cosines.square().sum(1)), 1)
-    return found
+    return powers
 
 
 def _gathered(side: _Side, chosen: Tensor, processes: Processes) -> tuple[Tensor, Tensor]:
     """Of all processes, the centred embeddings that belong to the chosen images, and these images."""
     rows = chosen[side.image].nonzero().flatten()
     counts = processes.gather(rows.new_tensor(len(rows))).tolist()
-    padded = side.own.new_zeros(max(counts), side.own.shape[1])
+    padded = side.embeddings.new_zeros(max(counts), side.embeddings.shape[1])
     image = rows.new_zeros(max(counts))
-    padded[: len(rows)], image[: len(rows)] = side.own[rows] - side.mean, side.image[rows]
+    padded[: len(rows)], image[: len(rows)] = side.embeddings[rows] - side.mean, side.image[rows]
     everyone, images = processes.gather(padded), processes.gather(image)
     parts = zip(everyone, images, counts, strict=True)
     kept = [(rows_of_one[:count], image_of_one[:count]) for rows_of_one, image_of_one, count in parts]

@@ -62,9 +62,9 @@ def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms], wante
         y, ids_y = torch.cat((y, batch.negatives)), F.pad(ids_y, (0, len(batch.negatives)), value=-1)
         counts_y = tuple(m + h for m, h in zip(counts_y, batch.counts.negative_texts, strict=True))
 
-    def anchors(features: Tensor, order: IdOrder, same: Tensor, others: Tensor, counts: tuple[int, ...]) -> _Anchors:
-        positives = _occurrences(order.ids, others).to(batch.scale.dtype)
-        with_positive = _occurrences(same, others).count_nonzero().to(batch.scale.dtype)
+    def anchors(features: Tensor, order: IdOrder, same: Tensor, opposite: Tensor, counts: tuple[int, ...]) -> _Anchors:
+        positives = _occurrences(order.ids, opposite).to(batch.scale.dtype)
+        with_positive = _occurrences(same, opposite).count_nonzero().to(batch.scale.dtype)
         return _Anchors(order.sort(features), order.ids, positives, with_positive, counts)
 
     order_x, order_y = IdOrder(ids_x), IdOrder(ids_y)

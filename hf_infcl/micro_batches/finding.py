@@ -78,7 +78,7 @@ def find_micro_batches(
     if not (args.divides_by_itself or texts == "auto" or (graphs == "auto" and not _varies(args))):
         return args.per_device_train_batch_size
     # ---- Of each decision, all processes take what all of them can hold ----
-    began, processes, own = time.perf_counter(), Processes(), args.global_batch_size // args.world_size
+    began, processes, pairs = time.perf_counter(), Processes(), args.global_batch_size // args.world_size
 
     def agree(number: int) -> int:
         return int(min(number for (number,) in processes.agree([number])))
@@ -101,7 +101,7 @@ def find_micro_batches(
     if not agree(batch is not None):  # which the training will say
         return args.per_device_train_batch_size
     with failures_announced():
-        trials = Trials(setup, batch, longest, padding, prepare_inputs=prepare_inputs, own=own)
+        trials = Trials(setup, batch, longest, padding, prepare_inputs=prepare_inputs, pairs=pairs)
         trial = Trial(
             args.per_device_train_batch_size,
             1 if texts == "auto" else int(texts),
@@ -109,7 +109,7 @@ def find_micro_batches(
         )
     if args.divides_by_itself and not kept:
         possible = possible_micro_batches(args, exceeds=not isinstance(setup.data, IterableDataset))
-        fits = find_micro_batch(attempt, trial, possible, own, agree)
+        fits = find_micro_batch(attempt, trial, possible, pairs, agree)
         if fits == 0:
             raise ValueError(
                 f"Not even micro-batches of {possible[0]} pairs fit into the memory of every process. Pass "
@@ -117,10 +117,10 @@ def find_micro_batches(
             )
         following = next((n for n in possible if n > fits), fits)
         if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
-            fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= own], own, agree))
+            fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= pairs], pairs, agree))
         trial = replace(trial, micro_batch=largest_micro_batch(args, possible, fits))
         _divide(args, trial.micro_batch)
-    count = -(-own // trial.micro_batch)
+    count = -(-pairs // trial.micro_batch)
     if texts == "auto":
         # With gradient_noise_steps each micro-batch keeps its texts, because micro-batches are compared.
         most = count - processes.grouped if padded and args.gradient_noise_steps is None else 1
@@ -229,8 +229,8 @@ def _words(args: InfCLTrainingArguments) -> str:
 
 def _machines(args: InfCLTrainingArguments) -> list[str]:
     """The device of each process, with its memory; collective."""
-    own = args.device.type
-    if own == "cuda":
+    description = args.device.type
+    if description == "cuda":
         device = torch.cuda.get_device_properties(args.device)
-        own = f"{device.name}, {device.total_memory} bytes"
-    return Processes().gather_objects(own)
+        description = f"{device.name}, {device.total_memory} bytes"
+    return Processes().gather_objects(description)

@@ -32,7 +32,7 @@ def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) 
 
 def _split(batch: Mapping[str, Tensor], images: Sequence[Tensor]) -> list[dict[str, Any]]:
     negatives = _negatives(batch).tensor_split(len(images))
-    return [take_rows(batch, own, texts) for own, texts in zip(images, negatives, strict=True)]
+    return [take_rows(batch, rows, texts) for rows, texts in zip(images, negatives, strict=True)]
 
 
 def repeated(batch: Mapping[str, Tensor], images: int) -> dict[str, Any]:
@@ -55,26 +55,26 @@ def take_rows(batch: Mapping[str, Tensor], images: Tensor, negatives: Tensor) ->
         images: [images] int64 on the CPU, the rows of the images.
         negatives: [texts] int64 on the CPU, the rows of negative captions to take along.
     """
-    count, texts, own = len(images_of(batch)), images, None
+    count, texts, caption_image = len(images_of(batch)), images, None
     if (belongs := batch.get("caption_image")) is not None:
         # [images, texts]: in the order of the images, and of the texts of each of them.
         of_images, rows = (images[:, None] == belongs.cpu()[None]).nonzero(as_tuple=True)
         texts = torch.cat((rows, negatives))
-        own = torch.cat((of_images, torch.full_like(negatives, -1)))
-    found: dict[str, Any] = {}
+        caption_image = torch.cat((of_images, torch.full_like(negatives, -1)))
+    inputs: dict[str, Any] = {}
     for name, value in batch.items():
         if name == "new_images":  # the first ones
-            found[name] = int((images < value).sum())
+            inputs[name] = int((images < value).sum())
         elif name == "caption_image":
-            assert own is not None
-            found[name] = own.to(value.device)
+            assert caption_image is not None
+            inputs[name] = caption_image.to(value.device)
         elif isinstance(value, Tensor) and _plain(name) in _OF_TEXTS:
-            found[name] = _taken(value, texts)
+            inputs[name] = _taken(value, texts)
         elif isinstance(value, Tensor) and value.dim() and len(value) == count:
-            found[name] = _taken(value, images)
+            inputs[name] = _taken(value, images)
         else:
-            found[name] = value
-    return found
+            inputs[name] = value
+    return inputs
 
 
 def _taken(value: Tensor, rows: Tensor) -> Tensor:

@@ -28,15 +28,15 @@ Attempt = Callable[[Trial], tuple[int, int]]
 Agree = Callable[[int], int]
 
 
-def find_micro_batch(attempt: Attempt, trial: Trial, possible: Sequence[int], own: int, agree: Agree) -> int:
+def find_micro_batch(attempt: Attempt, trial: Trial, possible: Sequence[int], pairs: int, agree: Agree) -> int:
     """The largest of the micro-batches that fits on all processes and is not larger than is of use; 0 if none fits.
 
     Args:
         trial: with the texts and the graphs that are decided already, or 1 of them.
         possible: the pairs of the micro-batches, in rising order.
-        own: the pairs of a window on this process.
+        pairs: the pairs of a window on this process.
     """
-    candidates = [n for n in possible if n <= ENOUGH or n == own <= SINGLE]
+    candidates = [n for n in possible if n <= ENOUGH or n == pairs <= SINGLE]
     first, last = 0, len(candidates)  # all before the first fit, and none from the last on
     while first < last:
         middle = last - 1 if last == len(candidates) else (first + last) // 2

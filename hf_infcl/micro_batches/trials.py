@@ -46,7 +46,7 @@ class Trials:
         batch: one of its data loader, whose rows are repeated.
         longest: the tokens of the longest texts; None for those of the batch.
         padding: as for `deal_texts`.
-        own: the pairs of a window on this process.
+        pairs: the pairs of a window on this process.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Trials:
         padding: Mapping[str, int] | None,
         *,
         prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
-        own: int,
+        pairs: int,
     ) -> None:
-        self._setup, self._own, self._padding = setup, own, padding
+        self._setup, self._pairs, self._padding = setup, pairs, padding
         self._batch, self._prepare_inputs = _with_longest_texts(batch, longest), prepare_inputs
         self._grouped, self._fitted = Processes().grouped, True
 
@@ -80,7 +80,7 @@ class Trials:
         self._fitted = False
         try:
             with random_state_kept(device), alone(), _as_prepared(setup.encoder.model, setup.accelerator):
-                found = self._run(trial)
+                memory = self._run(trial)
             self._fitted = True
         finally:
             for parameter in trained:
@@ -88,7 +88,7 @@ class Trials:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-        return found
+        return memory
 
     def _run(self, trial: Trial) -> tuple[int, int]:
         args = copy.copy(self._setup.args)
@@ -109,7 +109,7 @@ class Trials:
         )
         step.windows = 1  # the first one of a training is looked at more closely
         batch = repeated(self._batch, trial.micro_batch)
-        count = min(-(-self._own // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
+        count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
         batches = [{name: _copied(value) for name, value in batch.items()} for _ in range(count)]
         device, on_gpu = args.device, args.device.type == "cuda"
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
@@ -135,10 +135,10 @@ class Trials:
         of_each = _STATE + (4 if args.ema_decay is not None and args.ema_device is None else 0)
         of_each += 4 if args.world_size > 1 else 0  # DDP's buckets
         of_inputs = sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
-        others = 0 if args.offload_inputs else max(0, self._own // trial.micro_batch - count) + 1  # and the next one
-        of_features = 4 * self._setup.encoder.width() * (4 * args.global_batch_size + 8 * self._own)
+        loaded = 0 if args.offload_inputs else max(0, self._pairs // trial.micro_batch - count) + 1  # and the next one
+        of_features = 4 * self._setup.encoder.width() * (4 * args.global_batch_size + 8 * self._pairs)
         total = torch.cuda.get_device_properties(args.device).total_memory
-        return int(trained * of_each + others * of_inputs + of_features + MARGIN * total)
+        return int(trained * of_each + loaded * of_inputs + of_features + MARGIN * total)
 
 
 def release_memory() -> None:
@@ -150,14 +150,14 @@ def release_memory() -> None:
 
 def _with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
     """A batch all of whose texts have so many tokens; None for as many as the longest of the batch may have."""
-    found = dict(batch)
-    for name in (name for name in TEXT_INPUTS if name in found):
-        tokens: Tensor = found[name]
+    inputs = dict(batch)
+    for name in (name for name in TEXT_INPUTS if name in inputs):
+        tokens: Tensor = inputs[name]
         if longest is not None and tokens.shape[1] < longest:
-            found[name] = widened(tokens, longest, 0)
-    if "attention_mask" in found:
-        found["attention_mask"] = torch.ones_like(found["attention_mask"])
-    return found
+            inputs[name] = widened(tokens, longest, 0)
+    if "attention_mask" in inputs:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    return inputs
 
 
 def _copied(value: object) -> Any:

@@ -71,11 +71,11 @@ def orthogonalise_sharded(
         The rows of this process, [count, its rows, columns].
     """
     rows, columns = shape
-    ranks, own = dist.get_world_size(group), updates(slice(0, count))
-    each, height, have = -(-count // ranks), -(-rows // ranks), own[0].size(0)
+    ranks, parts = dist.get_world_size(group), updates(slice(0, count))
+    each, height, have = -(-count // ranks), -(-rows // ranks), parts[0].size(0)
     # The shares and the rows are padded to equal sizes; what is padded is never orthogonalised.
-    sent = torch.zeros((ranks * each, height, columns), dtype=torch.bfloat16, device=own[0].device)
-    sent[:count, :have] = torch.stack(list(own))
+    sent = torch.zeros((ranks * each, height, columns), dtype=torch.bfloat16, device=parts[0].device)
+    sent[:count, :have] = torch.stack(list(parts))
     received = torch.empty_like(sent)  # [ranks (of the rows), each, height, columns]
     transfer = dist.all_to_all_single(received, sent, group=group, async_op=True)
     yield

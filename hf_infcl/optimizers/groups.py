@@ -36,15 +36,15 @@ def roles(model: nn.Module) -> dict[str, Role]:
     a linear layer shares them. So are PEFT's adapters.
     """
     modules = dict(model.named_modules())
-    found: dict[int, Role] = {}
+    role_of: dict[int, Role] = {}
     for name, module in modules.items():
         words = name.split(".") if name else []
         path = [modules[".".join(words[:length])] for length in range(len(words) + 1)]  # from the model to the module
         for parameter in module.parameters(recurse=False):
             role = _role(path, parameter)
-            if id(parameter) not in found or role.name not in BY_MUON:  # a table stays one that a layer shares
-                found[id(parameter)] = role
-    return {name: found[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+            if id(parameter) not in role_of or role.name not in BY_MUON:  # a table stays one that a layer shares
+                role_of[id(parameter)] = role
+    return {name: role_of[id(p)] for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _role(path: Sequence[nn.Module], parameter: Tensor) -> Role:
@@ -144,12 +144,12 @@ def matching(names: Iterable[str], use: str, patterns: Sequence[str]) -> set[str
     every, chosen = list(names), set()
     for pattern in patterns:
         try:
-            found = {name for name in every if re.search(pattern, name)}
+            matches = {name for name in every if re.search(pattern, name)}
         except re.error as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}.") from error
-        if not found:
+        if not matches:
             raise ValueError(f"{pattern!r}, for {use}, is found in the name of no trained parameter.")
-        chosen |= found
+        chosen |= matches
     return chosen
 
 
@@ -163,15 +163,15 @@ def divided(groups: Iterable[Group], parts: Mapping[nn.Parameter, tuple[str, flo
     Returns:
         New groups. Those at the full rate come first, because it is the rate of the first one that is logged.
     """
-    found = []
+    pairs = []
     for group in groups:
         of_part: dict[tuple[str, float], list[nn.Parameter]] = {}
         for parameter in group["params"]:
             of_part.setdefault(parts.get(parameter, ("", 1.0)), []).append(parameter)
         for (part, factor), parameters in of_part.items():
             name = ", ".join(word for word in (part, group.get("name", "")) if word)
-            found.append((factor, {**group, "params": parameters, "name": name, "lr": group["lr"] * factor}))
-    return [group for _, group in sorted(found, key=lambda pair: pair[0] != 1)]
+            pairs.append((factor, {**group, "params": parameters, "name": name, "lr": group["lr"] * factor}))
+    return [group for _, group in sorted(pairs, key=lambda pair: pair[0] != 1)]
 
 
 NAMES = {"muon": "Muon", "adamw": "AdamW"}
@@ -213,12 +213,12 @@ def words_of_groups(groups: Iterable[Group]) -> dict[str, str]:
 
 def _alike(groups: Iterable[Group], optimizer: str) -> dict[tuple[str, str], list[Group]]:
     """The groups that are not empty, by name and algorithm."""
-    found: dict[tuple[str, str], list[Group]] = {}
+    groups_by_name: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         if group["params"]:
             algorithm = NAMES[group["algorithm"]] if "algorithm" in group else optimizer
-            found.setdefault((group.get("name") or _ALL, algorithm), []).append(group)
-    return found
+            groups_by_name.setdefault((group.get("name") or _ALL, algorithm), []).append(group)
+    return groups_by_name
 
 
 def _by_tower_and_rate(named: tuple[tuple[str, str], list[Group]]) -> tuple[str, float]:

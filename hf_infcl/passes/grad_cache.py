@@ -61,7 +61,7 @@ class CachedWindow(Generic[MicroBatchT]):
         draws: whether the forward of the first micro-batch has drawn random numbers of torch.
         gradients: those of the features of the whole window, each [all rows, ...], or None where none is needed, once
             `differentiate` has computed them.
-        other_gradients: the gradients of the ``others`` that `differentiate` was given.
+        other_gradients: the gradients of the ``other_inputs`` that `differentiate` was given.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class CachedWindow(Generic[MicroBatchT]):
         self._encode, self._device, self._keep_grad_mode = encode, device, keep_grad_mode
         self._buffers = list(buffers)
         self._micro_batches: list[MicroBatchT | None] = list(micro_batches)
-        kept, others = range(max(1, min(retain, count))), range(max(1, min(retain, count)), count)
-        self._kept, self._others = kept, others
-        self.order, self.kept = [*others, *kept, *others], len(kept)
+        kept, recomputed = range(max(1, min(retain, count))), range(max(1, min(retain, count)), count)
+        self._kept, self._recomputed = kept, recomputed
+        self.order, self.kept = [*recomputed, *kept, *recomputed], len(kept)
         # Drawn for all micro-batches at once, so that the masks of dropout do not depend on the order of encoding.
         self._seeds: list[int] = torch.randint(2**63 - 1, (count,)).tolist()
         self._graphs: dict[int, Features] = {}
@@ -98,13 +98,13 @@ class CachedWindow(Generic[MicroBatchT]):
         """The first pass. Returns the features of the whole window, each [all rows, ...], detached."""
         count = len(self._micro_batches)
         cached: list[Features] = [()] * count
-        unchanged = [buffer.clone() for buffer in self._buffers] if self._others else []
-        for index in self._others:
+        unchanged = [buffer.clone() for buffer in self._buffers] if self._recomputed else []
+        for index in self._recomputed:
             with torch.set_grad_enabled(self._keep_grad_mode):
                 # No name may refer to the features, and thus to a graph, while the next features are computed.
                 cached[index] = tuple(f.detach() for f in self._forward(index))
         with torch.no_grad():
-            for buffer, value in zip(self._buffers, unchanged, strict=bool(self._others)):
+            for buffer, value in zip(self._buffers, unchanged, strict=bool(self._recomputed)):
                 buffer.copy_(value)  # the second pass will change them again
         for index in self._kept:
             with torch.enable_grad():
@@ -120,7 +120,7 @@ class CachedWindow(Generic[MicroBatchT]):
         self,
         loss: Callable[[Features, tuple[Tensor, ...]], Tensor],
         parameters: Callable[[], Sequence[Tensor]] = tuple,
-        others: Sequence[Tensor] = (),
+        other_inputs: Sequence[Tensor] = (),
     ) -> Tensor:
         """The loss of the whole window, detached; call it once, after `encode`.
 
@@ -130,8 +130,8 @@ class CachedWindow(Generic[MicroBatchT]):
             parameters: returns the loss's other inputs (logit_scale, logit_bias). ``loss`` receives detached copies.
                 Their gradients are part of the last micro-batch's surrogate, because DDP synchronises in its backward.
                 ``parameters`` is called again for that surrogate, because FSDP replaces the tensors in every forward.
-            others: further tensors on which ``loss`` depends, and that no wrapper synchronises. Their gradients are in
-                `other_gradients` afterwards.
+            other_inputs: further tensors on which ``loss`` depends, and that no wrapper synchronises. `other_gradients`
+                has their gradients afterwards.
         """
         # The features are detached; only a kept graph shows which of them (not a frozen tower's) require a gradient.
         leaves = tuple(
@@ -143,11 +143,11 @@ class CachedWindow(Generic[MicroBatchT]):
         with torch.enable_grad():
             value = loss(leaves, copies)
         self.loss = value.detach()
-        wanted = [t for t in (*leaves, *copies, *others) if t.requires_grad]
+        wanted = [t for t in (*leaves, *copies, *other_inputs) if t.requires_grad]
         gradients = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted), strict=True)) if wanted else {}
         self._parameters = parameters
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
-        self.other_gradients = [gradients[id(other)] for other in others]
+        self.other_gradients = [gradients[id(other)] for other in other_inputs]
         self._feature_gradients = [[] for _ in self._micro_batches]
         self.gradients = [gradients.get(id(leaf)) for leaf in leaves]
         for gradient, sizes in zip(self.gradients, self._sizes, strict=True):

@@ -36,8 +36,8 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 def is_launched() -> bool:
     """Whether the parent of this process is a launcher, and no shell that has inherited a launcher's variables."""
-    own = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
-    return "TORCHELASTIC_RUN_ID" in own and own != _inherited
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
+    return "TORCHELASTIC_RUN_ID" in variables and variables != _inherited
 
 
 def has_gone() -> bool:

@@ -154,15 +154,15 @@ class Phases:
         local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         first = self._rank - local_rank
         here = range(max(first, 0), min(first + local_size, self._world_size))
-        found = {rank: _process(stated[rank]) for rank in here if rank != self._rank}
-        return {rank: process for rank, process in found.items() if process is not None}
+        processes = {rank: _process(stated[rank]) for rank in here if rank != self._rank}
+        return {rank: process for rank, process in processes.items() if process is not None}
 
-    def _watch(self, others: dict[int, psutil.Process]) -> None:
+    def _watch(self, processes: dict[int, psutil.Process]) -> None:
         """Reports processes that are lost or hang, and ends this process if it does not notice by itself."""
         hangs = logged = False
         try:
             while not self._left.wait(POLL):
-                ended = [rank for rank, process in others.items() if has_ended(process)]
+                ended = [rank for rank, process in processes.items() if has_ended(process)]
                 if lost := [rank for rank in ended if self._phase(rank) != _END]:
                     # It may be ending for the same reason, or about to receive the reason from the lost process.
                     if self._left.wait(POLL):

@@ -96,12 +96,12 @@ def existing_paths_are_literal() -> Iterator[None]:
         if not _MAGIC.search(literal):
             return of_fsspec(files, path, *args, detail=detail, **options)
         if literal == stripped:
-            found = {path: files.info(path)}
+            infos = {path: files.info(path)}
         else:
             inside = DirFileSystem(literal, files)
             below = super(DirFileSystem, inside).glob(stripped[len(literal) + 1 :], *args, detail=True, **options)
-            found = {f"{literal}/{name}": info for name, info in below.items()}
-        return found if detail else list(found)
+            infos = {f"{literal}/{name}": info for name, info in below.items()}
+        return infos if detail else list(infos)
 
     LocalFileSystem.glob = glob
     try:
@@ -112,22 +112,22 @@ def existing_paths_are_literal() -> Iterator[None]:
 
 def _expand_braces(pattern: str, literal: int = 0) -> list[str]:
     """``a{08..10}`` stands for a08, a09, a10, and ``{x,y}`` for x, y, as in a shell, after the first characters."""
-    found = re.compile(r"\{([^{}]*)\}").search(pattern, literal)
-    if found is None:
+    braces = re.compile(r"\{([^{}]*)\}").search(pattern, literal)
+    if braces is None:
         return [pattern]
-    if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", found[1]):
+    if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", braces[1]):
         first, last = bounds.groups()
         if int(last) < int(first):
-            raise ValueError(f"The range {found[0]} in {Url(pattern)!r} ends before it begins.")
+            raise ValueError(f"The range {braces[0]} in {Url(pattern)!r} ends before it begins.")
         width = len(first) if first.startswith("0") or len(first) == len(last) else 0
         inner = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
-    elif "," in found[1]:
-        inner = found[1].split(",")
+    elif "," in braces[1]:
+        inner = braces[1].split(",")
     else:
         raise ValueError(
-            f"{found[0]} in {Url(pattern)!r} is neither a range such as {{000..127}} nor a list such as {{a,b}}."
+            f"{braces[0]} in {Url(pattern)!r} is neither a range such as {{000..127}} nor a list such as {{a,b}}."
         )
-    before, after = pattern[: found.start()], pattern[found.end() :]
+    before, after = pattern[: braces.start()], pattern[braces.end() :]
     return [before + middle + rest for middle in inner for rest in _expand_braces(after)]
 
 
@@ -139,10 +139,10 @@ def _matches(pattern: str) -> list[str]:
         file_system, path = fsspec.core.url_to_fs(pattern)
         try:
             with existing_paths_are_literal():
-                found = sorted(file_system.glob(path))
+                paths = sorted(file_system.glob(path))
         except FileNotFoundError:  # the folder or the repository is not there; some protocols say so
-            found = []
-        return [file_system.unstrip_protocol(url) for url in found] if "://" in pattern else found
+            paths = []
+        return [file_system.unstrip_protocol(url) for url in paths] if "://" in pattern else paths
     if "://" not in pattern and not os.path.isfile(pattern):
         raise ValueError(f"The shard {pattern!r} is not there.")
     return [pattern]

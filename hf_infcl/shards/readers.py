@@ -90,14 +90,14 @@ class TarReader:
         images = _images(sample)
         if columns.image == "image" and len(images) > 1:
             return f"There are several images: name one of {_dotted(images)} with image_column."
-        found: dict[str, tuple[bool, str]] = {}
+        places: dict[str, tuple[bool, str]] = {}
         if columns.image is not None:
             image = columns.image
             if image not in sample:
                 if image != "image" or not images:
                     return f"No image was found for image_column {image!r}."
                 image = images[0]
-            found[columns.image] = False, image
+            places[columns.image] = False, image
         for what, option, column in (
             ("caption", "caption_column", columns.caption),
             ("pair id", "pair_id_column", None if columns.pair_id == columns.caption else columns.pair_id),
@@ -111,12 +111,12 @@ class TarReader:
                 place = False, "txt"
             if place is None:
                 return f"No {what} was found for {option} {column!r}."
-            found[column] = place
+            places[column] = place
         if columns.caption:
-            self.has_lists = found[columns.caption][0] and isinstance(fields[columns.caption], list)
-        self._columns, self._image_column = found, columns.image
+            self.has_lists = places[columns.caption][0] and isinstance(fields[columns.caption], list)
+        self._columns, self._image_column = places, columns.image
         self._any_image = columns.image is not None and columns.image not in sample
-        extensions = frozenset("json" if in_json else extension for in_json, extension in found.values())
+        extensions = frozenset("json" if in_json else extension for in_json, extension in places.values())
         self._extensions = extensions | IMAGE_EXTENSIONS if self._any_image else extensions
         return ""
 

@@ -77,11 +77,11 @@ def tar_table(
     errors = list(itertools.chain.from_iterable(part.errors for part in parts))
     if all(None in of_sample for of_sample in errors):
         raise ValueError(errors[0][None] if errors else f"The shard {shards[0][1]!r} holds no samples.")
-    found = dict.fromkeys(name for part in parts for name in part.columns if name not in (_FIRST, KEY, SHARD))
+    columns = dict.fromkeys(name for part in parts for name in part.columns if name not in (_FIRST, KEY, SHARD))
     fields, of_images = (set.union(*sets) for sets in zip(*((part.fields, part.images) for part in parts), strict=True))
-    images = _image_columns(parts, [name for name in found if name in of_images], image_column)
-    others = [*(name for name in found if name not in of_images), KEY, SHARD]
-    names: dict[str, str | None] = {**images, **dict.fromkeys(others)}
+    images = _image_columns(parts, [name for name in columns if name in of_images], image_column)
+    value_columns = [*(name for name in columns if name not in of_images), KEY, SHARD]
+    names: dict[str, str | None] = {**images, **dict.fromkeys(value_columns)}
     table, features = {}, {}
     for name, source in names.items():
         chunks = [part.columns.get(source or name, pyarrow.nulls(len(part.errors))) for part in parts]
@@ -111,8 +111,8 @@ def tar_table(
 def _version(shard: tuple[str, str]) -> str:
     if "://" in shard[0]:
         return f"{shard} {content_tag(shard[0])}"
-    found = os.stat(shard[0])
-    return f"{shard} {found.st_size} {found.st_mtime_ns}"
+    status = os.stat(shard[0])
+    return f"{shard} {status.st_size} {status.st_mtime_ns}"
 
 
 def _told(
@@ -132,7 +132,7 @@ def _told(
 def _read_shard(path: str, name: str, image_column: str, most: int | None) -> _Indexed:
     rows: list[dict[str, Any]] = []
     errors: list[dict[str | None, str]] = []
-    found = _Indexed({}, errors, set(), set())
+    indexed = _Indexed({}, errors, set(), set())
 
     def contents(file: io.BufferedReader, extension: str, size: int) -> bytes | _Unread:
         small = size <= _LARGEST_TEXT or extension == "json"
@@ -149,31 +149,31 @@ def _read_shard(path: str, name: str, image_column: str, most: int | None) -> _I
                 if isinstance(sample, DamagedShardError):
                     wrong[None] = str(sample)
                 else:
-                    _fill(row, wrong, found, path, sample, image_column)
+                    _fill(row, wrong, indexed, path, sample, image_column)
                 rows.append(row)
                 errors.append(wrong)
         except DamagedShardError as error:
             rows.append({SHARD: name})
             errors.append({None: str(error)})
     columns = dict.fromkeys(column for row in rows for column in row)
-    found.columns.update((column, _array([row.get(column) for row in rows])) for column in columns)
-    return found
+    indexed.columns.update((column, _array([row.get(column) for row in rows])) for column in columns)
+    return indexed
 
 
 def _fill(
     row: dict[str, Any],
     errors: dict[str | None, str],
-    found: _Indexed,
+    indexed: _Indexed,
     path: str,
     sample: dict[str, bytes | _Unread],
     image_column: str,
 ) -> None:
-    """Adds the values of a sample to its row, what is wrong to the errors, and the kinds of columns to ``found``."""
+    """Adds the values of a sample to its row, what is wrong to the errors, and the kinds of columns to ``indexed``."""
     for extension, content in sample.items():
         kind = extension.rpartition(".")[2]
         try:
             if _holds_image(extension, image_column) and isinstance(content, _Unread):
-                found.images.add(extension)
+                indexed.images.add(extension)
                 row[extension] = member_url(path, *content, f"{row[KEY].rpartition('/')[2]}.{extension}")
                 if extension in IMAGE_EXTENSIONS:
                     row.setdefault(_FIRST, row[extension])
@@ -185,7 +185,7 @@ def _fill(
                     raise ValueError(f"its .json holds a {type(known).__name__}, not an object")
                 for field, value in _flat(known, errors):
                     column = f"json.{field}" if field in sample or _holds_image(field, image_column) else field
-                    found.fields.add(column)
+                    indexed.fields.add(column)
                     row[column] = value
             elif extension:
                 row[extension] = None

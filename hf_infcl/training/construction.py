@@ -28,12 +28,12 @@ from ..windows.start import Start
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
 
 
-def checked_arguments(model: nn.Module | None, args: Any, data_collator: Any, others: dict[str, Any]) -> dict[str, Any]:
+def checked_arguments(model: nn.Module | None, args: Any, data_collator: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Refuses what an `InfCLTrainer` cannot train, before Trainer's constructor fails with a less clear error.
 
     Args:
         model: the model; None if ``model_init`` creates it.
-        others: the remaining arguments of Trainer's constructor, and ``replay_dataset``.
+        kwargs: the remaining arguments of Trainer's constructor, and ``replay_dataset``.
 
     Returns:
         The remaining arguments of Trainer's constructor, with the collator's processor, so that it is saved beside the
@@ -46,30 +46,30 @@ def checked_arguments(model: nn.Module | None, args: Any, data_collator: Any, ot
             several captions per image; the batches of ``global_batch_schedule`` do not fit the data or the processes;
             ``output_dir`` is not writable.
     """
-    if others.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
-        others = {**others, "processing_class": data_collator.processor}  # so that it is saved beside the model
-    others = _with_replay(args, others)
+    if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
+        kwargs = {**kwargs, "processing_class": data_collator.processor}  # so that it is saved beside the model
+    kwargs = _with_replay(args, kwargs)
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
     _check_processes(args)
     if model is not None:
         DualEncoder(model)  # raises an error for any other model
-    if others.get("compute_loss_func") is not None:
+    if kwargs.get("compute_loss_func") is not None:
         raise ValueError(
             "InfCLTrainer computes the loss itself and would never call compute_loss_func. Do not pass it."
         )
-    optimizer, _ = others.get("optimizers") or (None, None)
+    optimizer, _ = kwargs.get("optimizers") or (None, None)
     set_options = [name for name in _OF_OPTIMIZER if getattr(args, name) is not None]
-    if set_options and (optimizer is not None or others.get("optimizer_cls_and_kwargs") is not None):
+    if set_options and (optimizer is not None or kwargs.get("optimizer_cls_and_kwargs") is not None):
         raise ValueError(
             f"{', '.join(set_options)} apply only to an optimizer that the trainer creates, but an optimizer was "
             "passed. Set its learning rates directly and leave these options out."
         )
-    _check_data(args, data_collator, others)
-    check_formats(model, args, others.get("processing_class"))
+    _check_data(args, data_collator, kwargs)
+    check_formats(model, args, kwargs.get("processing_class"))
     if args.should_save:
         check_writable(str(args.output_dir))
-    return others
+    return kwargs
 
 
 def _check_processes(args: InfCLTrainingArguments) -> None:
@@ -86,12 +86,12 @@ def _check_processes(args: InfCLTrainingArguments) -> None:
         )
 
 
-def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mapping[str, object]) -> None:
-    pairs, evaluated = others.get("train_dataset"), others.get("eval_dataset")
+def _check_data(args: InfCLTrainingArguments, data_collator: Any, kwargs: Mapping[str, object]) -> None:
+    pairs, evaluated = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
     sets = list(evaluated.values()) if isinstance(evaluated, Mapping) else [evaluated]
     unprepared = (ImageTextDataset, ImageTextStream, ZeroShotDataset)
     needs_processor = any(isinstance(part, unprepared) for data in [pairs, *sets] for part in all_parts(data))
-    if data_collator is None and others.get("processing_class") is None and needs_processor:
+    if data_collator is None and kwargs.get("processing_class") is None and needs_processor:
         raise ValueError(
             "Images and captions must be prepared for the model: pass "
             "processing_class=AutoProcessor.from_pretrained(...), or a data_collator."
@@ -142,29 +142,29 @@ def make_setup(
 
 
 def make_collator(
-    model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments
+    model: nn.Module | None, processor: Any, data_collator: Any, default: Any, args: InfCLTrainingArguments
 ) -> Any:
     """The collator that was passed, or one over the processor, or the default; sets its sizes and the processor's."""
-    found, image_size = default if given is None else given, args.image_size
-    if given is None and processor is not None:
-        found = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
-    set_sizes(found, args)
+    collator, image_size = default if data_collator is None else data_collator, args.image_size
+    if data_collator is None and processor is not None:
+        collator = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
+    set_sizes(collator, args)
     if image_size is not None and hasattr(processor, "image_processor"):
         set_image_size(processor.image_processor, image_size)
-    return found
+    return collator
 
 
-def _with_replay(args: InfCLTrainingArguments, others: dict[str, Any]) -> dict[str, Any]:
+def _with_replay(args: InfCLTrainingArguments, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of Trainer's constructor with new and old pairs as one training set.
 
     Raises:
         ValueError: as `Replayed`; there are options of a replay, but no old pairs, or old pairs only.
     """
-    old = others.pop("replay_dataset", None)
+    old = kwargs.pop("replay_dataset", None)
     if old is None:
-        if given := [name for name in ("replay_share", "replay_as") if getattr(args, name, None) is not None]:
-            raise ValueError(f"{' and '.join(given)} had no effect without old pairs. Pass a replay_dataset.")
-        return others
-    if others.get("train_dataset") is None:
+        if options := [name for name in ("replay_share", "replay_as") if getattr(args, name, None) is not None]:
+            raise ValueError(f"{' and '.join(options)} had no effect without old pairs. Pass a replay_dataset.")
+        return kwargs
+    if kwargs.get("train_dataset") is None:
         raise ValueError("A replay_dataset is mixed into a train_dataset, which is missing. Pass both.")
-    return {**others, "train_dataset": Replayed(others["train_dataset"], old, args)}
+    return {**kwargs, "train_dataset": Replayed(kwargs["train_dataset"], old, args)}

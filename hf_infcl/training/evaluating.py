@@ -185,7 +185,7 @@ class Evaluator:
         if self._args.process_index == 0:
             self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataloader.dataset), self._collator)
         check_same_size(dataloader.dataset, prefix)
-        # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
+        # Other processes wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         batches: Any = dataloader
         if not isinstance(dataloader, DataLoaderDispatcher):
             batches = AnnouncingDataLoader(dataloader, self._take_apart)
@@ -231,11 +231,11 @@ class Evaluator:
         if isinstance(output.predictions, tuple):
             return self._pair_metrics(output)
         assert self._classifier is not None
-        found, labels = (torch.as_tensor(array).cpu() for array in (output.predictions, output.label_ids))
+        predictions, labels = (torch.as_tensor(array).cpu() for array in (output.predictions, output.label_ids))
         if labels.ndim == 2:
-            self.found = evaluation.checked_scores(found, labels)
+            self.found = evaluation.checked_scores(predictions, labels)
         else:
-            self.found = evaluation.checked_ranks(found, labels, len(self._classifier))
+            self.found = evaluation.checked_ranks(predictions, labels, len(self._classifier))
         return evaluation.measured(self.found)
 
     def _intervals(self, prefix: str) -> dict[str, float]:
@@ -243,7 +243,7 @@ class Evaluator:
         if Processes().rank > 0 or self.found is None or not (hits := evaluation.count_hits(self.found)):
             return {}
         values = dict(zip(hits, evaluation.resampled(list(hits.values())), strict=True))
-        found = evaluation.bounds(values)
+        bounds = evaluation.bounds(values)
         resampled_score: Any = score_if_measured(values)
         score = [round(float(value), 6) for value in resampled_score]  # short in checkpoints
         size = len(next(iter(hits.values())).right)
@@ -251,8 +251,8 @@ class Evaluator:
             self._scores_before[prefix] = {"images": size, "values": score}
         elif (before := self._scores_before.get(prefix)) is not None and before["images"] == size:
             low, high = evaluation.interval(np.subtract(score, before["values"]))
-            found |= {CHANGE + LOW: low, CHANGE + HIGH: high}
-        return found
+            bounds |= {CHANGE + LOW: low, CHANGE + HIGH: high}
+        return bounds
 
     def _prompt_vectors(self, dataset: ZeroShotDataset) -> Tensor:
         """A vector for each class, on every process; collective."""
@@ -345,5 +345,5 @@ def check_same_size(dataset: object, prefix: str) -> None:
 def of_main_process(metrics: dict[str, Any]) -> dict[str, float]:
     """The numbers of rank 0. They decide on checkpoints, the learning rate and the end, but rounding may differ."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-    found: dict[str, float] = json.loads(Processes().gather_objects(json.dumps(numbers))[0])
-    return found
+    main_numbers: dict[str, float] = json.loads(Processes().gather_objects(json.dumps(numbers))[0])
+    return main_numbers

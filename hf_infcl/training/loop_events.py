@@ -147,8 +147,8 @@ class Decisions:
 
     def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
         packages = {type(callback).__module__.split(".")[0] for callback in callbacks}
-        others = not packages <= {"transformers", "hf_infcl"}
-        self._differ = any(has for (has,) in Processes().agree([others]))
+        has_foreign = not packages <= {"transformers", "hf_infcl"}
+        self._differ = any(has for (has,) in Processes().agree([has_foreign]))
 
     @contextmanager
     def shared(self, control: TrainerControl) -> Iterator[None]:

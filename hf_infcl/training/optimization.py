@@ -42,13 +42,13 @@ class Optimization:
     def optimizer(
         self,
         setup: Setup,
-        given: torch.optim.Optimizer | None,
+        user_optimizer: torch.optim.Optimizer | None,
         create: Callable[[], torch.optim.Optimizer],
         *,
         decaying: Callable[[nn.Module], list[str]],
         settings_for: Callable[[InfCLTrainingArguments], object] | None,
     ) -> torch.optim.Optimizer:
-        """The optimizer that was passed (``given``), or Trainer's or Muon with the learning rates that the options set.
+        """The ``user_optimizer`` that was passed, or Trainer's or Muon with the learning rates that the options set.
 
         Args:
             decaying: returns the names of the parameters that decay.
@@ -60,17 +60,17 @@ class Optimization:
         encoder, args, accelerator = setup.encoder, self._args, setup.accelerator
         model = encoder.model
         check_trains(model)
-        own = given is None and args.optimizer == "muon"
+        is_muon = user_optimizer is None and args.optimizer == "muon"
         beside = term_parameters(setup.extensions)
-        _check_beside(given, beside)
-        if own:
+        _check_beside(user_optimizer, beside)
+        if is_muon:
             optimizer: torch.optim.Optimizer = create_muon(model, args, decaying(model), accelerator)
         else:
             with errors_of_options(args, "optim", "optim_args", "optimizer"):
                 optimizer = create()
-        if given is None:
+        if user_optimizer is None:
             self.creates_optimizer = settings_for is not None
-            if settings_for is not None and not own:
+            if settings_for is not None and not is_muon:
                 check_optimizer_options(args, settings_for)
             self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
             if setup.start is not None and args.keep_weights:
@@ -80,17 +80,17 @@ class Optimization:
         return optimizer
 
     def scheduler(
-        self, optimizer: Optimizer | None, given: LRScheduler | None, create: Callable[[], LRScheduler], course: Course
+        self, optimizer: Optimizer | None, schedule: LRScheduler | None, make: Callable[[], LRScheduler], course: Course
     ) -> LRScheduler:
-        """The schedule that was passed (``given``), or Trainer's. Notes its options and those of the optimizer.
+        """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
 
         Raises:
             ValueError: the schedule does not take its options.
         """
         args = self._args
-        self.creates_scheduler = self.creates_scheduler or given is None
+        self.creates_scheduler = self.creates_scheduler or schedule is None
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
-            schedule = create()
+            schedule = make()
         # A training of epochs ends with its samples; one of max_steps goes on with its steps.
         has_changed = course.has_changed and args.max_steps < 1
         if self.creates_scheduler and (has_changed or course.grows):
@@ -123,10 +123,10 @@ def check_trains(model: nn.Module) -> None:
         )
 
 
-def _check_beside(given: torch.optim.Optimizer | None, beside: Sequence[nn.Parameter]) -> None:
+def _check_beside(optimizer: torch.optim.Optimizer | None, beside: Sequence[nn.Parameter]) -> None:
     """Raises a ValueError if an optimizer that was passed does not update what trains beside the model."""
-    known = [] if given is None else [id(p) for group in given.param_groups for p in group["params"]]
-    if given is not None and not {id(p) for p in beside} <= set(known):
+    known = [] if optimizer is None else [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if optimizer is not None and not {id(p) for p in beside} <= set(known):
         raise ValueError(
             "An optimizer was passed, but terms of the loss have parameters besides the model's, such as the linear "
             "map to a teacher of another width, which it does not update. Let the trainer create the optimizer."
@@ -152,9 +152,9 @@ def check_optimizer_options(
         return
 
     def settings(**changes: object) -> Any:
-        others = copy.copy(args)
-        vars(others).update(changes)
-        return optimizer_for(others)
+        variant = copy.copy(args)
+        vars(variant).update(changes)
+        return optimizer_for(variant)
 
     optimizer = getattr(args.optim, "value", args.optim)
     defaults = {option.name: option.default for option in fields(args) if option.name in ADAM_OPTIONS}
@@ -279,8 +279,8 @@ def over_samples(schedule: LRScheduler, course: Course, *, by_batch: bool) -> No
 
     def planned(factor: Callable[[Any], float], grows: bool) -> Callable[[int], float]:
         def factor_of_step(step: int) -> float:
-            own = course.size(step) / course.size(course.steps) if grows else 1.0
-            return own * factor(course.samples_before(step) / course.samples * course.steps)
+            ratio = course.size(step) / course.size(course.steps) if grows else 1.0
+            return ratio * factor(course.samples_before(step) / course.samples * course.steps)
 
         return factor_of_step
 

@@ -115,14 +115,14 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
     described = json.dumps(of_this, default=lambda value: type(value).__name__)
     runs = [json.loads(text) for text in Processes().gather_objects(described)]
     for rank, other in enumerate(runs):
-        if found := [
+        if differences := [
             f"{name} is {value!r} on rank 0 and {other.get(name)!r} on rank {rank}"
             for name, value in runs[0].items()
             if other.get(name) != value
         ]:
             raise ValueError(
-                f"The ranks would train different runs: {', '.join(found)}. Give every machine the same model, data "
-                "and options; a copy may be out of date."
+                f"The ranks would train different runs: {', '.join(differences)}. Give every machine the same model, "
+                "data and options; a copy may be out of date."
             )
 
 
@@ -264,7 +264,7 @@ class Resumption:
         control: TrainerControl,
         decisions: Decisions,
         epoch: int,
-        given: Mapping[str, object],
+        kwargs: Mapping[str, object],
         *,
         evaluate: Callable[[Any, Any], dict[str, float]],
         determine_best: Callable[[dict[str, float], Any], bool],
@@ -272,11 +272,11 @@ class Resumption:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
         The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
-        logged before it was cut off is dropped. ``given`` are the arguments of Trainer's method for an epoch.
+        logged before it was cut off is dropped. ``kwargs`` are the arguments of Trainer's method for an epoch.
         """
         kept: Any = state.stateful_callbacks
         saved = kept.get("TrainerControl", {}).get("args", {})
-        is_due = epoch == given["epochs_trained"] and saved.get("should_evaluate")
+        is_due = epoch == kwargs["epochs_trained"] and saved.get("should_evaluate")
         if self.checkpoint is None or not is_due or args.eval_strategy == "no":
             return False
         state.log_history = [
@@ -285,7 +285,7 @@ class Resumption:
             if entry["step"] < state.global_step or not any(name.startswith("eval_") for name in entry)
         ]
         with decisions.shared(control):
-            is_best = determine_best(evaluate(given["trial"], given["ignore_keys_for_eval"]), given["trial"])
+            is_best = determine_best(evaluate(kwargs["trial"], kwargs["ignore_keys_for_eval"]), kwargs["trial"])
         if is_best and args.save_strategy == "best":  # with other strategies, the next checkpoint notes it
             state.best_model_checkpoint = self.checkpoint
         return control.should_training_stop
@@ -302,8 +302,8 @@ class Resumption:
 
     def rest(self, args: InfCLTrainingArguments, loader: Any, plan: BatchPlan, values: Any) -> tuple[Any, ...]:
         """Trainer's initial values for what is left of the training; see `loop_values`."""
-        self.begin, found = loop_values(args, loader, plan, self.record, values, changed=self.changed(args))
-        return found
+        self.begin, values = loop_values(args, loader, plan, self.record, values, changed=self.changed(args))
+        return values
 
     def first_position(
         self,

@@ -55,11 +55,11 @@ def _keys(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, str]:
     precision = f"{args.bf16} {args.fp16} {args.bf16_full_eval} {args.fp16_full_eval}"
     collator: Any = trainer.data_collator
     model = fingerprint("", trainer.dual_encoder.model, collator, precision)
-    others = [collator.text_fingerprint(), args.objective, args.equal_ids]
+    settings = [collator.text_fingerprint(), args.objective, args.equal_ids]
     keys = {}
     for name, dataset in sets.items():
         prompts = dataset.prompts() if isinstance(dataset, ZeroShotDataset) else []
-        parts = [name, model, type(dataset).__name__, dataset.image_fingerprint(), dataset.columns, prompts, others]
+        parts = [name, model, type(dataset).__name__, dataset.image_fingerprint(), dataset.columns, prompts, settings]
         keys[name] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     return keys
 

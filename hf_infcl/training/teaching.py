@@ -21,11 +21,11 @@ from ..windows.teachers import OnlineTeacher
 from ..windows.terms import SIDES, Teacher, TeacherDistance
 
 
-def make_teachers(setup: Setup, given: object, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
+def make_teachers(setup: Setup, teacher: object, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
     """The term of the teachers that the arguments name, or that were passed; none without teachers.
 
     Args:
-        given: a module, a pair of a module and its processor, or a list of these; None for none.
+        teacher: a module, a pair of a module and its processor, or a list of these; None for none.
         remakes_model: whether ``model_init`` makes a new model for each training.
 
     Raises:
@@ -33,12 +33,12 @@ def make_teachers(setup: Setup, given: object, *, remakes_model: bool) -> tuple[
             embeddings are of other data, or pairs have none.
     """
     args = setup.args
-    modules = [] if given is None else list(given) if isinstance(given, list) else [given]
+    modules = [] if teacher is None else list(teacher) if isinstance(teacher, list) else [teacher]
     modules += [(*load(name)[:2], name) for name in args.teacher or ()] if setup.data is not None else []
     folders = args.teacher_embeddings or [] if setup.data is not None else []
     if not modules and not folders:
-        own = ("teacher_weight", "teacher_side")
-        unused = [name for name in own if getattr(args, name) != getattr(TeacherOptions, name)]
+        options = ("teacher_weight", "teacher_side")
+        unused = [name for name in options if getattr(args, name) != getattr(TeacherOptions, name)]
         if unused and not (args.teacher or args.teacher_embeddings):
             raise ValueError(f"{' and '.join(unused)} had no effect without a teacher. Name one, or leave them out.")
         if args.contrastive_weight == 0 and not args.keep_features and not of_kind(setup.extensions, LossTerm):
@@ -78,8 +78,8 @@ def make_teachers(setup: Setup, given: object, *, remakes_model: bool) -> tuple[
     return (term,)
 
 
-def _online(given: object, setup: Setup, number: int, sides: Sequence[str]) -> OnlineTeacher:
-    module, processor, name = (*given, None, None)[:3] if isinstance(given, tuple) else (given, None, None)
+def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) -> OnlineTeacher:
+    module, processor, name = (*teacher, None, None)[:3] if isinstance(teacher, tuple) else (teacher, None, None)
     args, licence = setup.args, None if name is None else stated_licence(name)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -119,7 +119,7 @@ def _online(given: object, setup: Setup, number: int, sides: Sequence[str]) -> O
     collator = ContrastiveCollator.for_model(processor, getattr(encoder.base, "config", None), uint8=True)
     images = [one.processor.image_processor.to_json_string() for one in (student, collator)]
     texts = [one.text_fingerprint() for one in (student, collator)]
-    own = {"images": images[0] != images[1], "texts": texts[0] != texts[1]}
-    inputs = ModelInputs(collator, **own, number=number)
+    differences = {"images": images[0] != images[1], "texts": texts[0] != texts[1]}
+    inputs = ModelInputs(collator, **differences, number=number)
     of_teacher: dict[str, Any] = {"number": number, "sides": sides, "licence": licence}
     return OnlineTeacher(encoder, setup.accelerator, inputs, collator.normalise, **of_teacher)

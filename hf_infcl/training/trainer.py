@@ -157,8 +157,8 @@ class InfCLTrainer(Trainer):
         plan = None if loader is None else self.batch_plan
         course, begin = make_course(args, self.state, record, plan), self.resumption.begin
         self.training_data = TrainingData(loader, args, record, self.data_collator, course, plan, begin)
-        own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
-        if own and self.training_data.source.stream is not None:
+        makes_loader = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
+        if makes_loader and self.training_data.source.stream is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader()
         self.progress = Progress(self.state.global_step, course.samples_before, trained_seconds(self.state))
@@ -312,7 +312,7 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        for batch in self.training_data.beyond_loop:  # Trainer's loop counts the others
+        for batch in self.training_data.beyond_loop:  # Trainer's loop counts the other batches
             self.current_flos += self.floating_point_ops(batch)
             self._track_num_input_tokens(batch)
         return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.args)
@@ -411,8 +411,8 @@ class InfCLTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        others = self.processing_class, self.hub_model_id if self.args.push_to_hub else None, self.data_collator
-        files.save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *others)
+        extras = self.processing_class, self.hub_model_id if self.args.push_to_hub else None, self.data_collator
+        files.save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *extras)
 
     # ---- The Hub ----
 

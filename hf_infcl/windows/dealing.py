@@ -76,7 +76,7 @@ class DealtAnew:
     def _frozen(
         self, window: Window, micro_batches: Sequence[MicroBatch]
     ) -> dict[str, list[BaseModelOutputWithPooling]]:
-        found: dict[str, list[Any]] = {}
+        by_tower: dict[str, list[Any]] = {}
         for place, (name, count) in enumerate(zip(("image", "text"), map(sum, window.sizes), strict=True)):
             outputs = [m.frozen_outputs[name] for m in micro_batches if name in m.frozen_outputs]
             fields: dict[str, Tensor] = {
@@ -90,8 +90,8 @@ class DealtAnew:
                 both[place] = rows if place == 0 else window.in_order((rows[:0], rows))[1]
                 for part, of_micro_batch in zip(parts, self.rows(both), strict=True):
                     part[key] = of_micro_batch[place]
-            found[name] = [BaseModelOutputWithPooling(**part) for part in parts]
-        return found
+            by_tower[name] = [BaseModelOutputWithPooling(**part) for part in parts]
+        return by_tower
 
 
 def can_be_dealt_anew(window: Window) -> bool:
@@ -107,14 +107,14 @@ def texts_in_order(window: Window) -> dict[str, Tensor]:
     """The tensors of a window's texts, [texts, tokens], as the data loader ordered them."""
     batches = [batch for batch in window.batches if NO_TEXTS not in batch]
     widest = max(batch["input_ids"].shape[1] for batch in batches)
-    found = {}
+    tensors = {}
     for name in TEXT_INPUTS:
         if name in batches[0]:
             value = (window.padding or {}).get(name, 0)
-            found[name] = window.in_order(
+            tensors[name] = window.in_order(
                 (batches[0][name][:0], torch.cat([widened(batch[name], widest, value) for batch in batches]))
             )[1]
-    return found
+    return tensors
 
 
 def _gathered(
@@ -129,8 +129,8 @@ def _gathered(
         ]
         for name in names:
             pieces = [old[place][name] for place, _ in parts]
-            found = torch.cat([p[within.to(p.device)] for p, (_, within) in zip(pieces, parts, strict=True)])
-            inputs[name] = found.pin_memory() if pieces[0].is_pinned() else found
+            images = torch.cat([p[within.to(p.device)] for p, (_, within) in zip(pieces, parts, strict=True)])
+            inputs[name] = images.pin_memory() if pieces[0].is_pinned() else images
         later = rows[number + 1][0].item() // size if number + 1 < len(rows) else len(old)
         for used in old[: int(later)]:
             for name in names:

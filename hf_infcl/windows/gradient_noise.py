@@ -46,13 +46,13 @@ class GradientNoise(StepObserver):
         self._sums: Tensor | None = None  # decayed, of |g|² and tr(Σ), and their weight
 
     def begin_window(self, window: Window, step: int) -> None:
-        micro_batch, own = window.sizes[0][0], sum(window.sizes[0])
-        pairs = micro_batch, own * self._processes
+        micro_batch, local_batch = window.sizes[0][0], sum(window.sizes[0])
+        pairs = micro_batch, local_batch * self._processes
         if pairs != self._pairs:  # other negatives
             self._pairs, self._sums = pairs, None
         # The gradient of a single micro-batch is reduced as soon as it is there.
         self._measures = len(window) > 1 and step % self._every == 0
-        self._share, self._small = micro_batch / own, None  # halved micro-batches may differ by one pair
+        self._share, self._small = micro_batch / local_batch, None  # halved micro-batches may differ by one pair
 
     def after_backward(self, index: int, scale: float) -> None:
         if self._measures and index == 0:
@@ -64,9 +64,9 @@ class GradientNoise(StepObserver):
         assert self._small is not None
         (b, whole), big = self._pairs, (self._norm() / scale) ** 2
         signal, spread = (whole * big - b * self._small) / (whole - b), (self._small - big) / (1 / b - 1 / whole)
-        found = torch.stack((signal, spread, torch.ones_like(signal)))
-        found = torch.where(found.isfinite().all(), found, 0.0)  # it is not in a step that the scaler of fp16 skips
-        self._sums = found if self._sums is None else KEPT * self._sums + found
+        terms = torch.stack((signal, spread, torch.ones_like(signal)))
+        terms = torch.where(terms.isfinite().all(), terms, 0.0)  # it is not in a step that the scaler of fp16 skips
+        self._sums = terms if self._sums is None else KEPT * self._sums + terms
 
     def state_dict(self) -> dict[str, Any]:
         if self._sums is None:
@@ -88,10 +88,10 @@ class GradientNoise(StepObserver):
 
         Nor where an estimate is not positive: they are unbiased, and their error then exceeds what they estimate.
         """
-        if (found := self.estimates()) is None:
+        if (estimates := self.estimates()) is None:
             return {}
-        signal, noise = found
-        return {"gradient_noise_scale": round(noise / signal, 1)} if min(found) > 0 else {}
+        signal, noise = estimates
+        return {"gradient_noise_scale": round(noise / signal, 1)} if min(estimates) > 0 else {}
 
     def estimates(self) -> tuple[float, float] | None:
         """The means of |g|² and of tr(Σ) over the last measured windows; collective. None before the first."""

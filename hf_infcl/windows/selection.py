@@ -111,8 +111,8 @@ class WithoutNoisyPairs(PairSelection):
         return stays
 
     def _decided(self, keys: Tensor, score: Tensor) -> Tensor:
-        found = self.averages.visit(keys.flatten(), score.flatten(), self._weights(keys.flatten()))
-        average, visits = (numbers.view_as(keys) for numbers in found)
+        statistics = self.averages.visit(keys.flatten(), score.flatten(), self._weights(keys.flatten()))
+        average, visits = (numbers.view_as(keys) for numbers in statistics)
         known = average[visits > 0]
         if len(known) == 0:
             return torch.ones_like(keys, dtype=torch.bool)

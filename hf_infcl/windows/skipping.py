@@ -93,7 +93,7 @@ class SkippedWindows:
         )
 
     def forget_losses(self) -> None:
-        """Compares later windows with each other only, since the weights are others now."""
+        """Compares later windows with each other only, since the weights have changed."""
         self.losses.clear()
 
     def skipped_by_scaler(self, scale: float) -> None:

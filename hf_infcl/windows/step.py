@@ -68,7 +68,7 @@ class WindowStep:
         self.repeats = not is_sharded(setup.accelerator)
         # Whether the present step can, if memory runs out on this process. It cannot within a selection, which
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
-        # micro-batch, where the others wait for what this one sends.
+        # micro-batch, where other processes wait for what this one sends.
         self.may_repeat = self.repeats
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
@@ -312,8 +312,8 @@ class WindowStep:
 
     def passed_over(self, epoch: int) -> Tensor:
         """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
-        found = [selection.passed_over(epoch) for selection in of_kind(self.extensions, PairSelection)]
-        return next(filter(len, found), NO_ROWS)
+        rows = [selection.passed_over(epoch) for selection in of_kind(self.extensions, PairSelection)]
+        return next(filter(len, rows), NO_ROWS)
 
     @property
     def _observers(self) -> list[StepObserver]:
@@ -337,10 +337,10 @@ class WindowStep:
 
     def logs(self, logs: dict[str, float]) -> dict[str, float]:
         """The logs of the extensions, of `Temperature` and of the checks, which read Trainer's; collective."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for extension in self.extensions:
-            found |= extension.logs()
-        return found | self._temperature.logs() | self.checks.logs(logs)
+            metrics |= extension.logs()
+        return metrics | self._temperature.logs() | self.checks.logs(logs)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states of the extensions that have one, by their names; collective."""

@@ -62,15 +62,15 @@ class OnlineTeacher:
     def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
         batch = self._batch(inputs)
         with torch.no_grad(), self._accelerator.autocast():
-            found = []
+            embeddings = []
             if "image" in self._sides:
                 if batch["pixel_values"].dtype == torch.uint8 and self._normalise is not None:
                     batch["pixel_values"] = self._normalise(batch["pixel_values"])
-                found.append(self._encoder.encode_images(batch))
+                embeddings.append(self._encoder.encode_images(batch))
             if "text" in self._sides:
-                found.append(self._encoder.encode_texts(batch, checked=True))
+                embeddings.append(self._encoder.encode_texts(batch, checked=True))
         # A division in bf16 leaves lengths of up to 0.3% more or less.
-        return tuple(F.normalize(one.float(), dim=-1) for one in found)
+        return tuple(F.normalize(one.float(), dim=-1) for one in embeddings)
 
     def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         batch = self._batch(inputs)
@@ -78,6 +78,6 @@ class OnlineTeacher:
         return tuple(torch.ones(len(rows), dtype=torch.bool, device=rows.device) for rows in (images, texts))  # type: ignore[return-value]
 
     def _batch(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-        own = {name.removeprefix(self._prefix): v for name, v in inputs.items() if name.startswith(self._prefix)}
-        shared = () if "pixel_values" in own else IMAGE_INPUTS
-        return {name: inputs[name] for name in shared if name in inputs} | own
+        batch = {name.removeprefix(self._prefix): v for name, v in inputs.items() if name.startswith(self._prefix)}
+        shared = () if "pixel_values" in batch else IMAGE_INPUTS
+        return {name: inputs[name] for name in shared if name in inputs} | batch

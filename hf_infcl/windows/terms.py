@@ -111,12 +111,12 @@ class TeacherDistance(LossTerm):
         return list(self._maps.values())
 
     def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        found: list[Tensor] = []
+        features: list[Tensor] = []
         for teacher in self.teachers:
-            found += teacher.embed(inputs, frozen_outputs)
+            features += teacher.embed(inputs, frozen_outputs)
             if self._partial:
-                found += teacher.known(inputs)
-        return tuple(found)
+                features += teacher.known(inputs)
+        return tuple(features)
 
     def value(self, features: Features, references: Features) -> Tensor:
         places = [SIDES.index(side) for side in self._sides]
@@ -127,8 +127,8 @@ class TeacherDistance(LossTerm):
             distances = []
             for student, of_teacher in zip(students, each, strict=True):
                 of_towers = [
-                    (found.float() - wanted.float()).square().sum()
-                    for found, wanted in zip(student, of_teacher, strict=True)
+                    (feature.float() - wanted.float()).square().sum()
+                    for feature, wanted in zip(student, of_teacher, strict=True)
                 ]
                 # With equal numbers of images on all processes, the mean over processes is that of the global batch.
                 distances.append(torch.stack(of_towers).sum() / len(features[0]))
@@ -137,8 +137,8 @@ class TeacherDistance(LossTerm):
         counts = [torch.stack([of_teacher[tower - 2] for of_teacher in each]).sum(0) for tower in (0, 1)]
         parts = []
         for student, of_teacher in zip(students, each, strict=True):
-            for found, wanted, tower in zip(student, of_teacher, places, strict=False):
-                distances_of_rows = (found.float() - wanted.float()).square().sum(-1) / counts[tower].clamp(min=1)
+            for feature, wanted, tower in zip(student, of_teacher, places, strict=False):
+                distances_of_rows = (feature.float() - wanted.float()).square().sum(-1) / counts[tower].clamp(min=1)
                 parts.append(torch.where(of_teacher[tower - 2], distances_of_rows, 0.0).sum())
         processes = Processes()
         taught = processes.sum((counts[0] > 0).sum().float()).clamp(min=1)

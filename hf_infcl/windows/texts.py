@@ -79,9 +79,9 @@ def deal_texts(
 
 def _put_together(sizes: Sequence[int], at_once: int, *, last_has_texts: bool) -> list[int]:
     """The texts of each micro-batch: the first ones have those of all, but for the last one where it keeps its own."""
-    others = sizes[:-1] if last_has_texts and at_once > 1 else sizes
-    groups = [sum(others[first : first + at_once]) for first in range(0, len(others), at_once)]
-    return [*groups, *[0] * (len(others) - len(groups)), *sizes[len(others) :]]
+    head = sizes[:-1] if last_has_texts and at_once > 1 else sizes
+    groups = [sum(head[first : first + at_once]) for first in range(0, len(head), at_once)]
+    return [*groups, *[0] * (len(head) - len(groups)), *sizes[len(head) :]]
 
 
 def widened(tokens: Tensor, length: int, value: int) -> Tensor:
