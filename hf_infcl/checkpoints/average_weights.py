@@ -103,19 +103,19 @@ def _depths(names: list[str]) -> dict[str, float]:
     towers: dict[str, list[str]] = defaultdict(list)
     for name in names:
         towers[name.removeprefix("base_model.model.").partition(".")[0]].append(name)
-    found: dict[str, float] = {}
+    relative_depths: dict[str, float] = {}
     has_layers = False
     for tower in towers.values():
         of_tower, count = depths(tower)
         has_layers |= count > 1
         for name, depth in of_tower.items():
-            found[name] = float(depth > 0) if count < 2 else min(max(depth - 1, 0) / (count - 1), 1.0)
+            relative_depths[name] = float(depth > 0) if count < 2 else min(max(depth - 1, 0) / (count - 1), 1.0)
     if not has_layers:
         raise ValueError(
             "The change cannot grow with the depth, because no tower of the model has two numbered layers, such as "
             "vision_model.encoder.layers.0 and .1. Take the path 'line', which scales every change alike."
         )
-    return {name: found[name] for name in names}
+    return {name: relative_depths[name] for name in names}
 
 
 def adapters_of_zero(end: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -127,9 +127,9 @@ def adapters_of_zero(end: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: something else was trained with the adapters, of which the adapter does not hold the start.
     """
-    if others := [name for name in end if not (_FACTORS_A | _FACTORS_B) & set(name.split("."))]:
+    if extras := [name for name in end if not (_FACTORS_A | _FACTORS_B) & set(name.split("."))]:
         raise ValueError(
-            f"Only LoRA's factors A and B can be scaled, but the adapter also holds {', '.join(others[:3])}. Merge it "
+            f"Only LoRA's factors A and B can be scaled, but the adapter also holds {', '.join(extras[:3])}. Merge it "
             "into the weights (infcl train --lora_merge) and average the whole models."
         )
     return {
@@ -143,14 +143,14 @@ def with_factors_of_end(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) 
     On the line from there to the end, an adapter changes a weight by α times B·A of the end. The tensors of a model
     without adapters stay as they are.
     """
-    found = dict(start)
+    tensors = dict(start)
     for name in start:
         parts = name.split(".")
         if _FACTORS_A & set(parts):
             other = ".".join(part.replace("_A", "_B") if part in _FACTORS_A else part for part in parts)
             if not start[other].any():
-                found[name] = end[name]
-    return found
+                tensors[name] = end[name]
+    return tensors
 
 
 def check_new_adapters(start: Mapping[str, Tensor]) -> None:

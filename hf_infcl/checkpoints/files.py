@@ -141,8 +141,8 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
                 return f"{path} has {size} bytes, but had {described['bytes']} when it was written."
         if checksums:
             with ThreadPoolExecutor() as pool:
-                found = pool.map(describe, (Path(checkpoint, name) for name in files))
-            for (name, described), now in zip(files.items(), found, strict=True):
+                descriptions = pool.map(describe, (Path(checkpoint, name) for name in files))
+            for (name, described), now in zip(files.items(), descriptions, strict=True):
                 if now != described:
                     return f"{Path(checkpoint, name)} has changed since it was written: its checksum differs."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -166,8 +166,8 @@ def obstacle(checkpoint: str | Path) -> str | None:
 
 def _folders(output_dir: str | Path) -> list[Path]:
     """The folders named as checkpoints, the last written first; those without a manifest come last."""
-    found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    steps = {f: int(f.name.rpartition("-")[2]) for f in found if f.is_dir() and f.name.rpartition("-")[2].isdecimal()}
+    paths = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    steps = {f: int(f.name.rpartition("-")[2]) for f in paths if f.is_dir() and f.name.rpartition("-")[2].isdecimal()}
     return sorted(steps, key=lambda folder: (_written(folder), steps[folder]), reverse=True)
 
 
@@ -195,8 +195,8 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) ->
 
     complete = [folder for folder in _folders(output_dir) if is_complete(folder)]
     kept = [folder for folder in complete if folder in keep]
-    others = [folder for folder in complete if folder not in keep]
-    for folder in others[max(0, limit - len(kept)) :]:
+    removable = [folder for folder in complete if folder not in keep]
+    for folder in removable[max(0, limit - len(kept)) :]:
         logger.info(f"{folder} is removed: save_total_limit is {limit}.")
         # Under another name, a folder that a kill leaves half removed is removed at the next save.
         removed = folder.with_name(_REMOVED + folder.name)

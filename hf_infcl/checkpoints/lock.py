@@ -103,11 +103,11 @@ def _not_shared(output_dir: str | Path, processes: Processes, *, marks: bool) ->
             except OSError as error:
                 problem = f"No file can be created in output_dir {output_dir}: {error}. Choose another output_dir."
         names = processes.gather_objects(mark)
-        found = any(Path(output_dir, name).exists() for name in names if name)
+        is_shared = any(Path(output_dir, name).exists() for name in names if name)
         processes.agree([])  # the marks stay until all processes have looked for them
     return (
         problem
-        if found or problem
+        if is_shared or problem
         else f"output_dir {output_dir} is not the folder in which checkpoints are completed. Choose a folder that "
         "all machines share, or let each machine complete its own checkpoints with save_on_each_node=True."
     )

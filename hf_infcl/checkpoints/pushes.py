@@ -307,8 +307,8 @@ def checkpoint_of_hub_if_named(
     if resumes != LAST_CHECKPOINT:
         return resumes
     # A folder of this name is taken if every process finds it, so that all go the same way.
-    found = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])
-    return resumes if all(here for (here,) in found) else checkpoint_of_hub(args, repository)
+    answers = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])
+    return resumes if all(here for (here,) in answers) else checkpoint_of_hub(args, repository)
 
 
 def checkpoint_of_hub(args: InfCLTrainingArguments, repository: str | None) -> str:

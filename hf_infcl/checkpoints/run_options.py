@@ -154,7 +154,7 @@ class OptimizerOptions:
             old, new = before["groups"][number][name], self.record["groups"][number][name]
             groups.setdefault(f"{name} was {old!r} and is {new!r}", []).append(str(number))
         every = len(self._groups)
-        found = [
+        of_groups = [
             phrase if len(numbers) == every else f"{phrase} for parameter group {' and '.join(numbers)}"
             for phrase, numbers in groups.items()
         ]
@@ -162,7 +162,7 @@ class OptimizerOptions:
             f"{name} of the schedule was {before['schedule'][name]!r} and is {self.record['schedule'][name]!r}"
             for name in self._changed_schedule(before)
         ]
-        return found + schedule
+        return of_groups + schedule
 
     def apply(self, before: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
         """Gives an optimizer and a schedule that were loaded from a checkpoint the options that differ from it.

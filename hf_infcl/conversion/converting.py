@@ -102,8 +102,8 @@ def convert(
         if max_text_tokens is not None:
             raise ValueError("--max_text_tokens is for --to open_clip. OpenCLIP's own models state their length.")
         return list(_to_transformers(source, target, open_clip_model, tokenizer))
-    for option, given in (("open_clip_model", open_clip_model), ("tokenizer", tokenizer)):
-        if given is not None:
+    for option, value in (("open_clip_model", open_clip_model), ("tokenizer", tokenizer)):
+        if value is not None:
             raise ValueError(f"--{option} is for a source of OpenCLIP; with --to open_clip, the source is the other.")
     return list(_to_open_clip(source, target, repository, max_text_tokens))
 
@@ -216,13 +216,13 @@ def _compared(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, An
         import open_clip  # noqa: F401
     except (ImportError, RuntimeError) as error:  # the second if its torchvision is of another torch
         return f"The embeddings were not compared with OpenCLIP's, which cannot be imported: {error}."
-    found = differences(model, tensors, config)
-    if not found.cosine >= ENOUGH:
+    difference = differences(model, tensors, config)
+    if not difference.cosine >= ENOUGH:
         raise ValueError(
-            f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {found.cosine:.6f}, and "
+            f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {difference.cosine:.6f}, and "
             f"{ENOUGH} is expected. Please report the config of this model."
         )
     return (
         "The embeddings of fixed inputs were compared with OpenCLIP's own: the least cosine is "
-        f"{found.cosine:.7f}, the largest difference {found.largest:.0e}."
+        f"{difference.cosine:.7f}, the largest difference {difference.largest:.0e}."
     )

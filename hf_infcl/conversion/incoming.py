@@ -71,11 +71,11 @@ def clean(tensors: dict[str, Any]) -> dict[str, Tensor]:
         if tensors and all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     weights = {name: value for name, value in tensors.items() if name not in NO_WEIGHTS}
-    others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
-    if others or not weights:
+    no_tensors = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    if no_tensors or not weights:
         raise ValueError(
             "The file holds no state dict of a model"
-            + (f", but values such as {others[0]!r}." if others else ".")
+            + (f", but values such as {no_tensors[0]!r}." if no_tensors else ".")
             + " OpenCLIP's training saves one as state_dict."
         )
     _check_scale(weights.get("logit_scale"))

@@ -86,7 +86,7 @@ def _refuse(what: str, names: set[str]) -> None:
 
 def scalar(name: str, shape: tuple[int, ...]) -> Row:
     """A scale or a bias, which is of shape [] in OpenCLIP and of ``shape`` in transformers."""
-    return Row((name,), (name,), lambda given: [given[0].reshape(shape)], lambda given: [given[0].reshape(())])
+    return Row((name,), (name,), lambda tensors: [tensors[0].reshape(shape)], lambda tensors: [tensors[0].reshape(())])
 
 
 def _layer(theirs: str, ours: str) -> Iterator[Row]:
@@ -102,8 +102,8 @@ def _block(theirs: str, ours: str, parts: Sequence[tuple[str, str]], joined: str
         yield Row(
             (f"{theirs}.{joined}{kind}",),
             tuple(f"{ours}.self_attn.{part}_proj.{kind}" for part in "qkv"),
-            lambda given: given[0].chunk(3),
-            lambda given: [torch.cat(list(given))],
+            lambda tensors: tensors[0].chunk(3),
+            lambda tensors: [torch.cat(list(tensors))],
         )
 
 
@@ -148,8 +148,8 @@ def siglip_rows(text_layers: int, image_layers: int) -> list[Row]:
         Row(
             (f"{trunk}.pos_embed",),
             ("vision_model.embeddings.position_embedding.weight",),
-            lambda given: [given[0].squeeze(0)],
-            lambda given: [given[0].unsqueeze(0)],
+            lambda tensors: [tensors[0].squeeze(0)],
+            lambda tensors: [tensors[0].unsqueeze(0)],
         ),
     ]
     for i in range(image_layers):
@@ -170,8 +170,8 @@ def siglip_rows(text_layers: int, image_layers: int) -> list[Row]:
             Row(
                 (f"{pool}.q.{kind}", f"{pool}.kv.{kind}"),
                 (f"{head}.attention.in_proj_{kind}",),
-                lambda given: [torch.cat(list(given))],
-                lambda given: given[0].split([len(given[0]) // 3, len(given[0]) // 3 * 2]),
+                lambda tensors: [torch.cat(list(tensors))],
+                lambda tensors: tensors[0].split([len(tensors[0]) // 3, len(tensors[0]) // 3 * 2]),
             )
         )
     return rows

@@ -111,12 +111,12 @@ def _siglip(config: PretrainedConfig) -> dict[str, Any]:
     text, image = config.text_config, config.vision_config
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "patch_size", "image_size")
     sizes = {name: getattr(image, name) for name in names}
-    found = {name: tower["hidden_act"] for name, tower in TIMM_TOWERS.items() if sizes.items() <= tower.items()}
-    if not found or image.layer_norm_eps != 1e-6 or not getattr(image, "vision_use_head", True):
+    acts = {name: tower["hidden_act"] for name, tower in TIMM_TOWERS.items() if sizes.items() <= tower.items()}
+    if not acts or image.layer_norm_eps != 1e-6 or not getattr(image, "vision_use_head", True):
         sizes_by_name = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise refusal(f"OpenCLIP takes SigLIP's image towers from timm, which has none of {sizes_by_name}")
-    if image.hidden_act not in found.values():
-        name, act = next(iter(found.items()))
+    if image.hidden_act not in acts.values():
+        name, act = next(iter(acts.items()))
         raise refusal(
             f"its image tower has {image.hidden_act}, and timm's {name} {act}, so the embeddings would differ slightly "
             "(by 2e-8 of cosine with random weights). If you accept that, set "
@@ -130,7 +130,7 @@ def _siglip(config: PretrainedConfig) -> dict[str, Any]:
         "custom_text": True,
         "vision_cfg": {
             "image_size": image.image_size,
-            "timm_model_name": next(name for name, act in found.items() if act == image.hidden_act),
+            "timm_model_name": next(name for name, act in acts.items() if act == image.hidden_act),
             "timm_model_pretrained": False,
             "timm_pool": "map",
             "timm_proj": "none",

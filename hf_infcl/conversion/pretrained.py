@@ -78,10 +78,10 @@ def base_of_adapters(checkpoint: str) -> str | None:
     if Path(checkpoint).is_file() or checkpoint.startswith(HUB):  # of OpenCLIP
         return None
     with explained(checkpoint):
-        found = find_adapter_config_file(checkpoint)
-        if found is None:
+        config_file = find_adapter_config_file(checkpoint)
+        if config_file is None:
             return None
-        base: str | None = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base: str | None = json.loads(Path(config_file).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise ValueError(
             f"{checkpoint!r} holds adapters, and its {ADAPTER_CONFIG_NAME} does not name their model. Write the folder "
@@ -113,17 +113,17 @@ def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{adapter} is not an adapter of the start, because it cannot be added: {error}") from error
     needed = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    others = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     missing = [name for name in needed if name not in held]
-    strange = [name for name in held if name not in needed and name not in others and "lora_" in name]
+    strange = [name for name in held if name not in needed and name not in parameters and "lora_" in name]
     for names, words in ((missing, "lacks"), (strange, "is not one of this model: it also has")):
         if names:
             raise ValueError(
                 f"The adapter {adapter} {words} {_listed(names)}. Name the adapter as it was saved, and the model on "
                 "which it was trained."
             )
-    for name in held.keys() & others.keys():
-        others[name].requires_grad_(True)
+    for name in held.keys() & parameters.keys():
+        parameters[name].requires_grad_(True)
     return model
 
 
@@ -157,8 +157,8 @@ def _lacking(model: nn.Module, report: Mapping[str, Any]) -> dict[str, str]:
     """
     state: dict[str, Tensor] = model.state_dict()
     lacking = {name: "" for name in sorted(report["missing_keys"]) if state[name].is_floating_point()}
-    for name, found, wanted in report["mismatched_keys"]:
-        lacking[name] = f" ({tuple(found)} instead of {tuple(wanted)})"
+    for name, shape, wanted in report["mismatched_keys"]:
+        lacking[name] = f" ({tuple(shape)} instead of {tuple(wanted)})"
     return lacking
 
 
@@ -167,14 +167,14 @@ def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str
     if not lacking:
         return
     kind, saved_as = type(model).__name__, getattr(model.config, "architectures", None) or []
-    others = sorted(report["unexpected_keys"])
+    unexpected = sorted(report["unexpected_keys"])
     words = f"{checkpoint!r} lacks weights of a {kind}: {_listed([name + how for name, how in lacking.items()])}."
     if saved_as and kind not in saved_as:
         words += f" It was saved as a {' and '.join(saved_as)}."
-    if prefix := _prefix_of_all(others, lacking):
+    if prefix := _prefix_of_all(unexpected, lacking):
         words += f" The names in its file begin with {prefix!r}, as those of a wrapper. Save the model inside it."
-    elif others:
-        words += f" Its file has other names, such as {others[0]}."
+    elif unexpected:
+        words += f" Its file has other names, such as {unexpected[0]}."
     tops = sorted({name.partition(".")[0] for name in lacking})
     words += " Name a checkpoint of the whole model, as save_pretrained writes it."
     if not any(top.endswith(("_model", "_encoder")) for top in tops):  # no tower
@@ -203,13 +203,13 @@ def _fill(model: nn.Module, names: Collection[str], seed: int) -> None:
             state[name].copy_(created[name])
 
 
-def _prefix_of_all(others: Sequence[str], lacking: Mapping[str, str]) -> str | None:
+def _prefix_of_all(unexpected: Sequence[str], lacking: Mapping[str, str]) -> str | None:
     """What stands before the name of every weight that is missing, if the file has all of them with it."""
     for name in lacking:
-        for other in others:
+        for other in unexpected:
             if other.endswith(name):
                 prefix = other.removesuffix(name)
-                return prefix if prefix and all(prefix + one in others for one in lacking) else None
+                return prefix if prefix and all(prefix + one in unexpected for one in lacking) else None
     return None
 
 

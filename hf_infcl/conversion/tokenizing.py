@@ -31,10 +31,10 @@ def clip_tokenizer() -> Any:
         from open_clip.tokenizer import SimpleTokenizer
     except ModuleNotFoundError:
         return transformers.AutoTokenizer.from_pretrained(OPENAI)
-    own = SimpleTokenizer()
+    tokenizer = SimpleTokenizer()
     special = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
-    vocabulary = {special.get(token, token): index for token, index in own.encoder.items()}
-    return transformers.CLIPTokenizer(vocab=vocabulary, merges=list(own.bpe_ranks))
+    vocabulary = {special.get(token, token): index for token, index in tokenizer.encoder.items()}
+    return transformers.CLIPTokenizer(vocab=vocabulary, merges=list(tokenizer.bpe_ranks))
 
 
 def repaired(caption: str, *, lower: bool = True) -> str:

@@ -21,9 +21,9 @@ _SEED = 0
 WEIGHTS_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
 
 
-def count_hits(found: Found) -> dict[str, Hits]:
+def count_hits(ranks: Found) -> dict[str, Hits]:
     """The hits of each image, for all metrics that are shares of hits; nothing for `LabelScores`."""
-    return {name: metric.hits(found) for name, metric in defined_metrics(found).items() if metric.hits is not None}
+    return {name: metric.hits(ranks) for name, metric in defined_metrics(ranks).items() if metric.hits is not None}
 
 
 def resampled(hits: Sequence[Hits]) -> np.ndarray:
@@ -95,8 +95,8 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 def bounds(resamples: dict[str, np.ndarray]) -> dict[str, float]:
     """`interval` of each metric, as the name with `LOW` and with `HIGH`."""
-    found = {name: interval(values) for name, values in resamples.items()}
-    return {name + end: bound for name, both in found.items() for end, bound in zip((LOW, HIGH), both, strict=True)}
+    intervals = {name: interval(values) for name, values in resamples.items()}
+    return {name + end: bound for name, both in intervals.items() for end, bound in zip((LOW, HIGH), both, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ def differences(first: Found, second: Found) -> dict[str, Difference]:
 
 def differences_by_class(first: ClassRanks, second: ClassRanks) -> dict[int, Difference]:
     """The recalls of each class that occurs, by its number; arguments as for `differences`."""
-    found = {}
+    recalls = {}
     right = [ranks.classes == 0 for ranks in (first, second)]
     for label in first.labels.unique().tolist():
         rows = first.labels == label
         one = torch.ones(int(rows.sum()), dtype=torch.int64)
         both = ({"recall": Hits(hits[rows], one)} for hits in right)
-        found[label] = _differences(*both)["recall"]
-    return found
+        recalls[label] = _differences(*both)["recall"]
+    return recalls
 
 
 def _differences(first: dict[str, Hits], second: dict[str, Hits]) -> dict[str, Difference]:

@@ -57,8 +57,8 @@ def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) 
     Raises:
         ValueError: wrong shape or dtype, NaN or infinity, labels out of range.
     """
-    found = label_scores if labels.ndim == 2 else class_ranks
-    return measured(found(image_embeds, classifier, labels))
+    ranking = label_scores if labels.ndim == 2 else class_ranks
+    return measured(ranking(image_embeds, classifier, labels))
 
 
 @torch.no_grad()

@@ -101,8 +101,8 @@ class Metric:
 
 def image_hits(k: int, ranks: PairRanks) -> Hits:
     num_images = len(ranks.texts)
-    found = ranks.text_image[ranks.images < min(k, num_images)]
-    counts = (torch.bincount(images, minlength=num_images) for images in (found, ranks.text_image))
+    images_hit = ranks.text_image[ranks.images < min(k, num_images)]
+    counts = (torch.bincount(images, minlength=num_images) for images in (images_hit, ranks.text_image))
     return Hits(*counts)
 
 
@@ -126,17 +126,17 @@ def _share(hits: Callable[[Any], Hits], ranks: Any) -> float:
     return hits(ranks).share()
 
 
-def _share_of_hits(kind: str, hits: Callable[[Any], Hits], words: str, hub_type: str, **others: Any) -> Metric:
-    return Metric(kind, partial(_share, hits), words, hub_type, hits=hits, **others)
+def _share_of_hits(kind: str, hits: Callable[[Any], Hits], words: str, hub_type: str, **fields: Any) -> Metric:
+    return Metric(kind, partial(_share, hits), words, hub_type, hits=hits, **fields)
 
 
-def mean_average_precision(found: LabelScores) -> float:
+def mean_average_precision(label_scores: LabelScores) -> float:
     """The mean over the classes of the mean precision at the images of the class, 0 for a class without images.
 
     Among images with equal scores, the one with the lower index comes first.
     """
-    order = found.scores.argsort(dim=0, descending=True, stable=True)
-    truth = found.labels.gather(0, order)  # [N, C]
+    order = label_scores.scores.argsort(dim=0, descending=True, stable=True)
+    truth = label_scores.labels.gather(0, order)  # [N, C]
     places = torch.arange(1, len(truth) + 1, dtype=torch.float64, device=truth.device)
     precision = truth.cumsum(0) / places[:, None]
     return ((precision * truth).sum(0) / truth.sum(0).clamp(min=1)).mean().item()
@@ -197,9 +197,9 @@ def score(metrics: Mapping[str, float], prefix: str = "") -> float:
     Raises:
         ValueError: neither was measured on the set.
     """
-    if (found := score_if_measured(metrics, prefix)) is None:
+    if (value := score_if_measured(metrics, prefix)) is None:
         raise ValueError(f"Neither recall@1 nor acc1 was measured with the prefix {prefix!r}, but {sorted(metrics)}.")
-    return found
+    return value
 
 
 def score_if_measured(metrics: Mapping[str, float], prefix: str = "", end: str = "") -> float | None:
@@ -220,19 +220,19 @@ def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metr
     }
 
 
-def measured(found: Found) -> dict[str, float]:
+def measured(ranks: Found) -> dict[str, float]:
     """The metrics of a set by name, without the loss."""
     return {
-        name: metric.measure(found) for name, metric in defined_metrics(found).items() if metric.measure is not None
+        name: metric.measure(ranks) for name, metric in defined_metrics(ranks).items() if metric.measure is not None
     }
 
 
-def defined_metrics(found: Found) -> dict[str, Metric]:
+def defined_metrics(ranks: Found) -> dict[str, Metric]:
     """The metrics by name that are defined for a set."""
-    if isinstance(found, ClassRanks):
-        return metrics_of_kind("classes", found.num_classes)
+    if isinstance(ranks, ClassRanks):
+        return metrics_of_kind("classes", ranks.num_classes)
     kinds = {PairRanks: "pairs", LabelScores: "labels", Choices: "choices"}
-    return metrics_of_kind(kinds[type(found)])
+    return metrics_of_kind(kinds[type(ranks)])
 
 
 def is_bound(name: str) -> bool:
@@ -242,5 +242,5 @@ def is_bound(name: str) -> bool:
 
 def metric_named(name: str) -> Metric | None:
     """The metric of a logged name such as ``eval_pairs_loss``; None if the table has none of this name."""
-    found = [known for known in METRICS if name == known or name.endswith(f"_{known}")]
-    return METRICS[max(found, key=len)] if found else None
+    matches = [known for known in METRICS if name == known or name.endswith(f"_{known}")]
+    return METRICS[max(matches, key=len)] if matches else None

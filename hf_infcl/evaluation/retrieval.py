@@ -55,10 +55,10 @@ def retrieval_metrics(
     if ks is not None and (not ks or min(ks) < 1):
         raise ValueError(f"ks must name at least one k, and each must be at least 1, got {tuple(ks)}.")
     ranks = pair_ranks(image_embeds, text_embeds, text_image, caption_ids)
-    found = measured(ranks) if ks is None else {name: m.measure(ranks) for name, m in recalls(ks).items() if m.measure}
+    metrics = measured(ranks) if ks is None else {key: m.measure(ranks) for key, m in recalls(ks).items() if m.measure}
     if caption_ids is None:
-        return found
-    return found | recall_ceilings(caption_ids, ranks.text_image, len(image_embeds), KS if ks is None else ks)
+        return metrics
+    return metrics | recall_ceilings(caption_ids, ranks.text_image, len(image_embeds), KS if ks is None else ks)
 
 
 @torch.no_grad()
@@ -82,8 +82,8 @@ def pair_ranks(
     image_index = torch.arange(len(images), device=device)
     by_captions = positive_places(queries, images, text_image, image_index)
     by_images = positive_places(images, texts, image_index, text_image, copies)
-    found = by_captions.ranks, by_images.ranks, text_image, by_images.answers, by_images.gaps
-    return PairRanks(*(part.cpu() for part in found))
+    parts = by_captions.ranks, by_images.ranks, text_image, by_images.answers, by_images.gaps
+    return PairRanks(*(part.cpu() for part in parts))
 
 
 @torch.no_grad()
@@ -155,8 +155,8 @@ def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks
     text_places.scatter_reduce_(0, text_image, _places_within_groups(caption_ids), "amin")
     ceilings = {}
     for k in ks:
-        found = int(image_counts[image_places < k].sum())
-        ceilings[f"image_retrieval_recall@{k}{CEILING}"] = found / len(caption_ids)
+        hits = int(image_counts[image_places < k].sum())
+        ceilings[f"image_retrieval_recall@{k}{CEILING}"] = hits / len(caption_ids)
         within = text_places < min(k, len(caption_ids))
         ceilings[f"text_retrieval_recall@{k}{CEILING}"] = int(within.sum()) / num_images
     return ceilings

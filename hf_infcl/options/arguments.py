@@ -77,9 +77,9 @@ class InfCLTrainingArguments(
         self.gradient_accumulation_steps = 1 if accumulation is None else accumulation
         self.asked: tuple[Any, ...] = (micro_batch, accumulation)
         for name in ("texts_at_once", "retain_graphs"):
-            given = getattr(self, name)
-            setattr(self, name, "auto" if given is None else str(given))
-            self.asked += (None if given is None else str(given),)
+            value = getattr(self, name)
+            setattr(self, name, "auto" if value is None else str(value))
+            self.asked += (None if value is None else str(value),)
         undivided = self.global_batch_schedule is not None and self.asked[:2] == (None, None)
         if undivided and self._global_batch_size is None:
             self._global_batch_size = self.global_batch_size  # its last one, which divides itself

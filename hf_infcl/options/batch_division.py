@@ -40,10 +40,10 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
             f"global_batch_size={size:,} does not divide itself under DeepSpeed, whose config takes the sizes before "
             f"the processes are known. Give {' and '.join(DIVISION)}."
         )
-    given = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
-    least = math.prod([args.world_size, *(n for _, n in given)])
-    words = " × ".join([f"{name}={n}" for name, n in given] + [_processes(args.world_size)])
-    if len(given) == 2 and least != size:
+    factors = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
+    least = math.prod([args.world_size, *(n for _, n in factors)])
+    words = " × ".join([f"{name}={n}" for name, n in factors] + [_processes(args.world_size)])
+    if len(factors) == 2 and least != size:
         raise ExclusiveOptionsError(
             f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
             *reversed(DIVISION),
@@ -52,11 +52,11 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
     if size % least:  # none gives way: without the number, one of its factors would make up another, small batch
         raise ValueError(
             f"global_batch_size={size:,} is no multiple of {words}, which is {least:,}. Choose "
-            f"{_or(_multiples(size, least))}, or {f'leave {given[0][0]} out' if given else 'other processes'}."
+            f"{_or(_multiples(size, least))}, or {f'leave {factors[0][0]} out' if factors else 'other processes'}."
         )
-    own = size // args.world_size
-    micro_batch = micro_batch or (own // accumulation if accumulation else _untried(args))
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = micro_batch, own // micro_batch
+    rows = size // args.world_size
+    micro_batch = micro_batch or (rows // accumulation if accumulation else _untried(args))
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = micro_batch, rows // micro_batch
 
 
 def _untried(args: Any) -> int:
@@ -76,12 +76,12 @@ def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
     sizes = BatchSchedule.of_arguments(args).sizes
     if any(size % args.world_size for size in sizes):
         return []
-    owns = [size // args.world_size for size in sizes]
-    most = owns[-1] // 2 if args.gradient_noise_steps is not None else owns[-1]
-    most = most if exceeds else min(most, owns[0])
-    pairs = ((n, owns[-1] // n) for n in range(1, math.isqrt(owns[-1]) + 1) if owns[-1] % n == 0)
+    per_process = [size // args.world_size for size in sizes]
+    most = per_process[-1] // 2 if args.gradient_noise_steps is not None else per_process[-1]
+    most = most if exceeds else min(most, per_process[0])
+    pairs = ((n, per_process[-1] // n) for n in range(1, math.isqrt(per_process[-1]) + 1) if per_process[-1] % n == 0)
     divisors = {divisor for pair in pairs for divisor in pair}
-    return sorted(n for n in divisors if n <= most and all(own % min(n, own) == 0 for own in owns))
+    return sorted(n for n in divisors if n <= most and all(rows % min(n, rows) == 0 for rows in per_process))
 
 
 def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:

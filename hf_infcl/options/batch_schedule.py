@@ -107,8 +107,8 @@ def divided_batch(size: int, micro_batch: int, processes: int) -> tuple[int, int
     Raises:
         ValueError: the processes cannot have equally many micro-batches.
     """
-    own = size // processes
-    micro_batch = min(micro_batch, own)
+    rows = size // processes
+    micro_batch = min(micro_batch, rows)
     if micro_batch == 0 or size % (micro_batch * processes):
         fits = max(1, round(size / (max(micro_batch, 1) * processes))) * max(micro_batch, 1) * processes
         raise ValueError(
@@ -116,7 +116,7 @@ def divided_batch(size: int, micro_batch: int, processes: int) -> tuple[int, int
             f"{'es' if processes > 1 else ''} with micro-batches of {max(micro_batch, 1)} "
             f"(per_device_train_batch_size) cannot share equally. {fits:,} pairs would do, or change the micro-batch."
         )
-    return micro_batch, own // micro_batch
+    return micro_batch, rows // micro_batch
 
 
 def check_batch_schedule(args: Any) -> None:

@@ -209,10 +209,10 @@ def _check_effects(args: Any) -> None:
             *("lr_scheduler_kwargs", "lr_scheduler_type"),
         )
     names = [name for name in CHECKPOINTING if hasattr(args, name)]
-    given = [f"{name}_kwargs" for name in names if getattr(args, f"{name}_kwargs")]
-    if given and not any(getattr(args, name) for name in names):
+    unused = [f"{name}_kwargs" for name in names if getattr(args, f"{name}_kwargs")]
+    if unused and not any(getattr(args, name) for name in names):
         raise ExclusiveOptionsError(
-            f"{given[0]} has no effect without {names[0]}=True. Pass both or none.", *given, *names
+            f"{unused[0]} has no effect without {names[0]}=True. Pass both or none.", *unused, *names
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if args.optim_target_modules is not None and not optimizer.startswith(("galore", "apollo")):
@@ -226,10 +226,10 @@ def _check_effects(args: Any) -> None:
 def _check_optimizer(args: Any) -> None:
     """Checks the options that ``optimizer="muon"`` needs or excludes."""
     if args.optimizer is None:
-        if given := [name for name in OF_MUON if getattr(args, name) is not None]:
+        if unused := [name for name in OF_MUON if getattr(args, name) is not None]:
             raise ExclusiveOptionsError(
-                f"{' and '.join(given)} would have no effect without optimizer='muon'. Pass both or none.",
-                *(*given, "optimizer"),
+                f"{' and '.join(unused)} would have no effect without optimizer='muon'. Pass both or none.",
+                *(*unused, "optimizer"),
             )
         return
     name = str(getattr(args.optim, "value", args.optim))
@@ -284,10 +284,10 @@ def check_command(data: Any, args: Any) -> None:
         "samples_per_epoch": data.samples_per_epoch,
         "lanes": data.lanes,
     }
-    if given := [name for name, value in of_streams.items() if value and not data.streaming]:
-        names = " and ".join("several --dataset" if name == "dataset" else f"--{name}" for name in given)
+    if unused := [name for name, value in of_streams.items() if value and not data.streaming]:
+        names = " and ".join("several --dataset" if name == "dataset" else f"--{name}" for name in unused)
         raise ExclusiveOptionsError(
-            f"Only shards that are read with --streaming can have {names}.", *(*given, "streaming")
+            f"Only shards that are read with --streaming can have {names}.", *(*unused, "streaming")
         )
     check_replay(data, args)
     if args.cache_features is not None:
@@ -299,10 +299,10 @@ def check_replay(data: Any, args: Any) -> None:
     if data.replay_dataset:
         return
     names = ("replay_streaming", "replay_image_column", "replay_caption_column", "replay_share", "replay_as")
-    if given := [name for name in names if getattr(args if hasattr(args, name) else data, name)]:
+    if unused := [name for name in names if getattr(args if hasattr(args, name) else data, name)]:
         raise ExclusiveOptionsError(
-            f"{' and '.join(f'--{name}' for name in given)} had no effect without --replay_dataset. Pass it as well.",
-            *(*given, "replay_dataset"),
+            f"{' and '.join(f'--{name}' for name in unused)} had no effect without --replay_dataset. Pass it as well.",
+            *(*unused, "replay_dataset"),
         )
 
 
@@ -315,7 +315,7 @@ def _check_cached(data: Any, args: Any) -> None:
             "start's with --keep_features.",
             *("cache_features", "freeze"),
         )
-    for changes, name, *others in (
+    for changes, name, *dependents in (
         (data.streaming, "streaming"),
         (data.augmentation != "none", "augmentation"),
         (data.on_bad_sample == "skip", "on_bad_sample"),
@@ -329,7 +329,7 @@ def _check_cached(data: Any, args: Any) -> None:
             raise ExclusiveOptionsError(
                 f"cache_features computes what is frozen once for all epochs, which --{name} does not allow. Omit one "
                 "of both.",
-                *("cache_features", name, *others),
+                *("cache_features", name, *dependents),
             )
 
 

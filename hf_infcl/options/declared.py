@@ -77,17 +77,17 @@ def _fields(module: str, name: str) -> dict[str, tuple[Any, Any]]:
 
 
 def fields_read(module: str, name: str) -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
+    declared: dict[str, tuple[Any, Any]] = {}
     reader = _Reader(module)
     for node in _class(module, name).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            found[node.target.id] = reader.type_of(node.annotation), reader.value(node.value)
+            declared[node.target.id] = reader.type_of(node.annotation), reader.value(node.value)
         elif isinstance(node, (ast.Assign, ast.If)):
             # A default that depends on torch's release is assigned in a condition. Its last branch is for new ones.
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Assign) and isinstance(inner.value, ast.Constant):
                     reader.names[ast.unparse(inner.targets[0])] = inner.value.value
-    return found
+    return declared
 
 
 class _Reader:
@@ -140,10 +140,10 @@ class _Reader:
             case ast.Lambda(body=body):  # a default that each instance has for itself
                 return lambda: self.value(body)
             case ast.Call(func=function, args=[], keywords=options):
-                given: dict[str, Any] = {}
+                arguments: dict[str, Any] = {}
                 for option in options:
-                    given |= {option.arg: self.value(option.value)} if option.arg else self.value(option.value)
-                return self.value(function)(**given)
+                    arguments |= {option.arg: self.value(option.value)} if option.arg else self.value(option.value)
+                return self.value(function)(**arguments)
         raise NotImplementedError(f"{self._module} declares a field with {ast.unparse(node)}.")
 
     def _value_of(self, name: str) -> Any:
@@ -180,7 +180,7 @@ def _origin(node: ast.stmt, name: str, module: str) -> str | None:
 @cache
 def _source(module: str) -> ast.Module:
     package, *parts = module.split(".")
-    found = importlib.util.find_spec(package)
-    assert found is not None
-    assert found.origin is not None
-    return ast.parse(Path(found.origin).parent.joinpath(*parts).with_suffix(".py").read_text(encoding="utf-8"))
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse(Path(spec.origin).parent.joinpath(*parts).with_suffix(".py").read_text(encoding="utf-8"))

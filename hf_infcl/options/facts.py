@@ -38,8 +38,8 @@ def check_values(
             facts.within.check(name, value)
         if facts.needs and not is_default:
             needed, _, wanted = facts.needs.partition("=")
-            found = getattr(options, needed)
-            if (str(found) != wanted) if wanted else not found:
+            needed_value = getattr(options, needed)
+            if (str(needed_value) != wanted) if wanted else not needed_value:
                 message = f"{name}={value} has no effect without {facts.needs}. Pass both or none."
                 raise ExclusiveOptionsError(message, name, needed)
 
@@ -49,12 +49,12 @@ def changed_options(
 ) -> dict[str, Any]:
     """The values of those chosen options that do not have their default, by name; arguments as in `check_values`."""
     by = options if declared is None else declared
-    facts, found = facts_by_name(by), {}
+    facts, changed = facts_by_name(by), {}
     for one in fields(by):
         default = one.default if one.default_factory is MISSING else one.default_factory()
         if chosen(facts[one.name]) and (value := getattr(options, one.name)) != default:
-            found[one.name] = value
-    return found
+            changed[one.name] = value
+    return changed
 
 
 def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:

@@ -17,15 +17,15 @@ def parse_terms(metric: str) -> list[tuple[float, str]]:
     A metric alone is a sum of one term.
     """
     first, *rest = _SIGN.split(metric.strip())
-    found = []
+    terms = []
     for sign, term in [("+", first), *zip(rest[::2], rest[1::2], strict=True)]:
         parts = _WEIGHT.fullmatch(term)
         if parts is None:
             raise ValueError("metric_for_best_model is empty. Name a metric, or leave it out.")
         minus, weight, name = parts.groups()
         factor = float(weight or 1) * (-1 if minus else 1)
-        found.append((-factor if sign == "-" else factor, name.removeprefix("eval_")))
-    return found
+        terms.append((-factor if sign == "-" else factor, name.removeprefix("eval_")))
+    return terms
 
 
 def is_sum(metric: str | None) -> bool:

@@ -54,9 +54,9 @@ def set_named(option: str, value: str | Mapping[str, Any]) -> SetName:
         path, facts = _parted(value, known)
     if unknown := facts.keys() - set(known):
         raise ValueError(f"--{option} {path}: {_listed(unknown)} is unknown. A set here can have {_listed(known)}.")
-    found = SetName(path)
-    found.facts = {name: _read(f"--{option} {path}: {name}", name, fact) for name, fact in facts.items()}
-    return found
+    set_name = SetName(path)
+    set_name.facts = {name: _read(f"--{option} {path}: {name}", name, fact) for name, fact in facts.items()}
+    return set_name
 
 
 def _parted(value: str, known: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
@@ -103,6 +103,6 @@ def read_sets(namespace: argparse.Namespace) -> None:
             setattr(namespace, option, read if isinstance(value, list) else read[0])
 
 
-def facts_of(source: str, **others: object) -> dict[str, Any]:
-    """The facts that the name of a set states; where it states none, those that the options give."""
-    return others | dict(getattr(source, "facts", {}))
+def facts_of(source: str, **defaults: object) -> dict[str, Any]:
+    """The facts that the name of a set states; ``defaults``, where it states none."""
+    return defaults | dict(getattr(source, "facts", {}))

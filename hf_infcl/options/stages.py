@@ -34,13 +34,13 @@ def read_stages(
     """
     words = split_words(words)
     *earlier, last = [re.fullmatch(r"(\d+)(?::(0?\.\d+))?", word) for word in words] or [None]
-    shares = [float(found[2] or 0) if found else 0.0 for found in earlier]
+    shares = [float(stage[2] or 0) if stage else 0.0 for stage in earlier]
     if not earlier or last is None or last[2] or not all(shares) or sum(shares) >= 1:
         raise ValueError(
             f"{name} must be {of} and then the last one, which gets the rest, such as {example}, got "
             f"{' '.join(words) or 'nothing'}."
         )
-    numbers = tuple(int(found[1]) for found in (*earlier, last) if found)
+    numbers = tuple(int(stage[1]) for stage in (*earlier, last) if stage)
     if numbers[0] == 0 or any(later <= number for number, later in itertools.pairwise(numbers)):
         raise ValueError(f"{name} must have {least} that grow, got {' '.join(words)}.")
     return numbers, tuple(itertools.accumulate(shares))

@@ -63,16 +63,16 @@ def expanded(names: Iterable[str], folder: str | None = None) -> list[str]:
         ValueError: there is none of a name; the message has the nearest ones.
     """
     by_last = {name.rpartition("/")[2]: name for name in OF_CLIP_BENCHMARK}
-    found: list[str] = []
+    benchmarks: list[str] = []
     for name in names:
         if name in GROUPS:
-            found += GROUPS[name]
+            benchmarks += GROUPS[name]
         elif name in BENCHMARKS:
-            found.append(name)
+            benchmarks.append(name)
         elif name in by_last:
-            found.append(by_last[name])
+            benchmarks.append(by_last[name])
         elif _is_repository(name) if folder is None else Path(folder, folder_name(name)).is_dir():
-            found.append(name)
+            benchmarks.append(name)
         else:
             nearest = difflib.get_close_matches(name, [*GROUPS, *BENCHMARKS, *by_last], n=3, cutoff=0.5)
             known = ", ".join(OF_CLIP_BENCHMARK)
@@ -81,7 +81,7 @@ def expanded(names: Iterable[str], folder: str | None = None) -> list[str]:
                 f"There is no benchmark {name!r}. {hint} The groups are {', '.join(GROUPS)}. A set of your own is the "
                 f"folder {folder_name(name)!r} in --benchmark_folder, or a repository OWNER/NAME of the Hub."
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(benchmarks))
 
 
 def _is_repository(name: str) -> bool:

@@ -75,11 +75,11 @@ def benchmark_sets(
         ValueError: an unknown name, one whose metrics would have the names of another set's, or files that are missing
             or not as they should be; the message names the benchmark.
     """
-    found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
+    evaluation_sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name in expanded(names or (), folder):
         key = prefix + benchmark_key(name)
         try:
-            if key in found or key in _OTHER_SETS:
+            if key in evaluation_sets or key in _OTHER_SETS:
                 raise ValueError(
                     f"Its metrics would have the names eval_{key}_... of another set's. Measure both by two commands."
                 )
@@ -90,8 +90,8 @@ def benchmark_sets(
             raise ValueError(f"The benchmark {name}: {error}") from error
         dataset.name = f"the benchmark {name} ({files.dataset} at {files.revision[:23]})"
         dataset.benchmark = files
-        found[key] = dataset
-    return found
+        evaluation_sets[key] = dataset
+    return evaluation_sets
 
 
 def _make_set(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroShotDataset:

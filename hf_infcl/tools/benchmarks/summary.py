@@ -14,33 +14,33 @@ def scores(metrics: Mapping[str, float], sets: Mapping[str, ImageDataset]) -> di
 
     The metrics are named ``eval_{key}_...`` by the keys of the sets, some of which may be no benchmarks.
     """
-    found = {}
+    results = {}
     for key, dataset in sets.items():
         if (files := getattr(dataset, "benchmark", None)) is not None:
             names = MAIN_METRICS.get(files.name, SCORES[getattr(dataset, "kind", "pairs")])
             values = [metrics[f"eval_{key}_{name}"] for name in names]
             words = "mean recall@1" if len(names) > 1 else METRICS[names[0]].words
-            found[files.name] = words, sum(values) / len(values)
-    return found
+            results[files.name] = words, sum(values) / len(values)
+    return results
 
 
 def means_of_groups(
     metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], asked: Sequence[str] | None
 ) -> dict[str, float]:
     """``eval_mean_{group}``: the mean score of each group that was asked for."""
-    found = {name: value for name, (_, value) in scores(metrics, sets).items()}
+    values = {name: value for name, (_, value) in scores(metrics, sets).items()}
     groups = [name for name in dict.fromkeys(asked or ()) if name in GROUPS]
-    return {f"eval_mean_{benchmark_key(g)}": sum(found[n] for n in GROUPS[g]) / len(GROUPS[g]) for g in groups}
+    return {f"eval_mean_{benchmark_key(g)}": sum(values[n] for n in GROUPS[g]) / len(GROUPS[g]) for g in groups}
 
 
 def lines_of_scores(
     metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], asked: Sequence[str] | None
 ) -> Iterator[str]:
     """Lines with the main metric of each benchmark and the mean of each group, in per cent."""
-    found = scores(metrics, sets)
+    results = scores(metrics, sets)
     of_groups = {name.removeprefix("eval_"): v for name, v in means_of_groups(metrics, sets, asked).items()}
-    width = max((len(name) for name in (*found, *of_groups)), default=0)
-    for name, (words, value) in found.items():
+    width = max((len(name) for name in (*results, *of_groups)), default=0)
+    for name, (words, value) in results.items():
         yield f"{name:<{width}}  {100 * value:6.2f}%  {words}"
     for name, value in of_groups.items():
         yield f"{name:<{width}}  {100 * value:6.2f}%  mean of the scores above that belong to it"

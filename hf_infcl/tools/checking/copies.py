@@ -45,12 +45,12 @@ def copies(prints: list[Print]) -> np.ndarray:
         return np.empty((0, 2), dtype=np.int64)
     outlines = np.frombuffer(b"".join(p.outline for p in prints), dtype=np.uint8).reshape(len(prints), -1)
     colours = np.frombuffer(b"".join(p.colours for p in prints), dtype=np.uint8).reshape(len(prints), -1)
-    found = [
+    pairs = [
         np.stack((same[first], same[second]), axis=1)
         for same in _in_one_band(outlines)
         for first, second in _alike(outlines[same], colours[same])
     ]
-    return np.unique(np.concatenate(found), axis=0) if found else np.empty((0, 2), dtype=np.int64)
+    return np.unique(np.concatenate(pairs), axis=0) if pairs else np.empty((0, 2), dtype=np.int64)
 
 
 def _in_one_band(outlines: np.ndarray) -> Iterator[np.ndarray]:

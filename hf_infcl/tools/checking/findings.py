@@ -37,10 +37,10 @@ def findings_of_set(
     facts: SetFacts, *, pair_id_column: str | None = None, caption_column: str = "caption", skips_bad: bool = False
 ) -> list[Finding]:
     """What is wrong with one set; ``skips_bad`` if the training leaves bad pairs out (``on_bad_sample="skip"``)."""
-    found = [*_of_faults(facts, skips_bad), *_of_captions(facts, pair_id_column, caption_column), *_of_copies(facts)]
+    findings = [*_of_faults(facts, skips_bad), *_of_captions(facts, pair_id_column, caption_column), *_of_copies(facts)]
     if facts.one_embedding:
-        found.append(Finding("one_embedding", facts.one_embedding, spoils=True))
-    return sorted(found, key=lambda finding: not finding.spoils)
+        findings.append(Finding("one_embedding", facts.one_embedding, spoils=True))
+    return sorted(findings, key=lambda finding: not finding.spoils)
 
 
 def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
@@ -67,8 +67,8 @@ def _of_captions(facts: SetFacts, pair_id_column: str | None, caption_column: st
         yield Finding("same_caption", f"{what} Name the column of the captions.", spoils=True)
     if not facts.is_trained or pair_id_column is not None:
         return
-    times = Counter(number for own in facts.caption_ids.values() for number in own)
-    rows = tuple(name for name, own in facts.caption_ids.items() if any(times[number] > 1 for number in own))
+    times = Counter(number for ids in facts.caption_ids.values() for number in ids)
+    rows = tuple(name for name, ids in facts.caption_ids.items() if any(times[number] > 1 for number in ids))
     if len(rows) > REPEATED * captioned:
         yield Finding(
             "repeated_captions",
@@ -99,8 +99,8 @@ def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list
     """
     if not ceilings or min(ceilings.values()) == 1:
         return []
-    images = Counter(number for own in facts.seen.values() for number in {*own})
-    rows = tuple(name for name, own in facts.seen.items() if any(images[number] > 1 for number in own))
+    images = Counter(number for ids in facts.seen.values() for number in {*ids})
+    rows = tuple(name for name, ids in facts.seen.items() if any(images[number] > 1 for number in ids))
     highest = " or ".join(f"{name} of {value:.2%}" for name, value in ceilings.items())
     among = "" if facts.is_whole else " among those that were read"
     text = (

@@ -34,13 +34,13 @@ def shared_images(trained: ImageDataset, evaluated: ImageDataset) -> tuple[int, 
     occurs are read and hashed. Remote images and copies in another format or size are not found.
 
     Returns:
-        The number found, and the number looked for.
+        The number of shared images, and the number looked for.
     """
     looked_for = dict(_sizes(evaluated, _SAMPLED))
     sizes = set(looked_for.values())
     wanted = {digest for row in looked_for if (digest := _digest(evaluated, row))}
-    found = {_digest(trained, row) for row, size in _sizes(trained, _TRAINED) if size in sizes}
-    return len(wanted & found), len(wanted)
+    digests = {_digest(trained, row) for row, size in _sizes(trained, _TRAINED) if size in sizes}
+    return len(wanted & digests), len(wanted)
 
 
 def _sizes(dataset: ImageDataset, most: int) -> Iterator[tuple[int, int]]:

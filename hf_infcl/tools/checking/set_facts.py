@@ -106,11 +106,11 @@ class SetFacts:
     def captions_by_row(self) -> tuple[list[int], list[int]]:
         """What the model sees of each caption of a table (`Caption.seen`), in the order of its rows; and their rows."""
         seen = [self.seen[name] for name in sorted(self.seen, key=int)]
-        return [i for own in seen for i in own], [row for row, own in enumerate(seen) for _ in own]
+        return [i for ids in seen for i in ids], [row for row, ids in enumerate(seen) for _ in ids]
 
     def most_common_caption(self) -> tuple[str, int]:
         """The caption that most pairs have, and their number."""
-        counts = Counter(number for own in self.caption_ids.values() for number in own)
+        counts = Counter(number for ids in self.caption_ids.values() for number in ids)
         ((number, count),) = counts.most_common(1) or [(0, 0)]
         return self.texts.get(number, ""), count
 

@@ -54,7 +54,7 @@ def _run(command: str | None, words: list[str]) -> None:
     if command not in COMMANDS:
         raise ValueError(f"The command must be one of {', '.join(COMMANDS)}, got {command!r}.")
     reader = PARSERS[command]()
-    namespace, given = reader.read(words)
+    namespace, user_options = reader.read(words)
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from ... import training  # noqa: F401  # first, as its error names a torchvision that does not fit
     from .launched import fit_workers, warn_once
@@ -62,7 +62,7 @@ def _run(command: str | None, words: list[str]) -> None:
     warn_once()
     fit_workers(namespace, reader.file_of("dataloader_num_workers"))
     module = importlib.import_module(f".{command}", __name__)
-    getattr(module, command)(reader, namespace, given)
+    getattr(module, command)(reader, namespace, user_options)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
-def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Writes the averaged model and its card; with sets to measure it on, the results and a picture of all averages."""
     options, columns, evaluation, guards, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
@@ -100,7 +100,7 @@ def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
         return measured_at(alpha, trainer.evaluate(), list(gains), list(halves[0]))
 
     with mistakes_in_one_line(parser.prog, of_libraries=False):
-        found = find_average(
+        averaged = find_average(
             moving.move,
             measure if sets else None,
             alpha=alpha,
@@ -114,12 +114,12 @@ def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
         moving.processor.save_pretrained(folder)
         collator = ContrastiveCollator.for_model(moving.processor, moving.model.config)
         write_sentence_files(folder, moving.model.config.model_type, moving.processor, **collator.text_options)
-        write_averages(folder, found, namespace.start, namespace.end)
+        write_averages(folder, averaged, namespace.start, namespace.end)
         adapted = has_adapters(moving.model)
         loaded = moving.model.get_base_model() if adapted else moving.model
         average_card(
             folder,
-            found,
+            averaged,
             namespace.start,
             namespace.end,
             model_class=type(loaded).__name__,
@@ -127,9 +127,9 @@ def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
             evaluations=describe_evaluations(evaluation, guards, gains | halves[0]),
         ).save(folder / "README.md")  # in the place of peft's
         lines = (
-            *described(found),
-            f"The average at alpha {found.alpha:g}, with its card (README.md), is in {folder}.",
-            not_trained(found),
+            *described(averaged),
+            f"The average at alpha {averaged.alpha:g}, with its card (README.md), is in {folder}.",
+            not_trained(averaged),
         )
         print(*filter(None, lines), sep="\n")
     if trainer is not None:

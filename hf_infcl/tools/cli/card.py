@@ -12,7 +12,7 @@ from ..publishing.facts import TrainingFacts
 from .launched import mistakes_in_one_line
 
 
-def card(parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: set[str]) -> None:
+def card(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Writes the card, and the curves if the folder has the log of the training."""
     folder = namespace.folder
     with mistakes_in_one_line(parser.prog, of_libraries=False):

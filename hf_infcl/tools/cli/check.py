@@ -50,17 +50,17 @@ SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, an
 TOLD_BY_TRAINER = ("cut", "repeated_captions")
 
 
-def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Prints facts and findings of all sets, and writes the contact sheet and all findings into --output_dir."""
-    options, model_options, _, data, columns, evaluation, keep, args = parser.build(namespace, given, computes=False)
+    options, of_model, _, data, columns, evaluation, keep, args = parser.build(namespace, user_options, computes=False)
     if args.world_size > 1:
         parser.error("The check reads with the workers of one process. Start it without a launcher.")
     samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
     if samples == 0:
         parser.error("--check_samples must be at least 1, got 0.")
-    workers = args.dataloader_num_workers if "dataloader_num_workers" in given else cores()
+    workers = args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        config, processor = load_readers(model_options.model, model_options.open_clip_model, model_options.tokenizer)
+        config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
         config = config_for_images(config, args.image_size)
         if (sizes := args.image_sizes()) is not None:
             check_sizes_of_config(config.vision_config, sizes.sizes)
@@ -85,7 +85,7 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             findings = findings_of_ledger(ledger, options.ledger) + findings
         if not facts.is_trained:
             trained = [one for one, _ in results.values() if one.is_trained]
-            findings = [found for one in trained for found in findings_of_overlap(one, facts)] + findings
+            findings = [finding for one in trained for finding in findings_of_overlap(one, facts)] + findings
             if getattr(dataset, "kind", "pairs") == "pairs":
                 findings += findings_of_ceilings(facts, reachable_recalls(facts))
         results[key] = facts, findings
@@ -139,8 +139,8 @@ def find_in_set(dataset: object, facts: SetFacts, data: DataOptions) -> list[Fin
 def reachable_recalls(facts: SetFacts) -> dict[str, float]:
     """The highest recalls at 1 that a model can reach on the pairs of a table that were read."""
     ids, rows = map(torch.tensor, facts.captions_by_row())
-    found = recall_ceilings(ids, rows, len(facts.seen), [1]) if facts.seen else {}
-    return {name.removesuffix(CEILING): value for name, value in found.items()}
+    ceilings = recall_ceilings(ids, rows, len(facts.seen), [1]) if facts.seen else {}
+    return {name.removesuffix(CEILING): value for name, value in ceilings.items()}
 
 
 def predict_workers(config: PretrainedConfig, args: InfCLTrainingArguments, facts: SetFacts) -> tuple[str, list[str]]:
@@ -196,7 +196,7 @@ def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStre
     looker = Looker(collator, trainer.dual_encoder.vocabulary, trainer.dual_encoder.pooling)
     limits = make_limits(trainer.dual_encoder.model.config, collator)
     facts = read_facts(TRAINED, plain, looker, limits, samples, 0, show=False)
-    found = [finding for finding in find_in_set(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]
+    findings = [finding for finding in find_in_set(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]
     yield f"{facts.looks:,} pairs of the training set were checked. `infcl check` reads more, with the same options."
-    if found:
-        yield from finding_lines(found)
+    if findings:
+        yield from finding_lines(findings)

@@ -14,7 +14,7 @@ from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
 
 
-def compare(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+def compare(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Measures both models, prints a table and writes compare_results.json and compare.png into --output_dir."""
     if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
         parser.error("There is nothing to compare on. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
@@ -46,12 +46,12 @@ def compare(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
             trainer.evaluate()
         results.append(trainer.found)
     if trainer.is_world_process_zero():
-        found = {key: comparison(s, *(one[f"eval_{key}"] for one in results)) for key, s in datasets.items()}
+        comparisons = {key: comparison(s, *(one[f"eval_{key}"] for one in results)) for key, s in datasets.items()}
         first, second = (name if one.dims is None else f"{name}, {one.dims} dimensions" for name, one in models)
-        write_comparison(args.output_dir, found, first, second)
+        write_comparison(args.output_dir, comparisons, first, second)
         print(
             f"first: {first}\nsecond: {second}",
-            *lines_of_comparison(found),
+            *lines_of_comparison(comparisons),
             f"All results are in {args.output_dir}.",
             sep="\n",
         )

@@ -8,7 +8,7 @@ from ...conversion import convert as converted
 from .launched import mistakes_in_one_line
 
 
-def convert(parser: argparse.ArgumentParser, namespace: argparse.Namespace, given: set[str]) -> None:
+def convert(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Converts, and prints what was written and how it compares."""
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         for sentence in converted(**vars(namespace)):

@@ -122,8 +122,8 @@ def mixture_weights(data: DataOptions) -> list[float] | None:
 
 def _check_alike(option: str, sources: Sequence[str]) -> None:
     """Raises a ValueError if sets that are read as one stream have different facts, except for their weights."""
-    first, *others = [{k: v for k, v in facts_of(source).items() if k != "weight"} for source in sources]
-    for other in others:
+    first, *rest = [{k: v for k, v in facts_of(source).items() if k != "weight"} for source in sources]
+    for other in rest:
         if other != first:
             raise ValueError(
                 f"The sets of --{option} are streamed as one and read alike, but one states {first} and another "
@@ -140,8 +140,8 @@ def _facts(source: str, options: object, of: str) -> dict[str, Any]:
 def _ids(facts: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str | None:
     """The column of pair ids that a set states, or else the training's, which may be the column of captions."""
     ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
-    found: str | None = facts.get("pair_id_column", ids)
-    return found
+    column: str | None = facts.get("pair_id_column", ids)
+    return column
 
 
 def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
@@ -194,7 +194,7 @@ def guard_datasets(
         data: the training data, which must not be taken for a guard; None without a training.
         half: 0 or 1 for one of the `hf_infcl.checkpoints.average_search.halves` of each set; None for all rows.
     """
-    found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
+    sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
         with _named("guard_dataset", source) as shown:
             facts = _facts(source, guards, "guard")
@@ -203,12 +203,12 @@ def guard_datasets(
             captions = find_caption_column(rows.features, facts["caption_column"] or columns.caption_column)
             labels = find_label_column(rows.features, evaluation.label_column)
             if facts.keys() & set(_CLASSES) or (captions not in rows.column_names and labels in rows.column_names):
-                found[name] = _labelled(rows, "guard", facts, columns, evaluation)
+                sets[name] = _labelled(rows, "guard", facts, columns, evaluation)
             else:
-                found[name] = _pairs(rows, "guard", facts, columns)
-            _with_name(found[name], shown)
+                sets[name] = _pairs(rows, "guard", facts, columns)
+            _with_name(sets[name], shown)
     chosen = None if half is None else lambda rows: halves(rows)[half]
-    return found | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
+    return sets | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
 
 
 def evaluation_datasets(
@@ -219,18 +219,18 @@ def evaluation_datasets(
     A set that does not have the columns of the training set is read by its usual ones. No set may be that of the
     training ``data``, if there is one.
     """
-    found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
+    sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:
         with _named("eval_dataset", options.eval_dataset) as shown:
             facts = _facts(options.eval_dataset, options, "eval")
             rows = _rows(options.eval_dataset, facts, columns, data)
-            found["pairs"] = _with_name(_pairs(rows, "eval", facts, columns), shown)
+            sets["pairs"] = _with_name(_pairs(rows, "eval", facts, columns), shown)
     if options.zero_shot_dataset:
         with _named("zero_shot_dataset", options.zero_shot_dataset) as shown:
             facts = {"class_names": options.class_names} | _facts(options.zero_shot_dataset, options, "zero_shot")
             rows = _rows(options.zero_shot_dataset, facts, columns, data)
-            found["zero_shot"] = _with_name(_labelled(rows, "zero_shot", facts, columns, options), shown)
-    return found | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
+            sets["zero_shot"] = _with_name(_labelled(rows, "zero_shot", facts, columns, options), shown)
+    return sets | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
 def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Iterator[str]:

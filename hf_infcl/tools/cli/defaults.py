@@ -27,7 +27,7 @@ from .command_options import DataOptions
 from .datasets import guard_names
 
 
-def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
+def intervals(namespace: argparse.Namespace, user_options: set[str]) -> dict[str, Any]:
     """Chooses the intervals of logging, saving and evaluating that the user did not give.
 
     Trainer's defaults of 500 steps suit many small steps, but a run with large batches may have only 50. Such a run
@@ -37,29 +37,29 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     limited = namespace.max_steps > 0
     tenth, hundredth = (math.ceil(namespace.max_steps / n) if limited else 1 / n for n in (10, 100))
     chosen: dict[str, Any] = {}
-    if not given & {"logging_steps", "logging_strategy"}:
+    if not user_options & {"logging_steps", "logging_strategy"}:
         chosen["logging_steps"] = hundredth
-    steps = next((getattr(namespace, name) for name in ("save_steps", "eval_steps") if name in given), None)
+    steps = next((getattr(namespace, name) for name in ("save_steps", "eval_steps") if name in user_options), None)
     if steps is None and limited:
         steps = tenth
-    own = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
-    evaluated = own or namespace.eval_benchmark or namespace.guard_benchmark
+    sets = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
+    evaluated = sets or namespace.eval_benchmark or namespace.guard_benchmark
     for what, wanted in (("save", True), ("eval", evaluated)):
         strategy = getattr(namespace, f"{what}_strategy")
-        if wanted and f"{what}_strategy" not in given:
+        if wanted and f"{what}_strategy" not in user_options:
             strategy = chosen[f"{what}_strategy"] = "epoch" if steps is None else "steps"
-        if strategy == "steps" and f"{what}_steps" not in given:
+        if strategy == "steps" and f"{what}_steps" not in user_options:
             chosen[f"{what}_steps"] = steps or tenth
-    if namespace.save_strategy != "no" and "save_total_limit" not in given:
+    if (saves := namespace.save_strategy != "no") and "save_total_limit" not in user_options:
         chosen["save_total_limit"] = 3
-    if evaluated and "eval_on_start" not in given:
+    if evaluated and "eval_on_start" not in user_options:
         chosen["eval_on_start"] = True  # so that the card tells what the training has changed
-    if namespace.early_stopping_patience and namespace.save_strategy != "no" and "load_best_model_at_end" not in given:
+    if saves and namespace.early_stopping_patience and "load_best_model_at_end" not in user_options:
         chosen["load_best_model_at_end"] = True
-    if use_of_metric(namespace) and (own or not evaluated) and "metric_for_best_model" not in given:
+    if use_of_metric(namespace) and (sets or not evaluated) and "metric_for_best_model" not in user_options:
         name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
         chosen["metric_for_best_model"] = f"{name}_{next(iter(metrics_of_kind(kind)))}"
-    if "logging_steps" in chosen and "logging_first_step" not in given:
+    if "logging_steps" in chosen and "logging_first_step" not in user_options:
         chosen["logging_first_step"] = True  # and the last, see `hf_infcl.training.loop_events.is_logged`
     return chosen
 

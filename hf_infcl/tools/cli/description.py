@@ -124,7 +124,7 @@ def describe_evaluations(
 ) -> list[Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""
     sources = iter(guards.guard_dataset or [])
-    found = []
+    entries = []
     for key, dataset in datasets.items():
         split: str | None
         revision = None
@@ -141,5 +141,5 @@ def describe_evaluations(
         if isinstance(dataset, ZeroShotDataset):
             prompts = {"templates": dataset.templates, "class_names": dataset.class_names}
         split = dataset.split or split or "test"
-        found.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision, **prompts))
-    return found
+        entries.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision, **prompts))
+    return entries

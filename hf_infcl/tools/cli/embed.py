@@ -23,7 +23,7 @@ from .parser import Parser
 _OF_FILE = {"bf16", "use_cpu", "per_device_eval_batch_size", "dataloader_num_workers", "seed", "data_seed"}
 
 
-def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Embeds the data, and prints what was written."""
     if namespace.data is None:
         if namespace.dataset is None:
@@ -33,7 +33,7 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         if not parser.typed("output_dir") and len(folders) != 1:
             parser.error("Name the folder for the embeddings with --output_dir, or with --teacher_embeddings.")
         namespace.output_dir = namespace.output_dir if parser.typed("output_dir") else folders[0]
-        namespace.format = namespace.format if "format" in given else "npy"
+        namespace.format = namespace.format if "format" in user_options else "npy"
     options, _, _, data, columns, _, _, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
@@ -44,16 +44,16 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         else:
             if options.views is not None:
                 raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
-            own = facts_of(namespace.data, split=data.split, name=None, **columns.of_pairs)
-            stated = sorted(given | getattr(namespace.data, "facts", {}).keys())
+            facts = facts_of(namespace.data, split=data.split, name=None, **columns.of_pairs)
+            stated = sorted(user_options | getattr(namespace.data, "facts", {}).keys())
             source = make_source(
                 namespace.data,
-                own["image_column"],
-                own["caption_column"],
+                facts["image_column"],
+                facts["caption_column"],
                 options.key_column,
                 stated,
-                split=own["split"],
-                name=own["name"],
+                split=facts["split"],
+                name=facts["name"],
                 streaming=data.streaming,
                 on_bad_sample=data.on_bad_sample,
             )
@@ -68,7 +68,7 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     counts: dict[str, int] = {}
     for name, source in sources.items():
         with mistakes_in_one_line(parser.prog, of_libraries=False):
-            found = embedded(
+            source_counts = embedded(
                 source,
                 Path(args.output_dir, name),
                 trainer.dual_encoder,
@@ -83,7 +83,7 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
                 num_workers=args.dataloader_num_workers,
                 pin_memory=args.dataloader_pin_memory,
             )
-        counts = {kind: counts.get(kind, 0) + count for kind, count in found.items()}
+        counts = {kind: counts.get(kind, 0) + count for kind, count in source_counts.items()}
     if trainer.is_world_process_zero():
         skipped = f"; {counts['skipped']:,} rows were left out" if counts["skipped"] else ""
         use = f" `infcl train --teacher_embeddings {args.output_dir}` reads them." if namespace.data is None else ""

@@ -17,7 +17,7 @@ from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
 
 
-def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Measures a checkpoint, prints a table and writes eval_results.json into --output_dir."""
     if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
         parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")

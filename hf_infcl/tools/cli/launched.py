@@ -105,8 +105,8 @@ def warn_once() -> None:
         return
 
     def is_of_this_process(record: logging.LogRecord) -> bool:
-        own = not record.name.startswith("hf_infcl.") or record.name.startswith(_OF_ONE_PROCESS)
-        return own or record.levelno > logging.WARNING
+        may_differ = not record.name.startswith("hf_infcl.") or record.name.startswith(_OF_ONE_PROCESS)
+        return may_differ or record.levelno > logging.WARNING
 
     warnings.simplefilter("ignore")
     for handler in (logging.lastResort, *logging.root.handlers):

@@ -220,14 +220,14 @@ class Parser(HfArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but says what a word without an option could have been."""
-        found, left = self.parse_known_args(args, namespace)
+        parsed, left = self.parse_known_args(args, namespace)
         if left:
             may = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in self._places.items())
             self.error(
                 f"{' '.join(map(repr, left))} belongs to no option. "
                 + (f"Before the options stand {may}" if may else "Every value follows its option: --NAME VALUE.")
             )
-        return found
+        return parsed
 
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
         """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
@@ -280,7 +280,7 @@ class Parser(HfArgumentParser):
         return {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
 
     def build(
-        self, namespace: argparse.Namespace, given: set[str] | None = None, *, computes: bool = True
+        self, namespace: argparse.Namespace, user_options: set[str] | None = None, *, computes: bool = True
     ) -> tuple[Any, ...]:
         """The dataclasses, then InfCLTrainingArguments; an option that one of them refuses ends the program.
 
@@ -288,20 +288,20 @@ class Parser(HfArgumentParser):
 
         Args:
             namespace: all options; those that give way are changed in place.
-            given: for a training: the names of the options that the user has set. `intervals` chooses the rest, and
-                names that give way are removed.
+            user_options: for a training: the names of the options that the user has set. `intervals` chooses the
+                rest, and names that give way are removed.
             computes: whether anything is trained or evaluated. If not, options that only concern the machine that does
                 so have no effect.
         """
         from ...options.declaring import ExclusiveOptionsError
 
-        self.settle(namespace, given)
+        self.settle(namespace, user_options)
         try:
             while True:
                 try:
-                    return self._built(namespace, given, computes)
+                    return self._built(namespace, user_options, computes)
                 except ExclusiveOptionsError as error:  # noqa: PERF203
-                    if not self._give_way(error.options, namespace, given):
+                    if not self._give_way(error.options, namespace, user_options):
                         raise
         except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
             self.error(str(error))
@@ -310,23 +310,23 @@ class Parser(HfArgumentParser):
                 raise
             self.error(message)
 
-    def settle(self, namespace: argparse.Namespace, given: set[str] | None) -> None:
+    def settle(self, namespace: argparse.Namespace, user_options: set[str] | None) -> None:
         """Leaves out what the file says where an option of the command line decides in its place, as for `build`."""
         from ...options.combinations import DECIDED_BY  # importing torch takes seconds
 
         for option, values, other in DECIDED_BY:
             applies = self._typed.get(option) == option and (not values or getattr(namespace, option) in values)
             if applies and getattr(namespace, other, None) not in ("steps", self.get_default(other)):
-                self._give_way((other, option), namespace, given)
+                self._give_way((other, option), namespace, user_options)
         if all(self.typed(name) for name in DIVISION):  # one of them divides the batch of the file
-            self._give_way(("global_batch_size", *DIVISION), namespace, given)
+            self._give_way(("global_batch_size", *DIVISION), namespace, user_options)
 
-    def _built(self, namespace: argparse.Namespace, given: set[str] | None, computes: bool) -> tuple[Any, ...]:
+    def _built(self, namespace: argparse.Namespace, user_options: set[str] | None, computes: bool) -> tuple[Any, ...]:
         from ...options.arguments import InfCLTrainingArguments
         from .defaults import check_best_metric, check_training, intervals
 
-        values = vars(namespace) | ({} if given is None else intervals(namespace, given))
-        if given is not None:
+        values = vars(namespace) | ({} if user_options is None else intervals(namespace, user_options))
+        if user_options is not None:
             check_best_metric(argparse.Namespace(**values))
         values |= {} if computes else OF_COMPUTING
         built = [
@@ -334,12 +334,12 @@ class Parser(HfArgumentParser):
             for options, declared in zip((*self._declared[:-1], InfCLTrainingArguments), self._declared, strict=True)
         ]
         built[-1].torch_compile = built[-1].torch_compile or namespace.torch_compile  # for predictions of time
-        if given is not None:
+        if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
             check_training(data, evaluation, keep, args, of_optimizer=computes and "optim" in self._typed)
         return tuple(built)
 
-    def _give_way(self, options: Sequence[str], namespace: argparse.Namespace, given: set[str] | None) -> bool:
+    def _give_way(self, options: Sequence[str], namespace: argparse.Namespace, user_options: set[str] | None) -> bool:
         """Leaves the first of these options out that only the file sets, if the command line decides about another."""
         deciding = dict.fromkeys(self._typed[name] for name in options if name in self._typed)
         name = next((name for name in options if name in self._of_file), None)
@@ -351,8 +351,8 @@ class Parser(HfArgumentParser):
         setattr(namespace, name, self.get_default(name))
         self._of_file.discard(name)
         self._typed[name] = next(iter(deciding))
-        if given is not None:
-            given.discard(name)
+        if user_options is not None:
+            user_options.discard(name)
         return True
 
     @cached_property
@@ -370,20 +370,20 @@ class Parser(HfArgumentParser):
             return words
         reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         reader.add_argument("--recipe", nargs="?", const="")
-        found, others = reader.parse_known_args(words)
-        if found.recipe is None:
+        args, rest = reader.parse_known_args(words)
+        if args.recipe is None:
             return words
-        if found.recipe not in RECIPES:
+        if args.recipe not in RECIPES:
             raise ValueError(
-                f"There is no recipe {found.recipe!r}. The recipes are {', '.join(RECIPES)}. A file of your own is the "
+                f"There is no recipe {args.recipe!r}. The recipes are {', '.join(RECIPES)}. A file of your own is the "
                 "first word of the command, without --recipe."
             )
-        if others and others[0].endswith(FILES):
+        if rest and rest[0].endswith(FILES):
             raise ValueError(
-                f"--recipe {found.recipe} and {others[0]} are both files of options, and a command takes one. Write "
+                f"--recipe {args.recipe} and {rest[0]} are both files of options, and a command takes one. Write "
                 "the options of the other on the command line."
             )
-        return [str(RECIPES[found.recipe]), *others]
+        return [str(RECIPES[args.recipe]), *rest]
 
     def _known(self, name: str) -> str:
         if name in self._kinds:

@@ -20,13 +20,13 @@ from .launched import mistakes_in_one_line
 from .parser import Parser
 
 
-def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+def plan(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Prints the memory, the time and the options of a training."""
-    parser.settle(namespace, given)
+    parser.settle(namespace, user_options)
     asked, namespace.texts_at_once = namespace.texts_at_once, None  # whose windows the plan may have to choose
     namespace.global_batch = namespace.global_batch or namespace.global_batch_size
     namespace.global_batch_size = None  # which is of --gpus, not of this process
-    parser.build(namespace, given, computes=False)
+    parser.build(namespace, user_options, computes=False)
     namespace.texts_at_once = asked
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_options(namespace)
@@ -35,8 +35,8 @@ def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None
         # A model of more positions than usual may have a tokenizer that states fewer, and reads all only if it is told.
         if tokens is not None and longest is not None and tokens >= longest + (longest > MOST_TOKENS):
             raise ValueError(f"max_text_tokens must be less than the {longest} tokens of the model, got {tokens}.")
-        planner = Planner(namespace, given, config)
-        in_words = "num_train_epochs" in given and "epochs" not in given
+        planner = Planner(namespace, user_options, config)
+        in_words = "num_train_epochs" in user_options and "epochs" not in user_options
         epochs = namespace.num_train_epochs if in_words else namespace.epochs
         has_adapters = base_of_adapters(namespace.model) is not None
         answer = choose_answer(vars(namespace), pairs=namespace.dataset_size or namespace.samples_per_epoch)

@@ -13,7 +13,7 @@ from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
 
 
-def score(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Scores the pairs, and tells how many are wrong."""
     options, columns, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)

@@ -47,10 +47,10 @@ from .parser import Parser
 
 
 @record  # so the launcher's last lines are the error of the process that failed first
-def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
-    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, given)
-    vars(namespace).update(chosen := intervals(namespace, given))
+    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
+    vars(namespace).update(chosen := intervals(namespace, user_options))
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         alpha = check_average(keep, evaluation, args)
@@ -167,23 +167,23 @@ def save_results(
     if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
         trainer.save_metrics("train", metrics)
     trainer.save_model(_internal_call=True)  # without a push, which has to include the results
-    found = None
+    saved = None
     if average is not None:
-        found = average.find()
+        saved = average.find()
         trainer.save_model(_internal_call=True)
         if trainer.is_world_process_zero():
             end, folder = checkpoint_of_end(trainer), Path(str(trainer.args.output_dir))
-            write_averages(folder, found, start, str(end))
-            print(*described(found), f"The average at alpha {found.alpha:g} is saved; the end is {end}.", sep="\n")
+            write_averages(folder, saved, start, str(end))
+            print(*described(saved), f"The average at alpha {saved.alpha:g} is saved; the end is {end}.", sep="\n")
     if eval_datasets:
-        others = trainer.args.load_best_model_at_end or average is not None  # weights than those of the last step
-        measured = {} if others else measured_last(trainer.state, eval_datasets)
+        has_other_weights = trainer.args.load_best_model_at_end or average is not None  # than those of the last step
+        measured = {} if has_other_weights else measured_last(trainer.state, eval_datasets)
         measured = measured or trainer.evaluate()
         trainer.save_metrics(
             "eval", measured | what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
         )
     trainer.save_state()
-    return found
+    return saved
 
 
 def tell_places(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:

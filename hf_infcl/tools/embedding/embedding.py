@@ -156,7 +156,7 @@ def _encoded(
             items["images"] += [(item["row"], item["key"], None, place) for item in kept for place in item["images"]]
         if texts is not None:
             items["texts"] += [(item["row"], item["key"], c, item["place"]) for item in kept for c in item["caption"]]
-    found = {}
+    rows = {}
     for kind, described in items.items():
         values = torch.cat(vectors[kind]).cpu().numpy() if described else np.empty((0, 1), np.float32)
         if (wrong := ~np.isfinite(values).all(1)).any():
@@ -170,8 +170,8 @@ def _encoded(
         keys = [described[number][1] for number in order]
         captions = [described[number][2] or "" for number in order] if kind == "texts" else None
         places = [described[number][3] for number in order]
-        found[kind] = Rows(keys, captions, values[order] if order else values, places)
-    return found
+        rows[kind] = Rows(keys, captions, values[order] if order else values, places)
+    return rows
 
 
 def _of_length_1(embeddings: Tensor) -> Tensor:

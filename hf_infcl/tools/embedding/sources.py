@@ -158,8 +158,8 @@ def table_source(
     if key_column is not None and "key_column" in named:
         _check_column("key_column", key_column, table.column_names)
     images, captions = found_columns(table.features, image_column, caption_column, named)
-    others = {"caption_column": captions, "key_column": key_column}
-    dataset = ImageDataset(table, images, others) if images else None
+    columns = {"caption_column": captions, "key_column": key_column}
+    dataset = ImageDataset(table, images, columns) if images else None
     return TableSource(table, dataset, captions, key_column, folder=folder, skips=skips)
 
 
@@ -215,8 +215,8 @@ class TableSource(Dataset[Item]):
 
     def described(self) -> dict[str, Any]:
         captions = self._captions if self._caption_column else None
-        found = described_table(len(self), None if self._images is None else self._images.encoded, captions)
-        return found | _of_views(self._images, self._views)
+        description = described_table(len(self), None if self._images is None else self._images.encoded, captions)
+        return description | _of_views(self._images, self._views)
 
     def _captions(self, row: int) -> list[str]:
         return usable_captions(self._texts[row][self._caption_column])

@@ -43,18 +43,18 @@ class PlannedStage(NamedTuple):
 
 
 def model_options(options: Options, **changes: Any) -> dict[str, Any]:
-    """The arguments of `count` for the last steps of a training, which need the most memory; changes are of others."""
-    found = {name: getattr(options, name) for name in (*MODEL_CHANGES, "max_text_tokens", "image_size")}
-    return found | ({"patch_dropout": None} if options.full_tokens_last else {}) | changes
+    """The arguments of `count` for the last steps of a training, which need the most memory, with ``changes``."""
+    arguments = {name: getattr(options, name) for name in (*MODEL_CHANGES, "max_text_tokens", "image_size")}
+    return arguments | ({"patch_dropout": None} if options.full_tokens_last else {}) | changes
 
 
 def planned_options(options: Options) -> dict[str, Any]:
     """The options of a training that `Choice.options` holds."""
-    found = changed_options(options, lambda facts: facts.plans, training_options())
-    if (texts := found.pop("texts_at_once", "auto")) not in ("auto", "1"):
-        found["texts_at_once"] = int(texts)
-    others = (*OF_CHOICE, *CHECKPOINTING, "global_batch_size")
-    return {name: value for name, value in found.items() if name not in others}
+    settings = changed_options(options, lambda facts: facts.plans, training_options())
+    if (texts := settings.pop("texts_at_once", "auto")) not in ("auto", "1"):
+        settings["texts_at_once"] = int(texts)
+    choice_fields = (*OF_CHOICE, *CHECKPOINTING, "global_batch_size")
+    return {name: value for name, value in settings.items() if name not in choice_fields}
 
 
 def make_choice(args: Any) -> Choice:
@@ -114,7 +114,7 @@ class Planner:
 
     Args:
         options: of `infcl plan`, which include all options of the training.
-        given: the names of the options that the user has set.
+        user_options: the names of the options that the user has set.
         config: of the model.
 
     Attributes:
@@ -132,19 +132,19 @@ class Planner:
         ValueError: the options contradict each other, or nothing fits into memory.
     """
 
-    def __init__(self, options: argparse.Namespace, given: Collection[str], config: PretrainedConfig) -> None:
+    def __init__(self, options: argparse.Namespace, user_options: Collection[str], config: PretrainedConfig) -> None:
         self.options, self._config, self.gpu = options, config, GPUS[options.gpu]
         self.memory_gib: float = options.gpu_memory or self.gpu.memory_gib
         sharded = bool(options.fsdp or options.deepspeed)
-        self.is_divided = sharded or any(name in given for name in DIVISION)
-        factors = [getattr(options, name) if name in given else None for name in DIVISION]
+        self.is_divided = sharded or any(name in user_options for name in DIVISION)
+        factors = [getattr(options, name) if name in user_options else None for name in DIVISION]
         self.start, self._sizes = self._divide(*factors)
         is_single = self.is_divided and self.start.gradient_accumulation_steps == 1 and len(self._growth.sizes) == 1
         tries: Sequence[str] = () if sharded or options.use_cpu or is_single else SEARCHED
         tries = tries if options.gradient_noise_steps is None else tries[1:]  # each micro-batch keeps its texts
         self.searched = [name for name in tries if getattr(options, name) in (None, "auto")]
-        offload = [self.start.offload_inputs] if "offload_inputs" in given else [False, True]
-        checkpoint = [self.start.gradient_checkpointing] if {*CHECKPOINTING} & {*given} else [False, True]
+        offload = [self.start.offload_inputs] if "offload_inputs" in user_options else [False, True]
+        checkpoint = [self.start.gradient_checkpointing] if {*CHECKPOINTING} & {*user_options} else [False, True]
         self._ways = list(itertools.product(checkpoint, offload))
         self._counts = functools.cache(lambda way: self._count(gradient_checkpointing=way))
         choice = self.find(compiled=options.torch_compile)
@@ -166,16 +166,16 @@ class Planner:
 
     def find(self, *, compiled: bool) -> Choice | None:
         """The first way to micro-batches that are not small, or that to the largest ones; None if nothing fits."""
-        found: list[Choice] = []
+        choices: list[Choice] = []
         usable, least = USABLE * self.memory_gib * GIB, min(SMALL, self._sizes[-1])
         for checkpointing, offload in self._ways:
             start = replace(self.start, gradient_checkpointing=checkpointing, offload_inputs=offload)
             start = replace(start, torch_compile=compiled)
             choice = search(self._counts(checkpointing), start, self._sizes, usable, self.searched)
-            found += [] if choice is None else [choice]
+            choices += [] if choice is None else [choice]
             if choice is not None and choice.per_device_train_batch_size >= least:
                 return choice
-        return max(found, key=lambda choice: choice.per_device_train_batch_size, default=None)
+        return max(choices, key=lambda choice: choice.per_device_train_batch_size, default=None)
 
     def _divide(self, micro_batch: int | None, accumulation: int | None) -> tuple[Choice, list[int]]:
         """The global batch, and the micro-batches to choose from."""

@@ -151,11 +151,11 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
 def loss_bytes(dim: int, choice: Choice) -> float:
     """The bytes that the loss allocates with bf16 features: a tile of coefficients, gradients, texts of other GPUs."""
     tile = 2.0 * min(choice.rows, LOSS_TILE[0]) * min(choice.global_batch, LOSS_TILE[1])
-    own = 12.0 * choice.rows * dim  # gradients of both sides, in fp32 and in bf16
+    gradients = 12.0 * choice.rows * dim  # gradients of both sides, in fp32 and in bf16
     if choice.gpus == 1:
-        return tile + own
+        return tile + gradients
     is_gathered = gathered_bytes(choice.global_batch, dim, 2, choice.gpus) <= GATHERED_BYTES
-    return tile + own + (8.0 * choice.global_batch * dim if is_gathered else own)
+    return tile + gradients + (8.0 * choice.global_batch * dim if is_gathered else gradients)
 
 
 def passes(counts: Counts, choice: Choice) -> tuple[Work, Work]:

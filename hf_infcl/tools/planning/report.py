@@ -60,9 +60,9 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
         )
     command, whole = (_command(planner, choice, divided=divided) for divided in (False, True))
     yield f"\nChoose  {_words(command)}"
-    if (found := {name: value for name, value in whole.items() if name not in command}) and not options.use_cpu:
+    if (extras := {name: value for name, value in whole.items() if name not in command}) and not options.use_cpu:
         yield "  Before the first step this finds what fits. To skip that search and take what is planned below, add"
-        yield f"  {_words(found)}"
+        yield f"  {_words(extras)}"
     yield "\nMemory per GPU at the peak of a step, GiB"
     parts = memory(counts, choice)
     gradients = ", gradients and DDP's buckets" if choice.gpus > 1 else " and gradients"
@@ -116,8 +116,8 @@ def _command(planner: Planner, choice: Choice, *, divided: bool) -> dict[str, ob
     if not (divided or planner.is_divided):
         words = {"global_batch_size": choice.global_batch, **words, **dict.fromkeys(DIVISION)}
     words |= {"use_cpu": options.use_cpu, "bf16": options.bf16 or not options.use_cpu, **choice.options}
-    found = {"texts_at_once": choice.options.get("texts_at_once", 1), "retain_graphs": choice.retain_graphs}
-    for name, value in found.items():
+    search_results = {"texts_at_once": choice.options.get("texts_at_once", 1), "retain_graphs": choice.retain_graphs}
+    for name, value in search_results.items():
         is_decided = getattr(options, name) not in (None, "auto") or (divided and name in planner.searched)
         words[name] = value if is_decided else None
     if "global_batch_schedule" in words:  # from which they follow

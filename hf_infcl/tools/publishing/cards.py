@@ -183,10 +183,10 @@ def _captions(limit: int, cut: Mapping[str, float]) -> str:
 def _positives_and_negatives(facts: TrainingFacts) -> Iterator[tuple[str, str]]:
     with_equal = f"those with equal {code(facts.pair_id_column)}" if facts.pair_id_column else ""
     if facts.equal_ids == "positive":
-        own = "the caption of the image"
+        positives = "the caption of the image"
         if facts.captions_per_image > 1:
-            own = f"up to {facts.captions_per_image} captions of the image, drawn anew each epoch"
-        yield "positives", f"{own}, and {with_equal}" if with_equal else own
+            positives = f"up to {facts.captions_per_image} captions of the image, drawn anew each epoch"
+        yield "positives", f"{positives}, and {with_equal}" if with_equal else positives
         negatives = "all other captions of the batch"
     else:
         negatives = "all other pairs of the batch"
@@ -246,16 +246,16 @@ def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
 def _changes(facts: TrainingFacts) -> str:
     """What was gained and what it cost, and all averages with the start; empty if neither was measured."""
     parts = []
-    if found := changes(facts):
+    if set_changes := changes(facts):
         rows = [
             (
                 set_and_split(change.evaluation) + change.kind,
                 "guard" if change.evaluation.guard else "trained for",
                 *(f"{change.score.first:.4f}", f"{change.score.second:.4f}", change.score.words()),
             )
-            for change in found
+            for change in set_changes
         ]
-        parts += [table(("set", "", "before the training", "this model", "change"), rows), explained(found)]
+        parts += [table(("set", "", "before the training", "this model", "change"), rows), explained(set_changes)]
     if (average := facts.average) is not None:
         parts.append(" ".join(how_averaged(average)))
     if average is not None and average.measured:
@@ -268,7 +268,7 @@ def table_of_averages(average: Averaged, evaluations: Iterable[Evaluation]) -> s
     names = {evaluation.key: set_and_split(evaluation) for evaluation in evaluations}
     head = ["α", "trained for", *(f"kept: {names.get(key, escaped(key))}" for key in average.measured[0].rest)]
     values = [(one.alpha, one.gained, *one.rest.values()) for one in average.measured]
-    return table(head, [(f"{a:g}", *("" if v is None else f"{v:.4f}" for v in others)) for a, *others in values])
+    return table(head, [(f"{a:g}", *("" if v is None else f"{v:.4f}" for v in numbers)) for a, *numbers in values])
 
 
 def how_averaged(average: Averaged) -> Iterator[str]:
@@ -332,14 +332,14 @@ def _results(facts: TrainingFacts) -> str:
 
 def _prompts(evaluation: Evaluation) -> str:
     """The prompts of a zero-shot classification, as the end of a sentence."""
-    first, *others = map(code, evaluation.templates)
+    first, *rest = map(code, evaluation.templates)
     example = code(evaluation.templates[0].replace("{}", "".join(evaluation.class_names[:1])))
-    if not others:
+    if not rest:
         return f" with the prompt {first}, such as {example}."
-    named = joined([first, *others[: _SHOWN - 1]])
-    more = f" and {len(others) - _SHOWN + 1} more" if len(others) >= _SHOWN else ""
+    named = joined([first, *rest[: _SHOWN - 1]])
+    more = f" and {len(rest) - _SHOWN + 1} more" if len(rest) >= _SHOWN else ""
     return (
-        f". The vector of a class is the mean of the embeddings of {len(others) + 1} prompts, such as {example}: "
+        f". The vector of a class is the mean of the embeddings of {len(rest) + 1} prompts, such as {example}: "
         f"{named}{more}. The pipeline below takes only the first prompt, so its accuracy may differ."
     )
 

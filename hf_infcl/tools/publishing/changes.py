@@ -36,21 +36,21 @@ def changes(facts: TrainingFacts) -> list[Change]:
 
     Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
     """
-    found = sorted(_changes(facts), key=lambda change: change.evaluation.guard)
-    places = [(change.evaluation.dataset, change.evaluation.split) for change in found]
-    kinds = [" (classes)" if change.evaluation.class_names else " (captions)" for change in found]
+    measured = sorted(_changes(facts), key=lambda change: change.evaluation.guard)
+    places = [(change.evaluation.dataset, change.evaluation.split) for change in measured]
+    kinds = [" (classes)" if change.evaluation.class_names else " (captions)" for change in measured]
     return [
         replace(change, kind=kind if places.count(place) > 1 else "")
-        for change, place, kind in zip(found, places, kinds, strict=True)
+        for change, place, kind in zip(measured, places, kinds, strict=True)
     ]
 
 
-def explained(found: Sequence[Change]) -> str:
+def explained(set_changes: Sequence[Change]) -> str:
     """What the scores of these sets are, and their intervals, in sentences."""
-    measured = [change.evaluation.metrics for change in found]
+    measured = [change.evaluation.metrics for change in set_changes]
     kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
     sentence = f"The score is {', '.join(words for kind, words in _SCORE_OF.items() if kind in kinds)}."
-    return f"{sentence} {_INTERVAL}" if any(change.score.low is not None for change in found) else sentence
+    return f"{sentence} {_INTERVAL}" if any(change.score.low is not None for change in set_changes) else sentence
 
 
 def _changes(facts: TrainingFacts) -> Iterator[Change]:
@@ -68,14 +68,14 @@ def _changes(facts: TrainingFacts) -> Iterator[Change]:
 
 def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
     """A table of `changes` in lines of text, in per cent; nothing if no set was measured before the training."""
-    if not (found := changes(facts)):
+    if not (set_changes := changes(facts)):
         return
-    names = [f"{change.evaluation.dataset}, {change.evaluation.split}{change.kind}" for change in found]
+    names = [f"{change.evaluation.dataset}, {change.evaluation.split}{change.kind}" for change in set_changes]
     width = max(map(len, names))
     yield f"{'':<{width}}   before    after   change"
-    for name, change in zip(names, found, strict=True):
+    for name, change in zip(names, set_changes, strict=True):
         score = change.score
         numbers = f"{100 * score.first:7.2f}%  {100 * score.second:6.2f}%   {score.words(100, 2)}"
         half = " (the half of its rows that did not choose the average)" if change.half else ""
         yield f"{name:<{width}}  {numbers}{'  guard' if change.evaluation.guard else ''}{half}"
-    yield explained(found)
+    yield explained(set_changes)

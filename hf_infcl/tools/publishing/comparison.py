@@ -44,12 +44,12 @@ class Comparison:
 
         The most confident mistakes of the other model come first: those whose answer exceeds the right one most.
         """
-        found = [ranks for ranks in self.ranks if not isinstance(ranks, LabelScores)]
-        if not found:
+        rankings = [ranks for ranks in self.ranks if not isinstance(ranks, LabelScores)]
+        if not rankings:
             return []  # an image of several classes is neither right nor wrong
-        right = [ranks.right for ranks in found]
+        right = [ranks.right for ranks in rankings]
         rows = (right[model] & ~right[1 - model]).nonzero()[:, 0]
-        order = found[1 - model].gaps[rows].argsort(descending=True, stable=True)
+        order = rankings[1 - model].gaps[rows].argsort(descending=True, stable=True)
         return rows[order].tolist()
 
 
@@ -60,38 +60,38 @@ def comparison(dataset: AnySet, first: Found, second: Found) -> Comparison:
     return Comparison(dataset, (first, second), differences(first, second), classes)
 
 
-def write_comparison(folder: str | Path, found: Mapping[str, Comparison], first: str, second: str) -> None:
+def write_comparison(folder: str | Path, comparisons: Mapping[str, Comparison], first: str, second: str) -> None:
     """Writes compare_results.json and, if the models differ on an image, compare.png, of comparisons by their sets."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    results = {"first": first, "second": second, **{key: _results(one) for key, one in found.items()}}
+    results = {"first": first, "second": second, **{key: _results(one) for key, one in comparisons.items()}}
     (folder / "compare_results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
     (folder / "compare.png").unlink(missing_ok=True)  # of an earlier command
-    if rows := [row for key, one in found.items() for row in _pictures(key, one)]:
+    if rows := [row for key, one in comparisons.items() for row in _pictures(key, one)]:
         draw_rows(rows, lines=6).save(folder / "compare.png")
 
 
-def lines_of_comparison(found: Mapping[str, Comparison]) -> Iterator[str]:
+def lines_of_comparison(comparisons: Mapping[str, Comparison]) -> Iterator[str]:
     """Tables in lines of text, in per cent, with the classes whose differences beyond noise are largest."""
-    for key, one in found.items():
+    for key, one in comparisons.items():
         yield from _lines(key, one)
     yield "In brackets are the 95% intervals of the differences (paired bootstrap over the images)."
 
 
-def _lines(key: str, found: Comparison) -> Iterator[str]:
-    head = f"{key}: {len(found.dataset):,} images"
-    width = max(28, len(head) - 2, *(len(METRICS[name].words) for name in found.metrics))
+def _lines(key: str, compared: Comparison) -> Iterator[str]:
+    head = f"{key}: {len(compared.dataset):,} images"
+    width = max(28, len(head) - 2, *(len(METRICS[name].words) for name in compared.metrics))
     yield f"{head:<{width + 2}}{'first':>9}  second   difference"
-    for name, difference in found.metrics.items():
+    for name, difference in compared.metrics.items():
         yield f"  {METRICS[name].words:<{width}}{_numbers(difference)}"
-    clear = [(label, one) for label, one in found.classes.items() if not one.is_noise]
+    clear = [(label, one) for label, one in compared.classes.items() if not one.is_noise]
     clear.sort(key=lambda item: -abs(item[1].second - item[1].first))
-    if found.classes:
-        yield f"  {len(clear)} of {len(found.classes)} classes differ by more than noise" + (":" if clear else ".")
+    if compared.classes:
+        yield f"  {len(clear)} of {len(compared.classes)} classes differ by more than noise" + (":" if clear else ".")
     for label, one in clear[:_CLASSES]:
-        yield f"    {_class_name(found.dataset, label)[:26]:<{width - 2}}{_numbers(one)}"
-    if not isinstance(found.ranks[0], LabelScores):
-        only = [f"{len(found.wins(model)):,}" for model in (0, 1)]
+        yield f"    {_class_name(compared.dataset, label)[:26]:<{width - 2}}{_numbers(one)}"
+    if not isinstance(compared.ranks[0], LabelScores):
+        only = [f"{len(compared.wins(model)):,}" for model in (0, 1)]
         yield f"  images that only the first gets right: {only[0]}, that only the second gets right: {only[1]}"
 
 
@@ -99,29 +99,29 @@ def _numbers(one: Difference) -> str:
     return f"{100 * one.first:8.2f}% {100 * one.second:7.2f}%   {one.words(100, 2)}"
 
 
-def _results(found: Comparison) -> dict[str, Any]:
+def _results(compared: Comparison) -> dict[str, Any]:
     """What `lines_of_comparison` tells, complete, for JSON: fractions, and the rows on which the models differ."""
-    named = {f"{label} {_class_name(found.dataset, label)}": asdict(one) for label, one in found.classes.items()}
+    named = {f"{label} {_class_name(compared.dataset, label)}": asdict(one) for label, one in compared.classes.items()}
     return {
-        "images": len(found.dataset),
-        "metrics": {name: asdict(one) for name, one in found.metrics.items()},
+        "images": len(compared.dataset),
+        "metrics": {name: asdict(one) for name, one in compared.metrics.items()},
         **({"classes": named} if named else {}),
-        "right_by_first_alone": found.wins(0),
-        "right_by_second_alone": found.wins(1),
+        "right_by_first_alone": compared.wins(0),
+        "right_by_second_alone": compared.wins(1),
     }
 
 
-def _pictures(key: str, found: Comparison) -> Iterator[tuple[str, Sequence[tuple[bytes, str]]]]:
+def _pictures(key: str, compared: Comparison) -> Iterator[tuple[str, Sequence[tuple[bytes, str]]]]:
     """Titled rows of pictures of what each model alone gets right."""
     for model, (winner, loser) in enumerate((("first", "second"), ("second", "first"))):
-        rows = found.wins(model)
-        wrong: Any = found.ranks[1 - model]
+        rows = compared.wins(model)
+        wrong: Any = compared.ranks[1 - model]
         shown = []
         for row in rows[:PICTURES]:
-            right, answer = _right_and_answer(found.dataset, wrong, row)
-            shown.append((thumbnail(found.dataset.image(row)), f"{right} / {loser} model: {answer}"))
+            right, answer = _right_and_answer(compared.dataset, wrong, row)
+            shown.append((thumbnail(compared.dataset.image(row)), f"{right} / {loser} model: {answer}"))
         if shown:
-            yield f"{key}: right by the {winner} model alone, {len(rows):,} of {len(found.dataset):,} images", shown
+            yield f"{key}: right by the {winner} model alone, {len(rows):,} of {len(compared.dataset):,} images", shown
 
 
 def _right_and_answer(dataset: AnySet, ranks: PairRanks | ClassRanks | Choices, row: int) -> tuple[str, str]:

@@ -305,9 +305,9 @@ def _measured(evaluations: Iterable[Evaluation], state: TrainerState, best: bool
     for evaluation in evaluations:
         prefix = f"eval_{evaluation.key}_"
         # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
-        others = tuple(p for e in evaluations if (p := f"eval_{e.key}_").startswith(prefix) and p != prefix)
-        _, first = next(_metrics(before, prefix, others), (0, {}))
-        for step, last in itertools.islice(_metrics(after, prefix, others), 1):
+        longer_prefixes = tuple(p for e in evaluations if (p := f"eval_{e.key}_").startswith(prefix) and p != prefix)
+        _, first = next(_metrics(before, prefix, longer_prefixes), (0, {}))
+        for step, last in itertools.islice(_metrics(after, prefix, longer_prefixes), 1):
             measured = state.best_global_step if best else step
             yield replace(evaluation, metrics=last, before=first, step=measured)
 
@@ -320,16 +320,16 @@ def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
         results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
         return evaluation.dataset, evaluation.split, evaluation.size, results
 
-    found = list(measured)
-    guards = [alike(evaluation) for evaluation in found if evaluation.guard]
-    return [evaluation for evaluation in found if evaluation.guard or alike(evaluation) not in guards]
+    evaluations = list(measured)
+    guards = [alike(evaluation) for evaluation in evaluations if evaluation.guard]
+    return [evaluation for evaluation in evaluations if evaluation.guard or alike(evaluation) not in guards]
 
 
 def _metrics(
-    history: Sequence[Mapping[str, Any]], prefix: str, others: tuple[str, ...]
+    history: Sequence[Mapping[str, Any]], prefix: str, longer_prefixes: tuple[str, ...]
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, metrics) of the entries with metrics of this prefix but none of the other ones, the newest first."""
     for entry in reversed(history):
-        names = [name for name in entry if name.startswith(prefix) and not name.startswith(others)]
+        names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer_prefixes)]
         if names:
             yield entry["step"], {name.removeprefix(prefix): entry[name] for name in names}

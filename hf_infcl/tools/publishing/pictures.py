@@ -63,7 +63,7 @@ class PicturesCallback(TrainerCallback):
         labels: Any = measured.label_ids
         ends = np.cumsum(labels[0])  # the number of captions up to each row
         images, texts = (e / np.linalg.norm(e, axis=1, keepdims=True) for e in measured.predictions)
-        found = []
+        answers = []
         for row in self._rows:
             cosines = texts @ images[row]
             best: dict[str, float] = {}
@@ -71,9 +71,9 @@ class PicturesCallback(TrainerCallback):
                 owner = int(np.searchsorted(ends, number, side="right"))
                 caption = self._dataset.without_image(owner)["caption"][number - ends[owner]]
                 best.setdefault(caption, float(cosines[number]))
-            own = self._dataset.without_image(row)["caption"]
-            found.append([(text, cosine, text in own) for text, cosine in list(best.items())[:CAPTIONS]])
-        return found
+            truths = self._dataset.without_image(row)["caption"]
+            answers.append([(text, cosine, text in truths) for text, cosine in list(best.items())[:CAPTIONS]])
+        return answers
 
     def on_evaluate(
         self,
@@ -125,7 +125,7 @@ class PicturesCallback(TrainerCallback):
 def draw(
     images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]], right: list[list[str]]
 ) -> Image.Image:
-    """A row for each image: its own caption, and below it those that were found, marked as right or wrong.
+    """A row for each image: its own caption, and below it the answers, marked as right or wrong.
 
     Args:
         images: uint8 [H, W, 3] each.
@@ -137,15 +137,15 @@ def draw(
     picture = Image.new("RGB", (WIDTH, height * len(images)), "white")
     pen = ImageDraw.Draw(picture)
     left, furthest = SIDE + 28, 0.0
-    for number, (image, found, own) in enumerate(zip(images, captions, right, strict=True)):
+    for number, (image, answers, truths) in enumerate(zip(images, captions, right, strict=True)):
         top = number * height + 8
         small = Image.fromarray(image)
         scale = SIDE / max(small.size)
         size = [max(1, round(side * scale)) for side in small.size]
         picture.paste(small.resize((size[0], size[1]), Image.Resampling.BICUBIC), (8, top))
-        more = f"  (and {len(own) - 1} more)" if len(own) > 1 else ""
-        lines = [(f"right:  {_cut(own[0] if own else '')}{more}", "black")]
-        lines += [(f"{cosine:.3f}  {_cut(text)}", _RIGHT if is_own else _WRONG) for text, cosine, is_own in found]
+        more = f"  (and {len(truths) - 1} more)" if len(truths) > 1 else ""
+        lines = [(f"right:  {_cut(truths[0] if truths else '')}{more}", "black")]
+        lines += [(f"{cosine:.3f}  {_cut(text)}", _RIGHT if is_own else _WRONG) for text, cosine, is_own in answers]
         for line, (text, colour) in enumerate(lines):
             beside, below = left + (LINE if line else 0), top + line * LINE
             if line:

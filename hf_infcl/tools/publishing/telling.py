@@ -125,10 +125,10 @@ def make_rows(
     rows: list[tuple[str, ...]] = []
     for name in names:
         prefix = f"eval_{name}_"
-        own = {metric: prefix + metric for metric in METRICS if prefix + metric in metrics}
-        scored = next((parts for parts in SCORES.values() if own.keys() >= set(parts)), ())
+        measured = {metric: prefix + metric for metric in METRICS if prefix + metric in metrics}
+        scored = next((parts for parts in SCORES.values() if measured.keys() >= set(parts)), ())
         bounds = [metrics.get(prefix + CHANGE + end) for end in (LOW, HIGH)]
-        for metric, key in own.items():
+        for metric, key in measured.items():
             if every or metric == "loss" or metric in scored or f"{name}_{metric}" == also:
                 paired = bounds if scored == (metric,) else ()
                 rows.append((name, metric, *_cells(metric, metrics, key, before.get(key), paired)))

@@ -53,13 +53,13 @@ def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
         )
     with read_as_ledger(path), pq.ParquetFile(path) as file:
         recorded = json.loads((file.schema_arrow.metadata or {})[RECORD])["content"]
-        found = [np.empty(0, np.int64)]
+        keys = [np.empty(0, np.int64)]
         for batch in file.iter_batches(columns=["key", "p_wrong"]):
             key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
-            found.append(key[p_wrong >= least].astype(np.int64))
+            keys.append(key[p_wrong >= least].astype(np.int64))
         count = int(file.metadata.num_rows)
     check_data(recorded, content, path)
-    return np.concatenate(found), count
+    return np.concatenate(keys), count
 
 
 def _check_some_stay(kept: int, count: int, asked: str) -> None:

@@ -161,6 +161,6 @@ def probability_wrong(score: np.ndarray) -> np.ndarray:
     share = np.where(score <= 0, 1.0, np.minimum(1.0, near(-score) / np.maximum(1, near(score))))
     order = np.argsort(score, kind="stable")
     falling = np.maximum.accumulate(share[order][::-1])[::-1]
-    found = np.empty(len(score), np.float32)
-    found[order] = falling
-    return found
+    probabilities = np.empty(len(score), np.float32)
+    probabilities[order] = falling
+    return probabilities

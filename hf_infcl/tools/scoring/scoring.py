@@ -117,17 +117,17 @@ def score_pairs(
         if sum(len(one.images) for one in waiting) < 2:
             raise ValueError("There are fewer than two pairs for each process, so none can be compared.")
         parts.append(_scored(_window(waiting), shown))
-    found = _joined(processes.gather_objects(_joined(parts)))
-    pictures = {int(key): picture for key, picture in zip(found["key"], found.pop("picture"), strict=True) if picture}
+    pairs = _joined(processes.gather_objects(_joined(parts)))
+    pictures = {int(key): picture for key, picture in zip(pairs["key"], pairs.pop("picture"), strict=True) if picture}
     if averages is not None:
         known, scores = (part.numpy() for part in averages)
-        kept = np.isin(found["key"], known)
-        found = {name: values[kept] for name, values in found.items()}
-        found["score"] = scores[np.searchsorted(known, found["key"])]
-    caption, name = found["caption"].tolist(), found["name"].tolist()
-    prefers = found["text_key"], found["image_key"]
+        kept = np.isin(pairs["key"], known)
+        pairs = {name: values[kept] for name, values in pairs.items()}
+        pairs["score"] = scores[np.searchsorted(known, pairs["key"])]
+    caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
+    prefers = pairs["text_key"], pairs["image_key"]
     content = dataset.content_fingerprint()
-    ledger = make_ledger(content, found["key"], found["score"], prefers, caption, name if any(name) else None)
+    ledger = make_ledger(content, pairs["key"], pairs["score"], prefers, caption, name if any(name) else None)
     return ledger, pictures
 
 
@@ -178,7 +178,7 @@ def _scored(window: _Embedded, shown: Collection[int] | None) -> Columns:
     )
     scores = {"score": score, "text_key": text_key, "image_key": key[of_texts[first]]}  # of the first text of each pair
     every = columns | {name: values.cpu().numpy() for name, values in scores.items()}
-    found = {name: values[every["key"] != NO_KEY] for name, values in every.items()}
-    wanted = found["key"][found["score"].argsort()[:SHOWN]] if shown is None else list(shown)
-    found["picture"][~np.isin(found["key"], wanted)] = b""
-    return found
+    pairs = {name: values[every["key"] != NO_KEY] for name, values in every.items()}
+    wanted = pairs["key"][pairs["score"].argsort()[:SHOWN]] if shown is None else list(shown)
+    pairs["picture"][~np.isin(pairs["key"], wanted)] = b""
+    return pairs

@@ -27,12 +27,12 @@ def most_chosen_words(captions: Sequence[str], chosen: np.ndarray) -> list[Word]
     Each of n pairs has one caption; ``chosen`` [n] bool are, for example, those that are left out.
     """
     words = [_words(caption) for caption in captions]
-    every = Counter(word for found in words for word in found)
-    some = Counter(word for found, yes in zip(words, chosen, strict=True) if yes for word in found)
+    every = Counter(word for pair in words for word in pair)
+    some = Counter(word for pair, yes in zip(words, chosen, strict=True) if yes for word in pair)
     share = float(chosen.mean()) if len(chosen) else 0.0
-    found = [Word(word, count, every[word]) for word, count in some.items() if count >= _FEWEST]
-    found = [one for one in found if one.chosen > 2 * share * one.pairs]
-    return sorted(found, key=lambda one: (share * one.pairs - one.chosen, one.word))[:LISTED]
+    candidates = [Word(word, count, every[word]) for word, count in some.items() if count >= _FEWEST]
+    candidates = [one for one in candidates if one.chosen > 2 * share * one.pairs]
+    return sorted(candidates, key=lambda one: (share * one.pairs - one.chosen, one.word))[:LISTED]
 
 
 def lines_of_words(captions: Sequence[str], chosen: np.ndarray) -> Iterator[str]:

@@ -89,7 +89,7 @@ def sample_names(stream: ImageTextStream, keys: np.ndarray) -> list[str] | None:
         keys: [n] int64 in ascending order; see `hf_infcl.shards.names.sample_key`.
     """
     processes = Processes()
-    found: dict[int, str] = {}
+    names_by_place: dict[int, str] = {}
     for shard in stream.shards[processes.rank :: processes.world_size]:
         if "://" in shard.url:
             continue
@@ -98,12 +98,12 @@ def sample_names(stream: ImageTextStream, keys: np.ndarray) -> list[str] | None:
             names.extend(shard.reader.names(shard.url))
         except (OSError, ValueError) as error:  # damaged shards, too
             logger.warning("The ledger does not have the names of some samples. %s", error)
-        own = np.array([sample_key(shard.name, name) for name in names], np.int64)
-        places = np.searchsorted(keys, own)
+        shard_keys = np.array([sample_key(shard.name, name) for name in names], np.int64)
+        places = np.searchsorted(keys, shard_keys)
         known = places < len(keys)
-        known[known] = keys[places[known]] == own[known]
-        found |= {int(places[row]): f"{shard.name} {names[row]}" for row in np.flatnonzero(known)}
-    every = {place: name for part in processes.gather_objects(found) for place, name in part.items()}
+        known[known] = keys[places[known]] == shard_keys[known]
+        names_by_place |= {int(places[row]): f"{shard.name} {names[row]}" for row in np.flatnonzero(known)}
+    every = {place: name for part in processes.gather_objects(names_by_place) for place, name in part.items()}
     return [every.get(place, "") for place in range(len(keys))] if every else None
 
 
