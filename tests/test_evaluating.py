@@ -457,6 +457,14 @@ def test_a_training_knows_the_interval_of_its_change_also_after_a_resume(tmp_pat
     for end in ("low", "high"):
         name = f"eval_pairs_score_change_{end}"
         assert resumed[name] == pytest.approx(entries[3][name], abs=1e-5)
+    other = models.Pairs(40)  # another set of the same name and size
+    other.tokens = other.tokens.flip(0)
+    of_other = trainer_for(tmp_path, **{**options, "eval_dataset": {"pairs": other}})
+    of_other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    of_set = [e for e in of_other.state.log_history if any(name.startswith("eval_pairs_") for name in e)]
+    assert 0 not in [e["step"] for e in of_set], "what the first set had is not compared with this one"
+    assert of_set[-1]["step"] == 3
+    assert not any("eval_pairs_score_change_low" in e for e in of_set)
     options |= {"learning_rate": 0.0, "max_steps": 1, "eval_dataset": {"pairs": models.Pairs(7)}}
     still = trainer_for(tmp_path / "still", **options)
     still.train()

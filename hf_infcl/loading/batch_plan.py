@@ -95,7 +95,7 @@ class BatchPlan(Course):
         for size in schedule.sizes:
             divided_batch(size, micro_batch, processes)
             if rows is not None and size - self.old(size) > rows:
-                options = "per_device_train_batch_size × gradient_accumulation_steps × processes"
+                options = "global_batch_size, or per_device_train_batch_size × gradient_accumulation_steps × processes"
                 new = f", of which {size - self.old(size):,} are new" if self.old(size) else ""
                 raise ValueError(
                     f"A pass over the training set has {rows:,} pairs, fewer than one global batch of {size:,}"

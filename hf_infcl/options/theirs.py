@@ -56,7 +56,7 @@ _FACTS = {
         decides=True,
         within=FINITE,
         short_help=HelpPlace("Rates", 10),
-        help_in_command="Learning rate: about 1e-5 to fine-tune, 1e-3 from random weights. It is the highest of the "
+        help_in_command="Learning rate: about 1e-5 to fine-tune, 5e-4 from random weights. It is the highest of the "
         "schedule.",
     ),
     "lr_scheduler_type": Facts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -93,6 +94,7 @@ class Evaluator:
         self._type_of_set, self._prefix = "dataset", "eval"
         self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
         self.found: evaluation.Found | None = None
+        self._set = ""  # the digest of its labels
 
     def embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
         """The predictions and labels of this process's rows, which are image-text pairs or labelled images.
@@ -222,6 +224,7 @@ class Evaluator:
 
     def metrics(self, dataset: object, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
+        self._recognise(output.label_ids)
         if of_choices := [part for part in all_parts(dataset) if getattr(part, "kind", "") == "choices"]:
             embeddings: Any = output.predictions
             counts_and_ids: Any = output.label_ids
@@ -238,6 +241,19 @@ class Evaluator:
             self.found = evaluation.checked_ranks(predictions, labels, len(self._classifier))
         return evaluation.measured(self.found)
 
+    def _recognise(self, labels: Any) -> None:
+        """Forgets what another set of the same name had before the training, where a resumed one evaluates anew."""
+        arrays = labels if isinstance(labels, tuple) else (labels,)
+        content = b"".join(torch.as_tensor(array).cpu().numpy().tobytes() for array in arrays)
+        self._set = hashlib.sha256(content).hexdigest()[:16]
+        before = self._scores_before.get(self._prefix, {}).get("set", self._set)
+        if self._at_start or before == self._set:
+            return
+        del self._scores_before[self._prefix]
+        for entry in self._logged:
+            for name in [name for name in entry if name.startswith(f"{self._prefix}_")]:
+                del entry[name]
+
     def _intervals(self, prefix: str) -> dict[str, float]:
         """Intervals of the metrics and, during a training, of the change of the score; on the main process."""
         if Processes().rank > 0 or self.found is None or not (hits := evaluation.count_hits(self.found)):
@@ -248,7 +264,7 @@ class Evaluator:
         score = [round(float(value), 6) for value in resampled_score]  # short in checkpoints
         size = len(next(iter(hits.values())).right)
         if self._at_start:
-            self._scores_before[prefix] = {"images": size, "values": score}
+            self._scores_before[prefix] = {"images": size, "values": score, "set": self._set}
         elif (before := self._scores_before.get(prefix)) is not None and before["images"] == size:
             low, high = evaluation.interval(np.subtract(score, before["values"]))
             bounds |= {CHANGE + LOW: low, CHANGE + HIGH: high}
