@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import multiprocessing
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,29 @@ def test_wrong_captions_are_found_and_can_be_excluded(place):
     kept = stream_kept(stream, f"{place / 'whole' / LEDGER_FILE}:{least}")
     passed = {item["pair_id"] for (item,), _ in itertools.islice(kept.batches(1), 2 * PAIRS)}
     assert len(passed) == PAIRS - len(ledger.wrong(least)) <= PAIRS - 40
+
+
+class ShardVanishes(transformers.TrainerCallback):
+    """A shard vanishes when the training has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        (self.folder / "0.tar").unlink()
+
+
+def test_a_shard_that_vanishes_at_the_end_leaves_the_results_and_the_ledger(place, tmp_path, monkeypatch):
+    folder = tmp_path / "shards"
+    shutil.copytree(place / "shards", folder)
+    content = ImageTextStream(f"{folder}/*.tar").content_fingerprint()
+    vanishing = functools.partial(InfCLTrainer, callbacks=[ShardVanishes(folder)])
+    monkeypatch.setattr("hf_infcl.tools.cli.train.InfCLTrainer", vanishing)
+    few = {"max_steps": 2, "save_strategy": "no"}
+    infcl(*words(place, tmp_path / "out", dataset=f"{folder}/*.tar", **few))
+    assert not (folder / "0.tar").exists()
+    assert ledger_of(tmp_path / "out").content == content
+    assert "pairs left out" in (tmp_path / "out" / "README.md").read_text()
 
 
 def killed(folder: Path, out: Path) -> None:

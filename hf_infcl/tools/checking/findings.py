@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...data.pairs import REPEATED
-from ..scoring.ledger import Ledger
+from ..scoring.ledger import CERTAIN, Ledger
 from .copies import copies
 from .faults import FAULTS
 from .set_facts import SetFacts
 
 SAME_CAPTION = 0.5  # the share of the pairs with one and the same caption that tells nothing about their images
 OVERLAP = 0.01  # the share of evaluated images that are trained on, above which their figures mean little
-WRONG = 0.9  # the probability from which on a pair of a ledger is told to be wrong
-SPOILING_WRONG = 0.05  # the share of such pairs that spoils a training
+SPOILING_WRONG = 0.05  # the share of pairs that a ledger tells to be wrong, above which they spoil a training
 COPIES = 0.1  # the share of images with copies in the set that spoils a training
 
 
@@ -112,16 +111,22 @@ def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list
 
 def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     """Pairs that do not belong together, as the ledger in a file says."""
-    wrong = [int(key) for key in ledger.wrong(WRONG)]
+    if ledger.says_nothing():
+        text = (
+            f"To the model of {path} most of its {len(ledger):,} pairs look wrong, so its scores do not mean anything "
+            "yet. Score with a model that knows such pairs before you exclude any."
+        )
+        return [Finding("wrong_pairs", text, spoils=False)]
+    wrong = [int(key) for key in ledger.wrong(CERTAIN)]
     rows = tuple(map(ledger.find_name, wrong))
     if not rows:
         return []
     examples = [(name, ledger.find_caption(key)) for name, key in zip(rows[:3], wrong, strict=False)]
     kind = "sample" if ledger.sample else "row"
     shown = ", ".join(f"{kind} {name}" + (f" ({_short(caption)})" if caption else "") for name, caption in examples)
-    option = f"--exclude {path}:{WRONG:g}"
+    option = f"--exclude {path}:{CERTAIN:g}"
     text = (
-        f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {WRONG:g}: {shown}. "
+        f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {CERTAIN:g}: {shown}. "
         f"Rare pairs look alike, so look at the sheet beside the ledger. Then pass {option}."
     )
     return [Finding("wrong_pairs", text, len(rows) > SPOILING_WRONG * len(ledger), rows, option)]
@@ -149,11 +154,17 @@ def _count(count: int, of: int, what: str = "pairs") -> str:
 
 
 def _examples(rows: dict[str, str]) -> str:
-    return ", ".join(f"row {_short(name)} ({_short(detail)})" for name, detail in list(rows.items())[:3])
+    return ", ".join(f"{_named(name)} ({_short(detail)})" for name, detail in list(rows.items())[:3])
 
 
 def _and_copy(pairs: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(f"row {_short(row)} like row {_short(other)}" for row, other in list(pairs)[:3])
+    return ", ".join(f"{_named(row)} like {_named(other)}" for row, other in list(pairs)[:3])
+
+
+def _named(name: str) -> str:
+    """A pair as a person knows it: a table's row, a stream's sample, or the rest of a shard."""
+    kind = "row " if name.isdigit() else "" if name.startswith("the rest of ") else "sample "
+    return f"{kind}{_short(name)}"
 
 
 def _short(text: str) -> str:

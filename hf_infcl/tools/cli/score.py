@@ -6,6 +6,7 @@ import argparse
 
 from ...conversion.models import load
 from ...training.trainer import InfCLTrainer
+from ..publishing.facts import has_learned
 from ..scoring.writing import ledger_lines, write_ledger
 from .command_options import DataOptions
 from .datasets import training_set
@@ -32,9 +33,11 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         ledger = write_ledger(trainer, dataset, options.window)
     if trainer.is_world_process_zero():
-        print(*ledger_lines(ledger, str(args.output_dir)), sep="\n")
-        print(
-            "A model that was trained on these pairs may know wrong ones by heart. Score with another model, or train "
-            "with --leave_out noisy, whose ledger has the scores from during the training."
-        )
+        learned = has_learned(namespace.model, namespace.data, options.split)
+        print(*ledger_lines(ledger, str(args.output_dir), learned=learned), sep="\n")
+        if not learned:
+            print(
+                "A model that was trained on these pairs may know wrong ones by heart. Score with another model, or "
+                "train with --leave_out noisy, whose ledger has the scores from during the training."
+            )
     leave(trainer)

@@ -6,7 +6,6 @@ import argparse
 import functools
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +107,8 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
                 print(line)
         if warning := doubtful_rate(args):
             print(warning)
+    if args.leave_out is not None:
+        train_dataset.content_fingerprint()  # remembered for the ledger: shards may change during the training
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         try:
@@ -125,8 +126,9 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
         ledger = None
         if args.leave_out is not None:
-            plain = replace(data, augmentation="none", text_dropout=0.0)
-            ledger = write_ledger_of_training(trainer, training_set(plain, columns, args))
+            plain = train_dataset.plain()
+            plain.on_bad_sample = train_dataset.on_bad_sample
+            ledger = write_ledger_of_training(trainer, plain)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
@@ -138,10 +140,11 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
-        for one in of_kind(trainer.window_step.extensions, WithoutNoisyPairs):
-            if one.waits_for:
-                print(f"--leave_out has left nothing out: {one.waits_for}.")
-        print(*lines_of_changes(facts), *(ledger_lines(ledger, str(args.output_dir)) if ledger else ()), sep="\n")
+        waits_for = "".join(one.waits_for for one in of_kind(trainer.window_step.extensions, WithoutNoisyPairs))
+        if waits_for:
+            print(f"--leave_out has left nothing out: {waits_for}.")
+        of_ledger = ledger_lines(ledger, str(args.output_dir), waits_for=waits_for) if ledger else ()
+        print(*lines_of_changes(facts), *of_ledger, sep="\n")
         tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
         if doubt := outcome(facts):
             print(doubt)

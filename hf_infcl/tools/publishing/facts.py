@@ -22,6 +22,7 @@ from ...checkpoints.record import Stage
 from ...loading.replay import Replayed
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_schedule import divided_batch
+from ...options.sets import facts_of
 from ...shards.urls import Url, without_secrets
 from ...training.progress import trained_seconds
 from .settings import highest_rates, training_settings
@@ -333,3 +334,19 @@ def _metrics(
         names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer_prefixes)]
         if names:
             yield entry["step"], {name.removeprefix(prefix): entry[name] for name in names}
+
+
+def has_learned(model: str, dataset: str, split: str) -> bool:
+    """Whether the record of a checkpoint in a folder says that it was trained on a data set, and left or excluded none.
+
+    Data sets are known by the names that cards give them. It is False without a record that can be read.
+    """
+    folder = Path(model)
+    try:
+        facts = TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
+    except ValueError:
+        return False
+    wanted = source_name(dataset)[0], facts_of(dataset, split=split)["split"]
+    trained = any((source.dataset, source.split) == wanted for source in facts.sources)
+    left_none_out = facts.settings.get("pairs left out", "none").startswith("none")
+    return trained and left_none_out and "pairs excluded before" not in facts.settings

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 
 from ...data import ImageTextDataset, ImageTextStream
+from ...processes.collectives import Processes
 from .ledger import RECORD, check_data, read_as_ledger
 
 
@@ -20,7 +22,7 @@ def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     """
     wrong, _ = _wrong(dataset.content_fingerprint(), asked)
     kept = np.setdiff1d(np.arange(len(dataset)), wrong)
-    _check_some_stay(len(kept), len(dataset), asked)
+    _tell(len(kept), len(dataset), asked)
     return kept
 
 
@@ -30,7 +32,7 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
     Every process and worker holds 8 bytes for each sample that is left out, and none for the others.
     """
     wrong, count = _wrong(stream.content_fingerprint(), asked)
-    _check_some_stay(count - len(wrong), count, asked)
+    _tell(count - len(wrong), count, asked)
     return stream.without(np.sort(wrong))
 
 
@@ -62,6 +64,8 @@ def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
     return np.concatenate(keys), count
 
 
-def _check_some_stay(kept: int, count: int, asked: str) -> None:
+def _tell(kept: int, count: int, asked: str) -> None:
     if kept == 0:
         raise ValueError(f"{asked} excludes all {count:,} pairs. Choose a higher probability.")
+    if Processes().rank == 0:
+        print(f"Excluded by {asked}: {count - kept:,} of {count:,} pairs.", file=sys.stderr)

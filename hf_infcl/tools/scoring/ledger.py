@@ -15,6 +15,7 @@ import numpy as np
 # A push leaves out what begins with an underscore: ledger and sheet show captions and images of the training.
 LEDGER_FILE, SHEET_FILE = "_ledger.parquet", "_ledger.png"
 RECORD = b"infcl"  # in the metadata of the file
+CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
 _WIDTH = 0.25  # of the window in which scores are counted, to both sides
 _ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32, "text_key": np.int64, "image_key": np.int64}
 
@@ -57,6 +58,10 @@ class Ledger:
     def wrong(self, least: float) -> np.ndarray:
         """The keys of the pairs that are wrong with at least this probability."""
         return self.key[self.p_wrong >= least]
+
+    def says_nothing(self) -> bool:
+        """Whether most pairs look wrong, as they do to a model that does not know such pairs yet."""
+        return len(self) > 0 and float(np.median(self.p_wrong)) >= 0.5
 
     # ---- Files ----
 

@@ -117,6 +117,7 @@ def score_pairs(
         if sum(len(one.images) for one in waiting) < 2:
             raise ValueError("There are fewer than two pairs for each process, so none can be compared.")
         parts.append(_scored(_window(waiting), shown))
+    processes.agree([])  # or raises what another process has announced
     pairs = _joined(processes.gather_objects(_joined(parts)))
     pictures = {int(key): picture for key, picture in zip(pairs["key"], pairs.pop("picture"), strict=True) if picture}
     if averages is not None:

@@ -15,14 +15,12 @@ from ...processes.collectives import Processes
 from ...shards.names import sample_key
 from ...windows.selection import WithoutNoisyPairs
 from . import WINDOW
-from .ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
+from .ledger import CERTAIN, LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
 from .scoring import score_pairs
 from .sheet import SHOWN, draw_suspicious
 from .words import lines_of_words
 
 logger = logging.getLogger(__name__)
-
-CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
 
 
 def write_ledger(
@@ -63,17 +61,24 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
 
     A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
     has keys, scores and probabilities only, and of a stream the names that `sample_names` finds.
+
+    A ledger that cannot be written is None and a warning, because the results of the training are still to be saved.
+    ``dataset`` is the set that was trained; of a stream it knows the `content_fingerprint` from before the training.
     """
     selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
     if not selections:
         return None
     keys, scores = averages = selections[0].averages.slow()
-    if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        return write_ledger(trainer, dataset, averages=averages)
-    names = sample_names(dataset, keys.numpy()) if isinstance(dataset, ImageTextStream) else None
-    ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
-    if trainer.is_world_process_zero():
-        ledger.write(Path(trainer.args.output_dir, LEDGER_FILE))
+    try:
+        if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            return write_ledger(trainer, dataset, averages=averages)
+        names = sample_names(dataset, keys.numpy()) if isinstance(dataset, ImageTextStream) else None
+        ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
+        if trainer.is_world_process_zero():
+            ledger.write(Path(trainer.args.output_dir, LEDGER_FILE))
+    except Exception as error:
+        logger.warning("The ledger was not written. %s: %s", type(error).__name__, error)
+        return None
     return ledger
 
 
@@ -107,16 +112,37 @@ def sample_names(stream: ImageTextStream, keys: np.ndarray) -> list[str] | None:
     return [every.get(place, "") for place in range(len(keys))] if every else None
 
 
-def ledger_lines(ledger: Ledger, folder: str | Path) -> Iterator[str]:
-    """What a ledger that was written into a folder says, for a person."""
+def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", learned: bool = False) -> Iterator[str]:
+    """What a ledger that was written into a folder says, for a person.
+
+    Args:
+        ledger: the ledger.
+        folder: where it was written.
+        waits_for: why the rule of ``leave_out`` has not begun; empty if it has, or if there was none.
+        learned: whether the model was trained on these pairs, wrong ones included.
+    """
     wrong, expected = len(ledger.wrong(CERTAIN)), float(ledger.p_wrong.sum())
     file = Path(folder, LEDGER_FILE)
+    if learned:
+        yield (
+            "This model was trained on these pairs, as its record says. It may know wrong ones by heart, and finds too "
+            "few of them. Score with another model, or train with --leave_out noisy."
+        )
+    if ledger.says_nothing():
+        yield (
+            f"The scores in {file} do not mean anything yet: to this model most of the {len(ledger):,} pairs look "
+            "wrong. Do not exclude pairs by them."
+        )
+        return
     if not wrong and expected < 0.5:
         yield f"None of {len(ledger):,} pairs seems wrong. The score of each is in {file}."
+    elif waits_for:
+        yield f"Do not exclude pairs by the scores in {file}, because the rule of --leave_out has not begun."
+        return
     else:
         yield (
-            f"About {expected:,.0f} of {len(ledger):,} pairs do not seem to belong together, {wrong:,} of them with a "
-            f"probability of at least {CERTAIN:g}."
+            f"{'At least' if learned else 'About'} {expected:,.0f} of {len(ledger):,} pairs do not seem to belong "
+            f"together, {wrong:,} of them with a probability of at least {CERTAIN:g}."
             + (f" `infcl train --exclude {file}:{CERTAIN:g}` trains without these." if wrong else "")
         )
     if ledger.caption and any(ledger.caption):
