@@ -459,6 +459,12 @@ def test_batch_norms_are_told(tmp_path, capsys):
         ("average DEMO/clip-init DEMO/clip-init --guard_tolerance 3", "guard_tolerance is a fraction from 0 to 1"),
         ("average DEMO/clip-init DEMO/clip-init --output_dir DEMO/clip-init", "already holds a model"),
         (
+            "average DEMO/clip-init DEMO/clip-init --output_dir NOTES",
+            "holds a README.md, which the card of the average",
+        ),
+        ("average DEMO/clip-init DEMO/clip-init --output_dir NOTES/README.md", "Nothing can be written to output_dir"),
+        ("average DEMO/clip-init DEMO/clip-init --output_dir=", "--output_dir is empty. Name the folder"),
+        (
             "average DEMO/clip-init DEMO/clip-init --eval_dataset d --eval_pictures 3",
             "--eval_pictures draws those of one model",
         ),
@@ -469,8 +475,14 @@ def test_batch_norms_are_told(tmp_path, capsys):
 def test_what_is_wrong_with_an_average_is_one_line(demo, tmp_path, capsys, words, complaint):
     models.clip().save_pretrained(tmp_path / "other")
     add_processor(tmp_path / "other")
-    given = words.replace("DEMO", str(demo)).replace("OTHER", str(tmp_path / "other")).split()
-    assert complaint in mistake(capsys, given[0], "--use_cpu", "--output_dir", tmp_path / "out", *given[1:])
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/README.md").write_text("My notes.")
+    for name, place in {"DEMO": demo, "OTHER": tmp_path / "other", "NOTES": tmp_path / "notes"}.items():
+        words = words.replace(name, str(place))
+    first, *given = words.split()
+    assert complaint in mistake(capsys, first, "--use_cpu", "--output_dir", tmp_path / "out", *given)
+    assert [file.name for file in (tmp_path / "notes").iterdir()] == ["README.md"]
+    assert (tmp_path / "notes/README.md").read_text() == "My notes."
 
 
 def test_the_picture_has_a_panel_for_each_guard(tmp_path):

@@ -146,6 +146,13 @@ def test_compare_puts_two_models_beside_each_other(demo, trained, tmp_path, caps
         infcl("compare", trained, tmp_path / "nothing", *words)
     assert "There is no folder" in capsys.readouterr().err
     evaluated.assert_not_called()
+    line = mistake(capsys, "compare", *words, "--dims", 8, demo / "clip-init", trained)
+    assert "argument --dims: it takes one or two numbers, got" in line
+    assert "Name the two models before the options." in line
+    with mock.patch.object(InfCLTrainer, "evaluate") as evaluated:
+        line = mistake(capsys, "compare", demo / "clip-init", trained, *words, "--dims", 24, 65)
+    assert f"--dims 65 does not fit the embeddings of {trained}, which have 64 dimensions." in line
+    evaluated.assert_not_called()
 
 
 def left_in(folder: Path) -> dict[str, bytes]:

@@ -88,9 +88,19 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=r"'big' not found. Available: \['default'\]"):
             load_pairs(str(write_folder(tmp_path / "pairs", ["a"])), split="train", name="big")
 
-    def test_captions_of_two_types_are_told_where(self, tmp_path):
-        with pytest.raises(ValueError, match=r"'train' of .*pairs.*Column\(/caption\) changed from array to string"):
-            load_pairs(str(write_folder(tmp_path / "pairs", [["a", "b"], "c"])), split="train")
+    @pytest.mark.parametrize("captions", [[["a", "b"], "c"], ["c", ["a", "b"]]])
+    def test_captions_of_two_types_are_told_where_and_what_to_do(self, tmp_path, captions):
+        told = (
+            r"'train' of .*pairs.*Column\(/caption\) changed from .* in row 1\. Where .*, write a list in every row\."
+        )
+        with pytest.raises(ValueError, match=told):
+            load_pairs(str(write_folder(tmp_path / "pairs", captions)), split="train")
+
+    @pytest.mark.skipif(not hasattr(datasets, "Json"), reason="an older datasets has no such type")
+    def test_what_to_do_about_a_table_of_captions_of_two_types_is_told(self):
+        rows = captioned(["a"]).cast_column("caption", datasets.Json())
+        with pytest.raises(ValueError, match=r"not Json.* If some rows have a list, write a list in every row\."):
+            ImageTextDataset(rows)
 
     @pytest.mark.skipif(Version(datasets.__version__) < Version("5.1"), reason="datasets reads it before 5.1")
     def test_a_path_that_leads_out_of_the_folder_is_told(self, tmp_path):

@@ -19,8 +19,9 @@ import pytest
 import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
-from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, all_digits
+from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, all_digits, run
 from helpers.processes import alone, launched, without_os_exit
+from PIL import Image
 
 from hf_infcl import load_pairs
 
@@ -104,6 +105,73 @@ def test_the_tokenizer_is_the_same_every_time(demo, script):
         assert (
             again("a handwritten 7, someone wrote it").input_ids == saved("a handwritten 7, someone wrote it").input_ids
         )
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders pairs/ and blank/ of two images each, the captions of the second being empty, and a file."""
+    folder = tmp_path_factory.mktemp("captioned")
+    for name, captions in {"pairs": ["a cat", "two dogs"], "blank": ["", " "]}.items():
+        (folder / name).mkdir()
+        for row in range(len(captions)):
+            Image.new("RGB", (8, 8)).save(folder / name / f"{row}.png")
+        lines = [json.dumps({"file_name": f"{row}.png", "caption": text}) for row, text in enumerate(captions)]
+        (folder / name / "metadata.jsonl").write_text("\n".join(lines))
+    (folder / "file").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--dataset blank", "All captions in the column 'caption' of blank are empty."),
+        ("--split tset", "The split 'tset' of 'pairs' cannot be loaded"),
+        ("--caption_column text", "The dataset has no column 'text'."),
+        ("--dataset shards/{000..007}.tar", "names files, and a folder or a Hub id is read here."),
+        ("--dataset https://me:secret@host/a.tar", "host/a.tar names files, and a folder or a Hub id is read here."),
+        ("--width 0", "--width must be a multiple of 16"),
+        ("--width 8", "--width must be a multiple of 16"),
+        ("--width -32", "--width must be a multiple of 16"),
+        ("--patch_size 0", "--image_size 32 must be a multiple of --patch_size 0"),
+        ("--patch_size 64", "--image_size 32 must be a multiple of --patch_size 64"),
+        ("--patch_size 5", "--image_size 32 must be a multiple of --patch_size 5"),
+        ("--image_size 0", "--image_size 0 must be a multiple of --patch_size 8, both at least 1 pixel."),
+        ("--layers 0", "--layers and --vocabulary must be at least 1, got 0 and 4096."),
+        ("--vocabulary -1", "--layers and --vocabulary must be at least 1, got 2 and -1."),
+        ("--vocabulary 100", "A vocabulary of 100 tokens is too small"),
+        ("--output_dir file", "--output_dir file is a file."),
+        ("--output_dir pairs", "--output_dir pairs is in the folder of the data, pairs."),
+        ("--output_dir pairs/train/clip", "--output_dir pairs/train/clip is in the folder of the data, pairs."),
+    ],
+)
+def test_no_small_clip_is_made_of_what_is_wrong(captioned, script, monkeypatch, words, complaint):
+    monkeypatch.chdir(captioned)
+    before = sorted(captioned.rglob("*"))
+    given = ["--dataset", "pairs", "--output_dir", "clip", *words.split()]
+    monkeypatch.setattr(sys, "argv", ["make_small_clip.py", *given])
+    with pytest.raises(SystemExit) as end:
+        script("make_small_clip").main()
+    assert str(end.value.code).startswith("make_small_clip.py: error: ")
+    assert complaint in str(end.value.code)
+    assert "\n" not in str(end.value.code)
+    assert "secret" not in str(end.value.code)
+    assert sorted(captioned.rglob("*")) == before
+
+
+def test_a_small_clip_does_not_replace_a_model(captioned, script, monkeypatch, tmp_path):
+    words = ["make_small_clip.py", "--dataset", str(captioned / "pairs"), "--output_dir", str(tmp_path / "clip")]
+    monkeypatch.setattr(sys, "argv", words)
+    script("make_small_clip").main()
+    written = (tmp_path / "clip/model.safetensors").read_bytes()
+    monkeypatch.setattr(sys, "argv", [*words, "--seed", "1"])
+    with pytest.raises(SystemExit, match=r"clip already holds a model\. Choose another --output_dir\."):
+        script("make_small_clip").main()
+    assert (tmp_path / "clip/model.safetensors").read_bytes() == written
+
+
+def test_the_help_of_the_small_clip_does_not_import_torch():
+    code = "import sys; sys.path.insert(0, 'scripts'); import make_small_clip; print({'torch'} & {*sys.modules})"
+    assert run("-c", code) == "set()\n"
 
 
 def test_global_batch_compares_like_with_like(script, monkeypatch, tmp_path):

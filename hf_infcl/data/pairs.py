@@ -214,7 +214,10 @@ class ImageTextDataset(PairSource, ImageDataset):
         for option, column in caption_columns.items():
             captions = dataset.features[column] if column else None
             if column and not holds_captions(captions):
-                raise ValueError(f"The {option} {column!r} must hold strings or lists of strings, not {captions}.")
+                mixed = " If some rows have a list, write a list in every row." if "Json" in str(captions) else ""
+                raise ValueError(
+                    f"The {option} {column!r} must hold strings or lists of strings, not {captions}.{mixed}"
+                )
         if is_string(dataset.features[caption_column]):
             check_captions_per_image(captions_per_image, single=caption_column)
         if pair_id_column and pair_id_column != caption_column:

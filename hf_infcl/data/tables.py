@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import posixpath
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -143,10 +144,17 @@ class Table:
                 f"There is no dataset at {source!r}, neither as a local folder nor on the Hub: {error}"
             ) from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type
-            raise ValueError(f"The split {split!r} of {source!r} cannot be loaded: {error}") from error
+            raise ValueError(_not_loaded(source, split, error)) from error
         except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason
             cause = error if error.__cause__ is None else error.__cause__
-            raise ValueError(f"The split {split!r} of {source!r} cannot be loaded: {cause}") from error
+            raise ValueError(_not_loaded(source, split, cause)) from error
+
+
+def _not_loaded(source: str, split: str, error: BaseException) -> str:
+    told = f"The split {split!r} of {source!r} cannot be loaded: {error}"
+    if re.search(r"changed from (string to array|array to string)", told):
+        told += ". Where some rows have a list, such as several captions, write a list in every row."
+    return told
 
 
 def _load_saved(source: str, split: str) -> datasets.Dataset:

@@ -14,6 +14,7 @@ from transformers.utils import find_adapter_config_file
 from ...checkpoints.average_options import read_alpha
 from ...checkpoints.average_search import Measured, described, find_average, measured_at, not_trained, with_halves
 from ...checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics
+from ...checkpoints.lock import check_writable
 from ...conversion.models import load
 from ...conversion.pretrained import base_of_adapters, with_trained_adapter
 from ...conversion.sentence_transformers import write_sentence_files
@@ -94,6 +95,8 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
             check_columns(columns, sets)
             trainer = InfCLTrainer(moving.model, args, eval_dataset=sets, processing_class=moving.processor)
             quieten(trainer)
+        if args.process_index == 0:
+            check_writable(str(args.output_dir))  # before all averages are measured
 
     def measure(alpha: float) -> Measured:
         assert trainer is not None
@@ -148,9 +151,16 @@ def check_options(args: InfCLTrainingArguments, evaluation: EvaluationOptions) -
 
 
 def check_place(output_dir: str | None, start: str, end: str) -> None:
-    """Raises a ValueError if the average would be written over a model."""
-    place = Path(str(output_dir))
+    """Raises a ValueError if the average would be written over a model or a card, or no folder is named for it."""
+    if not output_dir:
+        raise ValueError("--output_dir is empty. Name the folder that the average is written into.")
+    place = Path(output_dir)
     if any(place.resolve() == Path(source).resolve() for source in (start, end)) or any(
         (place / name).exists() for name in ("config.json", "adapter_config.json")
     ):
         raise ValueError(f"--output_dir {output_dir} already holds a model. Choose another --output_dir.")
+    if (place / "README.md").exists():
+        raise ValueError(
+            f"--output_dir {output_dir} holds a README.md, which the card of the average would replace. Choose another "
+            "--output_dir."
+        )

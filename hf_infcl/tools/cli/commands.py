@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,16 @@ def convert_parser() -> PlainParser:
     return parser
 
 
+def _dimensions(word: str) -> int:
+    """A number of dimensions; --dims of `infcl compare` would also take the names of models that follow it."""
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"it takes one or two numbers, got {word!r}. Name the two models before the options."
+        ) from None
+
+
 def compare_parser() -> Parser:
     """The options of `infcl compare`, whose --dims may be one number or one for each model."""
     parser = Parser(
@@ -117,7 +128,7 @@ def compare_parser() -> Parser:
         },
     )
     (dims,) = (action for action in parser._actions if action.dest == "dims")
-    dims.nargs = "+"
+    dims.nargs, dims.type, dims.metavar = "+", _dimensions, "N"
     dims.help = "Cut the embeddings to this many dimensions. Two numbers are those of the first and the second model."
     return parser
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ...conversion.models import load, load_config
+from ...encoders.dual_encoder import DualEncoder
 from ...training.trainer import InfCLTrainer
 from ..publishing.comparison import comparison, lines_of_comparison, write_comparison
 from ..publishing.telling import quieten
@@ -30,6 +31,12 @@ def compare(parser: Parser, namespace: argparse.Namespace, user_options: set[str
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         for name, _ in models:
             load_config(name)  # a wrong name is told before the first model is measured
+        for name, one in models:
+            if one.dims is not None and one.dims > (width := DualEncoder(load(name).model).width()):
+                raise ValueError(
+                    f"--dims {one.dims} does not fit the embeddings of {name}, which have {width} dimensions. Choose "
+                    f"at most {width} for this model."
+                )
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
     trainer: Any = None

@@ -74,7 +74,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         if action.nargs in ("?", 0):  # a switch, which also takes true or false
             return action.option_strings[-1] if action.dest == "help" else action.option_strings[0]
         kinds: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
-        value = kinds.get(action.type, "NAME" if action.choices else "TEXT")
+        value = action.metavar or kinds.get(action.type, "NAME" if action.choices else "TEXT")
         return f"{action.option_strings[0]} {value}{' ...' if action.nargs == '+' else ''}"
 
 
