@@ -70,6 +70,8 @@ def test_what_is_to_be_written_is_accepted(name):
         ({"freeze": "image"}, {"pairs": 500}, "frozen images"),
         ({"gpu_memory": 8}, {"pairs": 500}, "small GPU"),
         ({"gpus": 2, "gpu_memory": 80}, {"pairs": 500}, "many GPUs"),
+        ({"captions_per_image": 3}, {"pairs": 500}, "several captions"),
+        ({"leave_out": "0.2"}, {"pairs": 500}, "few pairs"),  # a share, with which nothing was measured
         ({"learning_rate": 1e-3}, {"pairs": 17_000}, "random weights"),  # of AdamW, where Muon is measured to be better
         ({"learning_rate": 1e-3}, {"pairs": 20_000_000}, "more"),
         ({"learning_rate": 5e-5}, {"pairs": 17_000}, "pairs"),
@@ -93,17 +95,62 @@ def test_the_answer_that_fits(options, facts, name):
 )
 def test_the_answer_for_a_set_that_was_checked(options, known, name):
     facts: Any = types.SimpleNamespace(pairs=known, looks=10_000, tokens=[5] * 20_000, caption_ids=range(10_000))
-    assert line_of_answer(options, facts, []) == answer_line(ANSWERS[name])
+    pairs = known or options.get("samples_per_epoch")
+    expected = answer_line(ANSWERS[name], options, pairs=pairs or 10_000, at_least=pairs is None)
+    assert line_of_answer(options, (), facts, []) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "pairs", "write"),
+    [
+        ("many GPUs", {"gpus": 4}, None, "torchrun --nproc_per_node 4 -m hf_infcl ..."),
+        ("few pairs", {}, 32, "--recipe finetune_alone --global_batch_size 8 --num_train"),
+        ("few pairs", {}, 500, "--recipe finetune_alone --global_batch_size 64 --num_train"),
+        ("few pairs", {"global_batch": 48}, 500, "--recipe finetune_alone --global_batch_size 48 --num_train"),
+        ("few pairs", {"global_batch": 48}, 32, "--recipe finetune_alone --global_batch_size 8 --num_train"),
+        ("frozen images", {}, 500, "--recipe lit --global_batch_size 64\n"),  # in place of 8,192
+        ("frozen images", {"recipe": "lit"}, 50_000, "--recipe lit\n"),
+        ("many pairs", {}, 1_000_000, "--recipe finetune_clip --streaming --samples_per_epoch 1000000 --torch_compile"),
+        ("many pairs", {"samples_per_epoch": 2_000_000}, 3_000_000, "--samples_per_epoch 2000000 --torch_compile"),
+        ("many pairs", {"dataset": ["a/table"]}, 1_000_000, "--recipe finetune_clip --torch_compile"),
+        ("old pairs", {"replay_dataset": ["my old"]}, 500, "--replay_dataset 'my old' --guard_dataset 'my old'\n"),
+        ("several captions", {"captions_per_image": 2}, None, "--captions_per_image 2\n"),
+    ],
+)
+def test_an_answer_has_the_numbers_of_the_user(name, options, pairs, write):
+    assert write in answer_line(ANSWERS[name], options, options, pairs=pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "pairs"),
+    [
+        ("pairs", {"recipe": "lora"}, 50_000),
+        ("pairs", {"lora_rank": 8}, 50_000),
+        ("many pairs", {"recipe": "finetune_alone"}, 5_000_000),
+        ("batch", {"global_batch": 64}, None),
+        ("few pairs", {}, 7),
+    ],
+)
+def test_no_answer_contradicts_the_user(name, options, pairs):
+    assert answer_line(ANSWERS[name], options, options, pairs=pairs) == ""
 
 
 def test_plan_and_check_end_with_the_line_that_fits(small: list[Any], tmp_path, capsys):
     _, _, model, *_ = small
-    infcl("plan", "--model", model, "--global_batch", 64, "--dataset_size", 50_000)
-    assert capsys.readouterr().out.endswith(f"\n{answer_line(ANSWERS['pairs'])}\n")
+    infcl("plan", "--model", model, "--global_batch", 64, "--dataset_size", 70_000)
+    printed = capsys.readouterr().out
+    assert (
+        "\nFor a checkpoint and 70,000 pairs, no old ones: --recipe finetune_alone --global_batch_size 64\n" in printed
+    )
+    assert "what the checkpoint knew (old), recall@5 on what it is trained on (new); before → after): old 37" in printed
+    infcl("plan", "--recipe", "lora", "--model", model, "--dataset_size", 70_000)
+    said = capsys.readouterr()
+    assert PAGE not in said.out, "which knows no better LoRA"
+    assert "Workers that load data" not in said.err, "of this machine, which trains nothing"
     with pytest.raises(SystemExit):
         infcl("check", *small[1:], "--output_dir", tmp_path / "checked")
     printed = capsys.readouterr().out
-    assert printed.endswith(f"\n{answer_line(ANSWERS['several captions'])}\n"), "as the digits have"
+    assert printed.endswith(f"\n{answer_line(ANSWERS['several captions'], pairs=26)}\n"), "as the digits have"
     assert "](" not in printed
 
 
@@ -111,7 +158,7 @@ def test_plan_and_check_end_with_the_line_that_fits(small: list[Any], tmp_path, 
     "name", ["random weights", "more", "noisy", "teacher", "several captions", "swapped words", "batch"]
 )
 def test_what_was_measured_from_random_weights_says_with_which_optimizer(name):
-    have, _, gain, _ = ANSWERS[name]
+    have, _, gain, *_ = ANSWERS[name]
     assert "random weights" in have + gain
     assert "with AdamW" in gain
     assert "with Muon" in gain

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,12 @@ from helpers.shards import write_parquet, write_tar
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainingArguments, load_pairs
+from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
 from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker
 from hf_infcl.tools.checking.reading import read
 from hf_infcl.tools.cli import check as checking_command
+from hf_infcl.tools.cli.commands import PARSERS
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
 
@@ -119,11 +121,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_no_more_workers_are_advised_than_the_machine_has(monkeypatch, tmp_path, rate, words, options):
     monkeypatch.setattr(checking_command, "cores", lambda: 2)
-    args = InfCLTrainingArguments(str(tmp_path), use_cpu=True)
     facts: Any = SimpleNamespace(rate=rate, sizes=[])
-    line, added = checking_command.predict_workers(transformers.CLIPConfig(), args, facts)
+    given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path), "--use_cpu"]
+    namespace, known = PARSERS["check"]().read(given)
+    line, added = checking_command.predict_workers(transformers.CLIPConfig(), namespace, known, None, facts)
     assert words in line
     assert added == [f"--dataloader_num_workers {options}"]
+
+
+def test_a_check_predicts_the_rate_that_a_plan_predicts(model, tmp_path, capsys):
+    infcl("plan", "--model", model, "--global_batch", 512)
+    (rate,) = re.findall(r"Each GPU trains up to ([\d,]+) images", capsys.readouterr().out)
+    facts: Any = SimpleNamespace(rate=1e9, sizes=[])
+    config = transformers.AutoConfig.from_pretrained(model)
+    given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path)]
+    for batch, size, words in (
+        (
+            ["--global_batch_size", "512"],
+            512,
+            f"512 pairs in micro-batches of 512, an H100 would train about {rate} images",
+        ),
+        ([], None, "256 pairs, as no options name one, in micro-batches of 256, an"),
+        (["--per_device_train_batch_size", "16"], 16, "16 pairs in micro-batches of 16, an"),
+    ):
+        namespace, known = PARSERS["check"]().read([*given, *batch])
+        assert words in checking_command.predict_workers(config, namespace, known, size, facts)[0]
 
 
 # ---- Ways to store them; each returns the words of a training ----
@@ -214,7 +236,10 @@ def test_nothing_is_invented_about_a_clean_set(form, model, tmp_path, capsys):
     assert code == 0
     assert found == {"train": {}, "pairs": {}}
     assert "on_bad_sample" not in options
+    assert ("--samples_per_epoch 40" in options) == (form == "shards"), "read to the end without --all"
     assert "Nothing is wrong with it." in capsys.readouterr().out
+    if form == "shards":
+        assert "samples_per_epoch" not in check(model, tmp_path / "out", *words, "--check_samples", 20)[2]
 
 
 def test_copies_between_training_and_evaluation_are_found(model, tmp_path):
@@ -267,7 +292,7 @@ def test_old_pairs_in_shards_have_a_name(model, tmp_path, capsys):
     as_shards(tmp_path / "old", [Row(scene(500 + row), f"old {sentence(row)}") for row in range(40)])
     old = ["--replay_streaming", "--replay_dataset", tmp_path / "old/{0..2}.tar"]
     assert check(model, tmp_path / "out", *words, *old)[1].keys() == {"train", "replay1"}
-    assert f"--replay_dataset {tmp_path}/old/{{0..2}}.tar: 30 pairs read" in capsys.readouterr().out
+    assert f"--replay_dataset {tmp_path}/old/{{0..2}}.tar: 30 pairs, all read" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_reading(model, tmp_path, capsys):

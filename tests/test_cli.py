@@ -868,8 +868,9 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         (
             "--model m more --dataset d",
             None,
-            "'more' belongs to no option. Every value follows its option: --NAME VALUE.",
+            "'more' belongs to no option: --model takes one value.",
         ),
+        ("m/a d/plain", None, "'m/a' 'd/plain' belong to no option. Every value follows its option: --NAME VALUE."),
         ("missing.yaml", None, "There is no file"),
         ("--recipe nothing", None, "no recipe 'nothing'. The recipes are distill, finetune_alone, "),
         ("mine.yaml --recipe lora", None, "--recipe lora and mine.yaml are both files of options"),

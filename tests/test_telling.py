@@ -145,6 +145,13 @@ def test_too_many_workers_are_told_once(monkeypatch, capfd):
         assert options.dataloader_num_workers == workers, "as typed"
 
 
+@pytest.mark.parametrize("value", ["abc", "0", "-1", ""])
+def test_a_number_of_processes_that_is_none_is_told(monkeypatch, value):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE must be the number of processes .*, got '{value}'"):
+        fit_workers(argparse.Namespace(dataloader_num_workers=2))
+
+
 @pytest.mark.parametrize(
     ("processes", "streaming", "used", "told"),
     [

@@ -30,6 +30,7 @@ class Part(NamedTuple):
     looks: list[Look]
     shard: int = 0  # the number of their shard; 0 for a table
     nbytes: int | None = None  # the size of the shard, in its last part; None elsewhere, and where it is not known
+    is_cut: bool = False  # whether the shard has more samples than were to be read, in its last part
 
 
 def read(
@@ -122,19 +123,22 @@ class _ShardParts(_Parts[int]):
     def parts(self, unit: int) -> Iterator[Part]:
         shard = self._stream.shards[unit]
         looks: list[Look] = []
+        is_cut = False
         try:
-            for _, key, sample in itertools.islice(shard.reader.samples(shard.url), self._each):
+            samples = iter(shard.reader.samples(shard.url))
+            for _, key, sample in itertools.islice(samples, self._each):
                 looks.append(self._look(unit, key, sample))
                 if len(looks) == ROWS:
                     yield Part(looks, unit)
                     looks = []
+            is_cut = next(samples, None) is not None
         except DamagedShardError as error:
             looks.append(Look(f"the rest of {shard.name}", str(error)))
         with open_shard(shard.url) as file:
             nbytes = None
             with suppress(OSError, ValueError):  # not every server tells
                 nbytes = file.seek(0, 2)
-        yield Part(looks, unit, nbytes)
+        yield Part(looks, unit, nbytes, is_cut)
 
     def _look(self, unit: int, key: str, sample: Sample) -> Look:
         columns, shard = self._stream.options, self._stream.shards[unit]

@@ -138,8 +138,10 @@ def read_facts(
     has_captions = not isinstance(dataset, ZeroShotDataset)
     is_trained = key == TRAINED or key.startswith(REPLAYED)
     facts = SetFacts(name, limits, is_trained, has_captions, pairs, looker.pooling)
+    is_cut = False
     for part in read(dataset, looker, samples, workers=workers, progress=f"check {key}" if show else ""):
         facts.add(part)
-    if samples is None:
+        is_cut |= part.is_cut
+    if isinstance(dataset, ImageTextStream) and not is_cut and len(facts.pairs_of_shards) == len(dataset.shards):
         facts.pairs = facts.looks
     return facts

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from ...evaluation.metrics import CEILING
 from ...evaluation.retrieval import recall_ceilings
 from ...loading.loaders import set_sizes, training_collator
 from ...options.arguments import InfCLTrainingArguments
+from ...options.batch_options import DIVISION
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...training.trainer import InfCLTrainer
-from .. import planning
 from ..checking.faults import make_limits
 from ..checking.findings import (
     Finding,
@@ -38,7 +38,7 @@ from ..checking.findings import (
 from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
-from ..planning import GPUS, make_choice, model_options
+from ..planning import Planner
 from ..planning.answers import answer_line, choose_answer
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
@@ -47,6 +47,7 @@ from .launched import cores, mistakes_in_one_line
 from .parser import Parser
 
 SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training
+ASSUMED_BATCH = 256  # pairs, where no options name a global batch
 TOLD_BY_TRAINER = ("cut", "repeated_captions")
 
 
@@ -91,17 +92,22 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         results[key] = facts, findings
         print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
         print(*finding_lines(findings), sep="\n")
-    workers_line, options_of_loading = predict_workers(config, args, results[TRAINED][0])
+    names_batch = user_options & {"global_batch_size", "global_batch_schedule", *DIVISION}
+    batch = args.global_batch_size if names_batch else None
+    workers_line, options_of_loading = predict_workers(config, namespace, user_options, batch, results[TRAINED][0])
     print(workers_line)
     every = [finding for _, findings in results.values() for finding in findings]
     trained_facts, length = results[TRAINED][0], []
-    if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and data.samples_per_epoch is None:
+    has_length = data.samples_per_epoch is not None or namespace.max_steps > 0
+    if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and not has_length:
         length = [f"--samples_per_epoch {trained_facts.usable}"]
     # Those that remedy findings, each once.
     remedies = dict.fromkeys([*(finding.options for finding in every), *options_of_loading, *length])
     to_add = " ".join(filter(None, remedies))
     write_report(Path(args.output_dir), results, to_add)
-    print(line_of_answer(vars(namespace), *results[TRAINED]))
+    decided = {name for name in user_options if parser.typed(name) or not namespace.recipe}
+    if line := line_of_answer(vars(namespace), decided, *results[TRAINED]):
+        print(line)
     sys.exit(int(any(finding.spoils for finding in every)))
 
 
@@ -143,21 +149,32 @@ def reachable_recalls(facts: SetFacts) -> dict[str, float]:
     return {name.removesuffix(CEILING): value for name, value in ceilings.items()}
 
 
-def predict_workers(config: PretrainedConfig, args: InfCLTrainingArguments, facts: SetFacts) -> tuple[str, list[str]]:
-    """A line about the workers that a GPU needs, and the options to add."""
+def predict_workers(
+    config: PretrainedConfig, options: argparse.Namespace, user_options: set[str], batch: int | None, facts: SetFacts
+) -> tuple[str, list[str]]:
+    """A line about the workers that one GPU needs, as `infcl plan` predicts its rate, and the options to add.
+
+    ``batch`` is the global batch of the options; None if they name none.
+    """
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    gpu = GPUS["h200" if "h200" in name else "h100"]
+    assumed = ", as no options name one," if batch is None else ""
+    of_plan = {"gpus": 1, "gpu": "h200" if "h200" in name else "h100", "gpu_memory": None, "measure": False}
+    planned = argparse.Namespace(
+        **{**vars(options), **of_plan, "global_batch": batch or ASSUMED_BATCH, "use_cpu": False}
+    )
     try:
-        choice = make_choice(args)
-        ways = {"gradient_checkpointing": choice.gradient_checkpointing, "patch_dropout": args.patch_dropout}
-        counts = planning.count(config, **model_options(args, **ways))
+        planner = Planner(planned, user_options, config)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
-    rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())
+    choice, rate = planner.choice, max(stage.choice.rows / stage.seconds for stage in planner.stages)
     if not facts.rate:
         return "The workers that a GPU needs were not predicted, because no image could be decoded.", []
     needed, there = math.ceil(rate / facts.rate), cores()
-    line = f"Workers: an {gpu.name} would train about {rate:,.0f} images per second with these options. "
+    line = (
+        f"Workers: with a global batch of {choice.global_batch:,} pairs{assumed} in micro-batches of "
+        f"{choice.per_device_train_batch_size:,}, an {planner.gpu.name} would train about {rate:,.0f} images per "
+        "second. "
+    )
     if needed > there:
         line += (
             f"The {there} cores of this machine read about {there * facts.rate:,.0f} "
@@ -166,24 +183,28 @@ def predict_workers(config: PretrainedConfig, args: InfCLTrainingArguments, fact
     else:
         keep_up = "One worker like these keeps" if needed == 1 else f"{needed} workers like these keep"
         line += f"{keep_up} up (--dataloader_num_workers); this machine has {there} cores."
-    options = []
+    to_add = []
     if needed > there:
         if simplejpeg is None:
             line += " `pip install simplejpeg` decodes JPEGs faster."
         if facts.sizes and min(map(min, facts.sizes)) >= 4 * facts.limits.side:
-            options.append(f"--min_side {2 * facts.limits.side}")
-    if args.dataloader_num_workers < min(needed, there):
-        options.append(f"--dataloader_num_workers {min(needed, there)}")
-    return line, options
+            to_add.append(f"--min_side {2 * facts.limits.side}")
+    if options.dataloader_num_workers < min(needed, there):
+        to_add.append(f"--dataloader_num_workers {min(needed, there)}")
+    return line, to_add
 
 
-def line_of_answer(options: Mapping[str, Any], facts: SetFacts, findings: Sequence[Finding]) -> str:
-    """The answer for a training on this set."""
+def line_of_answer(
+    options: Mapping[str, Any], decided: Collection[str], facts: SetFacts, findings: Sequence[Finding]
+) -> str:
+    """The answer for a training on this set, see `answer_line`; empty if none fits."""
     # Captions of several templates say the same.
     texts = 1 if options.get("caption_templates") else len(facts.tokens) / max(1, len(facts.caption_ids))
-    pairs = facts.pairs or options.get("samples_per_epoch") or facts.looks  # a stream has those that were read, or more
+    known = facts.pairs or options.get("samples_per_epoch")
+    pairs = known or facts.looks  # a stream has those that were read, or more
     foreign = any(finding.kind == "foreign" and finding.spoils for finding in findings)
-    return answer_line(choose_answer(options, pairs=pairs, texts=texts, foreign=foreign))
+    answer = choose_answer(options, pairs=pairs, texts=texts, foreign=foreign)
+    return answer_line(answer, options, decided, pairs=pairs, at_least=not known)
 
 
 def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, data: DataOptions) -> Iterator[str]:

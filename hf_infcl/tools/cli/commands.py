@@ -139,8 +139,9 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         Parser,
         "check",
         "Read the data of a training and tell what would spoil it: faulty images and captions, copies, leaks, slow "
-        "loading. Its whole command may be given. The exit code is 0 if nothing spoils a training, 1 if something "
-        "does, and 2 if an option is wrong.",
+        "loading. Its whole command may be given. Required are --model, of which only the config and the tokenizer are "
+        "read, and --dataset, or a --recipe or file that names them. The exit code is 0 if nothing spoils a training, "
+        "1 if something does, and 2 if an option is wrong.",
         CheckOptions,
         *_OF_TRAINING,
         shown=OF_CHECK,

@@ -81,9 +81,18 @@ def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
 
     Those of a stream stay as they are, since they decide about its order. The number is changed in place. ``file`` is
     the name of the file of options that alone sets it; empty if the user has typed it.
+
+    Raises:
+        ValueError: the environment's LOCAL_WORLD_SIZE is no number of processes.
     """
     workers = getattr(namespace, "dataloader_num_workers", None) or 0
-    processes, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores()
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not local.isdecimal() or local == "0":
+        raise ValueError(
+            "The environment variable LOCAL_WORLD_SIZE must be the number of processes on this machine, as torchrun "
+            f"sets it, got {local!r}. Unset it, or start with torchrun."
+        )
+    processes, there = int(local), cores()
     if workers * processes <= there or (fits := max(1, there // processes)) == workers:
         return
     each, times = (" for each process", f" × {processes} processes") if processes > 1 else ("", "")

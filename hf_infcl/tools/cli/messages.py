@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 
 from ...shards.urls import without_secrets
 
@@ -32,3 +33,22 @@ def missing_package(error: Exception) -> str | None:
     if asked or isinstance(error, ModuleNotFoundError):
         return f"An option needs a package that is not installed: {error}"
     return None
+
+
+def about_words(left: Sequence[str], words: Sequence[str], places: Mapping[str, str]) -> str:
+    """Says what words of a command line could have been that belong to no option.
+
+    Args:
+        left: these words.
+        words: of the command line.
+        places: what the words mean that stand before the options, by their names.
+    """
+    before = next((i for i, word in enumerate(words) if word == left[0] and not words[i - 1].startswith("--")), 0)
+    option = next((word for word in reversed(words[:before]) if word.startswith("--")), "=")
+    told = f"{' '.join(map(repr, left))} belong{'s' if len(left) == 1 else ''} to no option"
+    if places:
+        meanings = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in places.items())
+        return f"{told}. Before the options stand {meanings}"
+    if "=" in option:  # of a file, or none
+        return f"{told}. Every value follows its option: --NAME VALUE."
+    return f"{told}: {option} takes one value."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import re
 import sys
@@ -27,7 +28,7 @@ from ...options.declaring import HEADINGS
 from ...options.facts import facts_by_name
 from ...options.files import options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
-from .messages import missing_package, tell
+from .messages import about_words, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
 ELSEWHERE = {
@@ -220,13 +221,11 @@ class Parser(HfArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but says what a word without an option could have been."""
-        parsed, left = self.parse_known_args(args, namespace)
+        # Words before all options are told first: argparse would only ask for what is required.
+        first = [] if self._places else list(itertools.takewhile(lambda word: not word.startswith("-"), args))
+        parsed, left = (namespace, first) if first else self.parse_known_args(args, namespace)
         if left:
-            may = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in self._places.items())
-            self.error(
-                f"{' '.join(map(repr, left))} belongs to no option. "
-                + (f"Before the options stand {may}" if may else "Every value follows its option: --NAME VALUE.")
-            )
+            self.error(about_words(left, args, self._places))
         return parsed
 
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
@@ -365,7 +364,7 @@ class Parser(HfArgumentParser):
         return kinds
 
     def _with_recipe(self, words: list[str]) -> list[str]:
-        """The words, in which the file of a recipe, put first, replaces the option --recipe that names it."""
+        """The words, in which the file of a recipe stands first, before the option --recipe that names it."""
         if "--recipe" not in self._option_string_actions:
             return words
         reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -383,7 +382,7 @@ class Parser(HfArgumentParser):
                 f"--recipe {args.recipe} and {rest[0]} are both files of options, and a command takes one. Write "
                 "the options of the other on the command line."
             )
-        return [str(RECIPES[args.recipe]), *rest]
+        return [str(RECIPES[args.recipe]), "--recipe", args.recipe, *rest]
 
     def _known(self, name: str) -> str:
         if name in self._kinds:

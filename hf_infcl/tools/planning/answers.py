@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 PAGE = "scripts/ANSWERS.md"
@@ -16,6 +17,16 @@ OF_CHECKPOINTS = (
 )
 SMALL_MEMORY = 24  # GiB of a GPU
 
+LEAST = 8  # pairs, of a quarter of which a batch has negatives
+# Options that say what a user has. Where he has written them, an answer has his values.
+OF_USER = (
+    *("samples_per_epoch", "captions_per_image", "replay_dataset", "guard_dataset", "teacher_embeddings"),
+    "negative_caption_column",
+)
+
+# What the figures of an answer are, where no page is at hand.
+RECALL = "recall@1 in per cent"
+OLD_AND_NEW = "in per cent: recall@1 on what the checkpoint knew (old), recall@5 on what it is trained on (new)"
 _TABLES = "real_pairs/results/TABLES.md"
 _STEP = "benchmarks/results/README.md#a-training-step"
 
@@ -28,12 +39,14 @@ class Answer(NamedTuple):
         write: words of `infcl train`, or of what starts it.
         gain: what was measured.
         price: what it costs.
+        figures: what the figures of the gain are, if they are results of models.
     """
 
     have: str
     write: str
     gain: str
     price: str
+    figures: str = ""
 
 
 ANSWERS = {
@@ -44,19 +57,22 @@ ANSWERS = {
         f"({_TABLES}#averages-with-the-start)",
         "new pairs are learned less well; [LoRA kept and gained less: 6.8 and 12.6]"
         f"({_TABLES}#fine-tuning) at the best of three rates",
+        OLD_AND_NEW,
     ),
     "pairs": Answer(
         "a checkpoint and some 50,000 pairs, no old ones",
         "--recipe finetune_alone --global_batch_size 512",
         f"[old 37.0 → 31.7, full fine-tuning → 9.1]({_TABLES}#averages-with-the-start)",
         f"[new 7.8 → 16.4, full fine-tuning → 20.1]({_TABLES}#averages-with-the-start)",
+        OLD_AND_NEW,
     ),
     "old pairs": Answer(
-        "the same, and pairs that the checkpoint knows, or similar ones",
+        "a checkpoint, new pairs, and old ones that it knows, or similar ones",
         "--recipe finetune_keep --global_batch_size 1024 --replay_dataset old/pairs --guard_dataset old/pairs",
         f"[old 37.0 → 35.2, new 7.8 → 19.8, averaged with the start; 33.0 and 24.5 before]"
         f"({_TABLES}#averages-with-the-start)",
         "an epoch of the new pairs takes twice the steps",
+        OLD_AND_NEW,
     ),
     "many pairs": Answer(
         "a checkpoint and some 5 million pairs",
@@ -70,6 +86,7 @@ ANSWERS = {
         f"[29.1 with AdamW, 48.7 with Muon]({_TABLES}#adamw-and-muon) on the same samples",
         "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16; larger "
         "batches gain where they leave a thousand steps",
+        RECALL,
     ),
     "more": Answer(
         "random weights and more pairs",
@@ -78,6 +95,7 @@ ANSWERS = {
         f"({_TABLES}#adamw-and-muon) on the same samples, "
         "[in 65 s instead of 355](real_pairs/README.md#how-large-a-batch)",
         "a thousand steps or more, two thousand with AdamW; beyond 4,096 pairs, so many were not measured",
+        RECALL,
     ),
     "noisy": Answer(
         "captions of which some are wrong",
@@ -85,6 +103,7 @@ ANSWERS = {
         "[from random weights with Muon 33.5 → 40.8 with a fifth of them wrong, 15.4 → 27.5 with half; with AdamW "
         f"16.4 → 18.8 and 5.1 → 7.3; in a fine-tuning new 20.6 → 22.2]({_TABLES}#wrong-captions-and-teachers)",
         "ten epochs or more; right pairs that are the only ones of their concept may be left out",
+        f"{RECALL}; new: recall@5 on what a checkpoint is trained on",
     ),
     "teacher": Answer(
         "a large model that knows the pairs, and a small one to train",
@@ -93,13 +112,15 @@ ANSWERS = {
         f"({_TABLES}#wrong-captions-and-teachers)",
         "one `infcl embed` over the pairs; in a fine-tuning it does not keep what the model knew: "
         f"[22.5 → 19.9]({_TABLES}#wrong-captions-and-teachers)",
+        RECALL,
     ),
     "several captions": Answer(
         "several captions per image",
         "--captions_per_image 3",
         f"[29.1 → 34.5]({_TABLES}#several-captions) from random weights with AdamW, at the rate of one caption; not "
         "measured with Muon or in a fine-tuning",
-        "memory and time of three texts per image; no gain on new concepts",
+        "memory and time of so many texts per image; no gain on new concepts",
+        RECALL,
     ),
     "swapped words": Answer(
         "captions that one word makes wrong",
@@ -107,6 +128,7 @@ ANSWERS = {
         f"[relations told apart: 80.7 → 96.3]({_TABLES}#hard-negatives) from random weights with AdamW; not measured "
         "with Muon or in a fine-tuning",
         "one more text per image",
+        "in per cent",
     ),
     "languages": Answer(
         "captions in many languages",
@@ -120,6 +142,7 @@ ANSWERS = {
         "[by AdamW old 18.8, new 19.0 with a locked image tower; 8.9 and 20.3 with both trained]"
         f"({_TABLES}#fine-tuning)",
         "the image tower learns nothing; a cache of 4 bytes × its width per image",
+        OLD_AND_NEW,
     ),
     "small GPU": Answer(
         "a small GPU",
@@ -143,6 +166,7 @@ ANSWERS = {
         f"[with AdamW 20.2 → 22.9, with Muon 40.1 → 44.6]({_TABLES}#the-same-number-of-steps)",
         "another forward, but of graphs that memory keeps: with short texts [1,596 images a second in 58.0 GiB, "
         f"`Trainer` 1,529 in 26.1]({_STEP})",
+        RECALL,
     ),
 }
 
@@ -168,11 +192,11 @@ def choose_answer(options: Mapping[str, Any], *, pairs: int | None, texts: float
     reasons = {
         "languages": foreign,
         "teacher": options.get("teacher") or options.get("teacher_embeddings"),
-        "noisy": options.get("leave_out"),
+        "noisy": options.get("leave_out") == "noisy",
         "old pairs": options.get("replay_dataset"),
         "frozen images": options.get("freeze") == "image" and not options.get("keep_features"),
         "swapped words": options.get("negative_caption_column"),
-        "several captions": texts > 1.5,
+        "several captions": max(texts, options.get("captions_per_image") or 1) > 1.5,
         "more": random and pairs > 10 * MANY,
         "random weights": random,
         "many GPUs": (options.get("gpus") or 1) > 1,
@@ -184,7 +208,62 @@ def choose_answer(options: Mapping[str, Any], *, pairs: int | None, texts: float
     return ANSWERS[next((name for name, holds in reasons.items() if holds), "batch")]
 
 
-def answer_line(answer: Answer) -> str:
-    """The answer as a line of a command's output."""
-    gain, price = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for text in (answer.gain, answer.price))
-    return f"For {answer.have}: {answer.write}\n  Measured: {gain}. Price: {price}. All answers: {PAGE}."
+def answer_line(
+    answer: Answer,
+    options: Mapping[str, Any] | None = None,
+    decided: Collection[str] = (),
+    *,
+    pairs: int | None = None,
+    at_least: bool = False,
+) -> str:
+    """The answer as a line of a command's output; empty if it would contradict what the user has decided.
+
+    Args:
+        answer: of the table.
+        options: of the command, as far as they are known.
+        decided: the names of those that the user has written himself, in place of a recipe.
+        pairs: of the training set, if that is known.
+        at_least: whether it has these pairs or more.
+    """
+    write = _fitted(answer, options or {}, decided, pairs)
+    if not write:
+        return ""
+    have, gain, price = (
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for text in (answer.have, answer.gain, answer.price)
+    )
+    if pairs:
+        have = re.sub(r"some [\d,]+(?: million)? pairs", f"{'at least ' * at_least}{pairs:,} pairs", have)
+    measured = "Measured"
+    if answer.figures:
+        arrow = "before → after" if answer.figures == OLD_AND_NEW else "without → with"
+        measured += f" with small CLIPs ({answer.figures}{f'; {arrow}' if '→' in gain else ''})"
+    return f"For {have}: {write}\n  {measured}: {gain}. Price: {price}. All answers: {PAGE}."
+
+
+def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> str:
+    """What to write, with the user's values; empty if it would contradict them, or if there are next to no pairs."""
+    write, recipe = answer.write, re.search(r"--recipe (\w+)", answer.write)
+    has_other = recipe and (options.get("recipe") not in (None, recipe[1]) or options.get("lora_rank"))
+    has_batch = "global_batch" in decided or "global_batch_size" in decided
+    if has_other or (pairs and pairs < LEAST) or (has_batch and answer is ANSWERS["batch"]):
+        return ""
+    batch = (options.get("global_batch") or options.get("global_batch_size")) if has_batch else None
+    usual = re.search(r" --global_batch_size (\d+)", write)
+    if pairs and not (batch and batch <= pairs):
+        fits = 1 << ((pairs // 4).bit_length() - 1)  # the largest power of two up to a quarter of the pairs
+        # A recipe has a batch of its own, which may be larger than a small set.
+        batch = min(int(usual[1]), fits) if usual else fits if recipe and pairs < FEW else None
+    if batch and usual:
+        write = write.replace(usual[0], f" --global_batch_size {batch}")
+    elif batch and recipe:
+        write += f" --global_batch_size {batch}"
+    values = {name: options.get(name) for name in OF_USER if name in decided}
+    values["samples_per_epoch"] = values.get("samples_per_epoch") or pairs
+    values["guard_dataset"] = values.get("guard_dataset") or values.get("replay_dataset")
+    for name, value in values.items():
+        if value:
+            words = shlex.join(map(str, value if isinstance(value, list) else [value]))
+            write = re.sub(rf"(?<=--{name} )\S+", words.replace("\\", r"\\"), write)
+    if "dataset" in decided and not options.get("streaming"):
+        write = re.sub(r" --streaming --samples_per_epoch \S+", "", write)
+    return re.sub(r"(?<=--nproc_per_node )\d+", str(options.get("gpus") or 8), write)
