@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from hf_infcl.checkpoints.average_search import ALPHAS, Measured, chosen, halves, measured_at
 from hf_infcl.checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics, scales_by_depth
+from hf_infcl.checkpoints.between import BetweenCheckpoints
 from hf_infcl.evaluation.metrics import score
-from hf_infcl.tools.cli.average import BetweenCheckpoints
 from hf_infcl.tools.publishing.front import plot_front
 
 State = dict[str, Tensor]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import ExclusiveOptionsError
 from ..options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
@@ -58,3 +60,30 @@ def read_alpha(option: str, value: str, guards: GuardOptions, evaluation: Evalua
             f"--{option} must be 'auto' or a number from 0 (the start) to 1 (the end), got {value!r}."
         ) from None
     return float(value)
+
+
+def check_options(args: InfCLTrainingArguments, evaluation: EvaluationOptions) -> None:
+    """Raises a ValueError for options that have no meaning for an average."""
+    if evaluation.eval_pictures:
+        raise ValueError("--eval_pictures draws those of one model. Omit it, and draw them with `infcl evaluate`.")
+    if args.fsdp or args.deepspeed:
+        raise ValueError(
+            "The weights of an average are changed as a whole, which neither FSDP nor DeepSpeed allows. Omit their "
+            "options, or start the command with scripts/configs/ddp.yaml."
+        )
+
+
+def check_place(output_dir: str | None, start: str, end: str) -> None:
+    """Raises a ValueError if the average would be written over a model or a card, or no folder is named for it."""
+    if not output_dir:
+        raise ValueError("--output_dir is empty. Name the folder that the average is written into.")
+    place = Path(output_dir)
+    if any(place.resolve() == Path(source).resolve() for source in (start, end)) or any(
+        (place / name).exists() for name in ("config.json", "adapter_config.json")
+    ):
+        raise ValueError(f"--output_dir {output_dir} already holds a model. Choose another --output_dir.")
+    if (place / "README.md").exists():
+        raise ValueError(
+            f"--output_dir {output_dir} holds a README.md, which the card of the average would replace. Choose another "
+            "--output_dir."
+        )
