@@ -222,7 +222,8 @@ def test_each_planted_fault_is_found_and_no_other(form, model, tmp_path, capsys)
     assert "--on_bad_sample skip" in options
     assert "--min_side 16" in options
     printed = capsys.readouterr().out
-    assert "SPOILS: 2 of 40 pairs (5.00%) cannot be read: row" in printed
+    what = "sample" if form == "shards" else "row"
+    assert f"SPOILS: 2 of 40 pairs (5.00%) cannot be read: {what}" in printed
     assert f"--pair_id_column {'title' if form == 'csv' else 'caption'}" in options
     assert ("--samples_per_epoch 37" in options) == (form == "shards")
     assert Image.open(tmp_path / "out/_check.png").size[1] > 1000
