@@ -96,7 +96,7 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=told):
             load_pairs(str(write_folder(tmp_path / "pairs", captions)), split="train")
 
-    @pytest.mark.skipif(not hasattr(datasets, "Json"), reason="an older datasets has no such type")
+    @pytest.mark.skipif(not hasattr(datasets, "Json"), reason="this version of datasets has no Json type")
     def test_what_to_do_about_a_table_of_captions_of_two_types_is_told(self):
         rows = captioned(["a"]).cast_column("caption", datasets.Json())
         with pytest.raises(ValueError, match=r"not Json.* If some rows have a list, write a list in every row\."):
