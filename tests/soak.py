@@ -5,6 +5,7 @@ python tests/soak.py loss --world_sizes 1 2 3 4    as many cases for each number
 python tests/soak.py train --steps 5000            5,000 steps, during which memory, files and threads must not grow
 python tests/soak.py text                          10,000 cases each for files, command lines and model cards
 python tests/soak.py kills                         40 runs of two processes, killed at random moments and resumed
+python tests/soak.py memory --cases 100            as many trainings on one GPU, of which only the global batch is given
 
 ``--minutes`` is a time limit; each row has the number of cases or steps that were done. The exit code is 1 after any
 failure.
@@ -262,9 +263,43 @@ def kill(options: argparse.Namespace) -> int:
     return len(counts.wrong)
 
 
+# ---- Memory ----
+
+
+def train_settings(options: argparse.Namespace) -> int:
+    """Trains random settings, of which only the global batch is given; returns how many did not reach their end."""
+    from helpers.settings import Setting, described, train
+
+    begin, outcomes = time.monotonic(), []
+    for seed in range(options.first_seed, options.first_seed + options.cases):
+        setting = Setting.draw(seed)
+        outcomes.append(train(setting))
+        print(described(seed, setting, outcomes[-1]), flush=True)
+        if time.monotonic() - begin > 60 * options.minutes:
+            break
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
+    repeated = sum(outcome.smaller > 0 for outcome in outcomes)
+    write_row(
+        options.results,
+        check="memory",
+        processes=1,
+        count=len(outcomes),
+        seconds=round(time.monotonic() - begin),
+        failures=len(failures),
+        detail="; ".join(
+            [
+                f"settings from {options.first_seed}; {repeated} trainings repeated a step with smaller micro-batches",
+                f"peak memory {median(outcome.peak for outcome in outcomes):.0%} of the GPU in the median",
+                *failures[:5],
+            ]
+        ),
+    )
+    return len(failures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=("loss", "train", "text", "kills"))
+    parser.add_argument("check", choices=("loss", "train", "text", "kills", "memory"))
     parser.add_argument("--cases", type=int, default=10_000, help="random cases of the loss, for each world size")
     parser.add_argument("--first_seed", type=int, default=0, help="the seed of the first case")
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[1], help="numbers of processes of a case")
@@ -274,7 +309,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the longest duration of each row")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV that the rows are appended to")
     options = parser.parse_args()
-    wrong = {"loss": fuzz_loss, "train": train, "text": fuzz_text, "kills": kill}[options.check](options)
+    checks = {"loss": fuzz_loss, "train": train, "text": fuzz_text, "kills": kill, "memory": train_settings}
+    wrong = checks[options.check](options)
     sys.exit(1 if wrong else 0)
 
 

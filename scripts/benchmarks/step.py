@@ -80,6 +80,8 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl noise scale": {"retain_graphs": "1", "gradient_noise_steps": 1},  # measured in each step
     "hf_infcl leave_out 0.2": {"retain_graphs": "1", "leave_out": "0.2"},
     "hf_infcl leave_out 0.5": {"retain_graphs": "1", "leave_out": "0.5"},
+    "hf_infcl stored teacher": {"retain_graphs": "1", "teacher": "stored"},
+    "hf_infcl online teacher": {"retain_graphs": "1", "teacher": "online"},
     "hf_infcl texts at once": {"retain_graphs": "1", "texts_at_once": "all"},
     "hf_infcl texts at once, retain auto": {"retain_graphs": "auto", "texts_at_once": "all"},
     "hf_infcl by default": {"global_batch_size": "all"},  # as if the user had said nothing else

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
@@ -23,6 +25,8 @@ import hf_infcl.windows.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
+from hf_infcl.windows.teachers import teacher_prefix
+from hf_infcl.windows.terms import TeacherDistance
 
 from . import peers
 from .inputs import Batch, Loader, Normaliser, Padded, sizes_of
@@ -178,6 +182,15 @@ class OpenCLIPTrainer(PlainTrainer):
         return loss.detach().float() / len(self._window)
 
 
+class InBatch:
+    """A `hf_infcl.windows.terms.Teacher` whose embeddings are in the batch, as stored ones are."""
+
+    width, options, inputs, words = None, MappingProxyType({}), None, "stored"
+
+    def embed(self, inputs: Batch, frozen_outputs: Any) -> tuple[Tensor, Tensor]:
+        return inputs["stored_images"].float(), inputs["stored_texts"].float()
+
+
 class PooledInfCLTrainer(InfCLTrainer):
     """InfCLTrainer with batches from a pool. With ``offload_inputs`` they stay in host memory.
 
@@ -196,6 +209,19 @@ class PooledInfCLTrainer(InfCLTrainer):
         if self.args.leave_out is not None:
             keys = torch.arange(images * len(pool)).split(images)
             pool = [{**batch, "pair_keys": own} for batch, own in zip(pool, keys, strict=True)]
+        if any(isinstance(one, TeacherDistance) for one in self.window_step.extensions):
+            width = self.model.config.projection_dim
+            drawn = [F.normalize(torch.randn(2, images, width), dim=-1).half() for _ in pool]
+            prefix = teacher_prefix(0)
+            pool = [
+                {
+                    **batch,
+                    "stored_images": of_images,
+                    "stored_texts": of_texts,
+                    f"{prefix}input_ids": batch["input_ids"],
+                }
+                for batch, (of_images, of_texts) in zip(pool, drawn, strict=True)
+            ]
         length, rows = self.args.max_steps * self.args.gradient_accumulation_steps, self._train_batch_size
         return Loader(pool, length, device, rows if self.args.divides_by_itself else None)
 
@@ -221,12 +247,14 @@ def train(
     phases: Phases | None = None,
     callbacks: Sequence[Any] = (),
     patch_dropout: float = 0.0,
+    teacher: str = "",
     **options: Any,
 ) -> tuple[Clock, Any]:
     """Trains; returns the clock and the trainer.
 
     ``loss`` replaces `contrastive_loss` in InfCLTrainer, and its memory is recorded. ``phases`` measures InfCLTrainer's
-    phases. The other trainers drop patches with the hook of InfCLTrainer's ``patch_dropout``, at each forward anew.
+    phases. Its ``teacher`` is "stored", with embeddings that lie in the batch, or "online", a model of the same size.
+    The other trainers drop patches with the hook of InfCLTrainer's ``patch_dropout``, at each forward anew.
     """
     on_gpu = torch.cuda.is_available()
     if patch_dropout and issubclass(trainer_class, InfCLTrainer):
@@ -253,7 +281,10 @@ def train(
             **options,
         )
         clock = Clock(args.device)
-        trainer = trainer_class(model=model, args=args, callbacks=[clock, *([phases] if phases else []), *callbacks])
+        teachers: dict[str, Any] = {"stored": {"extensions": [TeacherDistance([InBatch()], 1.0)]}}
+        teachers |= {"": {}, "online": {"teacher": copy.deepcopy(model)} if teacher == "online" else {}}
+        callbacks = [clock, *([phases] if phases else []), *callbacks]
+        trainer = trainer_class(model=model, args=args, callbacks=callbacks, **teachers[teacher])
         trainer.pool = pool
         if pool[0]["pixel_values"].dtype == torch.uint8:
             trainer.data_collator = Normaliser()

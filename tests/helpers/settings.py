@@ -1,0 +1,169 @@
+"""Trainings of random settings, of which only the global batch is given: does what is found fit in every step?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+
+END = 3  # the token with which CLIP's texts end; SigLIP's need none
+OPERATIONS = 6e14  # of a step, at most: one to two seconds of an H100
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is drawn of a training."""
+
+    kind: str  # of `tf.AutoModel`: "clip" or "siglip"
+    width: int
+    layers: int
+    text_layers: int
+    patch: int
+    image_size: int
+    tokens: int
+    global_batch: int
+    options: dict[str, Any]
+
+    @staticmethod
+    def draw(seed: int) -> Setting:
+        drawn = random.Random(seed)
+        width, layers = drawn.choice([(384, 12), (768, 12), (768, 12), (1024, 24)])
+        patch, image_size = drawn.choice([(32, 224), (16, 128), (16, 224), (16, 224), (14, 224), (14, 336)])
+        text_layers, tokens = drawn.choice([4, 12]), drawn.choice([16, 32, 77])
+        options: dict[str, Any] = {
+            "gradient_checkpointing": drawn.random() < 0.15,
+            "offload_inputs": drawn.random() < 0.2,
+            "bf16_activations": drawn.random() < 0.2,
+            "patch_dropout": drawn.choice([None, None, None, 0.5]),
+            "freeze": drawn.choice([None, None, None, None, "image", "text"]),
+            "optim": drawn.choice(["adamw_torch", "adamw_torch_fused"]),
+            "optimizer": drawn.choice([None, None, "muon"]),
+            "ema_decay": drawn.choice([None, None, 0.99]),
+        }
+        if options["freeze"] == "image":
+            options["patch_dropout"] = None
+        options["bf16"] = options["bf16_activations"] or drawn.random() < 0.9
+        places = (image_size // patch) ** 2
+        # A forward of images and texts takes 2 operations for each weight and token, and a step four times as much.
+        of_pair = 8 * 12 * width**2 * (layers * places + text_layers * tokens / 2)
+        most = max(256, int(OPERATIONS / of_pair / (1 if options["bf16"] else 6)))
+        batch = drawn.choice([32 * drawn.randint(2, most // 32), 2 ** drawn.randint(6, most.bit_length() - 1)])
+        kind = drawn.choice(["clip", "siglip"])
+        return Setting(kind, width, layers, text_layers, patch, image_size, tokens, min(batch, 8192), options)
+
+    def model(self) -> Any:
+        vision = {"hidden_size": self.width, "intermediate_size": 4 * self.width, "patch_size": self.patch}
+        vision |= {"num_hidden_layers": self.layers, "num_attention_heads": self.width // 64}
+        text_width = self.width if self.kind == "siglip" else max(384, self.width * 2 // 3 // 64 * 64)
+        text = {"hidden_size": text_width, "intermediate_size": 4 * text_width, "num_hidden_layers": self.text_layers}
+        text |= {"num_attention_heads": text_width // 64, "max_position_embeddings": self.tokens, "eos_token_id": END}
+        config_class = {"clip": tf.CLIPConfig, "siglip": tf.SiglipConfig}[self.kind]
+        config = config_class(text_config=text, vision_config={**vision, "image_size": self.image_size})
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return tf.AutoModel.from_config(config, attn_implementation="sdpa")
+
+
+class Rows(Dataset):
+    """Random pairs, most of them with short texts, so that the steps have texts of other lengths."""
+
+    def __init__(self, setting: Setting, rows: int) -> None:
+        self._setting, self._rows = setting, rows
+        self._image = torch.randn(3, setting.image_size, setting.image_size)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        drawn = random.Random(row)
+        most = self._setting.tokens if drawn.random() < 0.02 else max(6, self._setting.tokens // 2)
+        tokens = [drawn.randrange(4, 1000) for _ in range(drawn.randint(4, most - 1))]
+        return {"pixel_values": self._image, "input_ids": [*tokens, END]}
+
+
+class Padded:
+    """A data collator that pads the texts of a batch to the longest of them, or all to one length."""
+
+    text_padding = {"input_ids": END, "attention_mask": 0}  # noqa: RUF012
+
+    def __init__(self, setting: Setting) -> None:
+        self.max_length, self._all = setting.tokens, setting.kind == "siglip"
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = self.max_length if self._all else max(len(row["input_ids"]) for row in rows)
+        tokens = torch.full((len(rows), longest), END)
+        mask = torch.zeros_like(tokens)
+        for number, row in enumerate(rows):
+            tokens[number, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+            mask[number, : len(row["input_ids"])] = 1
+        return {
+            "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
+            "input_ids": tokens,
+            "attention_mask": mask,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a training."""
+
+    failure: str  # empty if it trained to its end
+    smaller: int  # how often a step was repeated with smaller micro-batches
+    division: str
+    peak: float  # of the memory of the device, as a share
+    seconds: float
+
+
+def train(setting: Setting) -> Outcome:
+    """Trains the steps of a setting on this process's device."""
+    begin, on_gpu, trainer, failure = time.perf_counter(), torch.cuda.is_available(), None, ""
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            args = InfCLTrainingArguments(
+                output_dir=folder,
+                global_batch_size=setting.global_batch,
+                max_steps=STEPS,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=not on_gpu,
+                dataloader_num_workers=4 if on_gpu else 0,
+                remove_unused_columns=False,
+                **setting.options,
+            )
+            rows = Rows(setting, STEPS * setting.global_batch)
+            trainer = InfCLTrainer(setting.model(), args, Padded(setting), train_dataset=rows)
+            trainer.train()
+        except (RuntimeError, ValueError) as error:
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    division, smaller = "", 0
+    if trainer is not None:
+        found = trainer.args
+        largest = found.largest_micro_batch
+        smaller = 0 if largest is None else round(math.log2(found.per_device_train_batch_size / largest))
+        division = f"{found.per_device_train_batch_size} × {found.gradient_accumulation_steps}"
+        division += f", texts {found.texts_at_once}, graphs {found.retain_graphs}"
+    peak = 0.0
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(0).total_memory
+    return Outcome(failure, smaller, division, round(peak, 3), round(time.perf_counter() - begin, 1))
+
+
+def described(seed: int, setting: Setting, outcome: Outcome) -> str:
+    values = {name: value for name, value in dataclasses.asdict(setting).items() if name != "options"}
+    given = {name: value for name, value in setting.options.items() if value}
+    return f"{seed}: {values} {given} -> {outcome}"
