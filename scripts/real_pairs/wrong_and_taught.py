@@ -85,20 +85,24 @@ def with_icons() -> dict[str, list[dict[str, Any]]]:
             of("adamw", 1024, 0, **no_icons),
         ],
         "icons wrong": [
-            *(of("muon", 1024, 0, wrong=w, options=options) for w in (0.2, 0.5) for options in (NOISY, {})),
-            of("muon", 1024, 0, options=NOISY),
-            *(of("muon", 1024, 0, wrong=w, oracle=True) for w in (0.2, 0.5)),
+            *(of("muon", 1024, 0, wrong=0.2, options=options) for options in (NOISY, {})),
+            of("muon", 1024, 0, wrong=0.2, oracle=True),
         ],
         "icons taught": [
             of("muon", 1024, 100, save="icons 4"),
             *({"seed": s, **on, **more} for s in (0, 1) for on in (no_icons, {}) for more in (taught, {})),
         ],
-        "icons third seed": batches[2],
-        "icons rates": [
-            *(of("muon", batch, 0, 2 * muon[batch]) for batch in (16_384, 1024, 4096, 256)),
-            *(of("adamw", batch, 0, 2 * adamw[batch]) for batch in (16_384, 4096, 256)),
+        "icons third seed": [job for job in batches[2] if job["batch"] in (1024, 4096)],
+        "icons third seed, 256 and 16,384": [job for job in batches[2] if job["batch"] in (256, 16_384)],
+        "icons rates of 256": [
+            *(of("muon", 256, 0, rate) for rate in (1e-3, 4e-3)),
+            *(of("adamw", 256, 0, rate) for rate in (2.5e-4, 1e-3)),
         ],
-        "icons pair_ids": [of("muon", batch, seed, pair_ids=True) for seed in (0, 1) for batch in (16_384, 4096)],
+        "icons rates": [
+            *(of("muon", batch, 0, 2 * muon[batch]) for batch in (16_384, 1024, 4096)),
+            *(of("adamw", batch, 0, 2 * adamw[batch]) for batch in (16_384, 4096)),
+        ],
+        "icons pair_ids": [of("muon", batch, 0, pair_ids=True) for batch in (16_384, 4096)],
         "icons 9.4 million": [of(o, batch, 0, times=16) for batch in (4096, 16_384, 1024) for o in both],
     }
 
@@ -119,6 +123,12 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"wrong": w, "seed": s, "oracle": True} for s in (1, 2, 0) for w in (0.2, 0.5)),
             *({"wrong": w, "seed": s, "cleaned": p} for s in (1, 2) for w in (0.2, 0.5) for p in (0.5, 0.9)),
             *({"wrong": 0.0, "seed": 1, "cleaned": p} for p in (0.5, 0.9)),
+        ],
+        # As much work as 576 whole steps: a step costs a forward of all pairs and three more of those that take part.
+        "wrong, as much work": [
+            {"wrong": w, "seed": s, "options": NOISY, "times": times}
+            for s in (0, 1, 2)
+            for w, times in ((0.2, 1.1875), (0.5, 1.375))
         ],
         "wrong adamw": [
             *({"wrong": w, "seed": s, "options": NOISY, **adamw} for s in (0, 1) for w in (0.2, 0.5, 0.0)),
@@ -230,7 +240,7 @@ class Observed(training.InfCLTrainer):
 
 def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: bool) -> dict[str, Any]:
     tuning, device = job["trained_on"] == "clip art", data["images"].device
-    batch, samples = (TUNING_BATCH, TUNING_SAMPLES) if tuning else (job["batch"], SAMPLES * job["times"])
+    batch, samples = (TUNING_BATCH, TUNING_SAMPLES) if tuning else (job["batch"], int(SAMPLES * job["times"]))
     of_trainer = job["method"] == "Trainer"
     run = training.Run(
         experiment="wrong_and_taught",
@@ -310,7 +320,7 @@ def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, A
 
 
 def main() -> None:
-    every = ["teachers", "base", "wrong", "wrong adamw", "taught", "taught by large", "tuned"]
+    every = ["teachers", "base", "wrong", "wrong, as much work", "wrong adamw", "taught", "taught by large", "tuned"]
     others = ["bf16 activations", *with_icons()]
     parser = side_by_side.arguments(__doc__, f"of {every}; all of these by default; or of {others}")
     args = parser.parse_args()
