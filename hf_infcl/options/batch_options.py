@@ -22,8 +22,8 @@ class BatchOptions:
         within=FROM_1,
     )
     per_device_train_batch_size: int = option(
-        "Pairs of a micro-batch, that is of one forward of a process. By default it follows from "
-        "global_batch_size or global_batch_schedule, or is 8.",
+        "Pairs of a micro-batch, which a process encodes at once. By default it follows from global_batch_size or "
+        "global_batch_schedule, or is 8.",
         decides=False,
         short_help=HelpPlace("Batch", 20),
         help_in_command=(
@@ -56,10 +56,10 @@ class BatchOptions:
         card="growth of the global batch, each size with its share of the samples",
     )
     retain_graphs: str | None = option(
-        "Number of micro-batches of a step whose autograd graph is kept, which saves their second forward. "
-        "Each takes the activation memory of a micro-batch. The gradient stays the same, and 0 means 1, which is "
-        "needed in any case. By default ('auto') as many as fit on a GPU, which is tried before the first step, or "
-        "measured in the second if graphs vary in size or the model is compiled. Sharded models keep 1 by default.",
+        "Micro-batches of a step whose autograd graph is kept, which saves their second forward. Each takes the "
+        "activation memory of a micro-batch. The gradient stays the same, and 0 means 1, which is needed in any case. "
+        "By default ('auto') as many as fit on a GPU, which is tried before the first step, or measured in the second "
+        "if graphs vary in size or the model is compiled. Sharded models keep 1 by default.",
         decides=False,
         one_machine=True,
         plans=True,
@@ -71,24 +71,25 @@ class BatchOptions:
         plans=True,
     )
     offload_inputs: bool = option(
-        "Keep the inputs of a step in pinned host memory and copy them to the GPU one micro-batch ahead. GPU memory "
-        "then grows with gradient_accumulation_steps only by the embeddings.",
+        "Keep the inputs of a step in host memory, and copy them to the GPU one micro-batch ahead. GPU memory then "
+        "grows with gradient_accumulation_steps only by the embeddings.",
         default=False,
         decides=False,
         one_machine=True,
         plans=True,
     )
     bf16_activations: bool = option(
-        "With bf16: keep all activations in bf16, where autocast keeps those of norms and residual sums in fp32. "
-        "Forwards read all weights but the temperature rounded to bf16. The weights themselves stay fp32, like "
-        "their gradients, what the optimizer keeps and all that is saved; evaluations use autocast.",
+        "With bf16: keep all activations in bf16, also those that autocast keeps in fp32. Forwards read all weights "
+        "but the temperature rounded to bf16. The weights themselves stay fp32, like their gradients, what the "
+        "optimizer keeps and all that is saved; evaluations use autocast.",
         default=False,
         decides=True,
         plans=True,
     )
     gradient_noise_steps: int | None = option(
-        "Log gradient_noise_scale from one of so many steps. These are the pairs of a global batch beyond which more "
-        "of them add little to its direction (arXiv 1812.06162). Such a step needs two micro-batches.",
+        "Measure gradient_noise_scale once in so many steps, and log it. This is the number of pairs in a global batch "
+        "beyond which more of them add little to its direction (arXiv 1812.06162). Such a step needs two "
+        "micro-batches.",
         decides=False,
         within=FROM_1,
     )

@@ -18,10 +18,10 @@ class CourseOptions:
         short_help=HelpPlace("Logging and saving", 60),
     )
     resume_with_changes: bool = option(
-        "Allow resuming with another global batch, objective, model or training set, or with other options "
-        "of the optimizer, the schedule (also its length) or the data. The log names the changes, which the loaded "
-        "optimizer and schedule then use; the class of the optimizer cannot change. What is left of "
-        "num_train_epochs is trained, counted in pairs, or of max_steps; if nothing is left, that is an error.",
+        "Allow resuming with options or data that differ from the checkpoint's. These may be the global batch, the "
+        "objective, the model, the training set, and options of the optimizer, the schedule or the data. The log names "
+        "the changes. The class of the optimizer cannot change. What is left of num_train_epochs, counted in pairs, or "
+        "of max_steps is trained; if nothing is left, that is an error.",
         default=False,
         decides=False,
     )
@@ -33,35 +33,36 @@ class CourseOptions:
         within=FROM_0,
     )
     divergence_factor: float | None = option(
-        "The loss has exploded if it exceeds this factor, for example 3, times the mean of the previous 20 steps. By "
-        "default the loss is not checked.",
+        "The loss has exploded when it exceeds the mean of the previous 20 steps by this factor, such as 3. By default "
+        "the loss is not checked.",
         decides=False,
         within=Range(Real, "a number of more than 1", lambda value: value > 1),
     )
     on_divergence: str = option(
-        "What to do when the loss has exploded: 'stop' with an error, or 'roll_back' to the last checkpoint and "
-        "continue with the next data. If it explodes again before the next checkpoint, the training ends.",
+        "When the loss has exploded: 'stop' with an error, or 'roll_back' to the last checkpoint and continue with the "
+        "next data. If it explodes again before the next checkpoint, the training ends.",
         default="stop",
         decides=False,
         choices=("stop", "roll_back"),
     )
     resume_from_checkpoint: str | None = option(
-        "The folder of a checkpoint; 'true' for the newest complete one in output_dir; 'auto' for the same, or a new "
-        "start if there is none; 'last-checkpoint' for one pushed with --hub_strategy checkpoint.",
+        "The folder of a checkpoint, or 'auto' for the newest complete one in output_dir and a new start if there is "
+        "none. 'true' is the same but without a new start; 'last-checkpoint' is one pushed with --hub_strategy "
+        "checkpoint.",
         decides=False,
         short_help=HelpPlace("Logging and saving", 80),
         one_machine=True,
     )
     metric_for_best_model: str | None = option(
-        "Metric that chooses the best checkpoint, ends the training (early_stopping_patience) or lowers the learning "
-        "rate, for example pairs_loss. It may be a weighted sum, with spaces around its signs and a minus before "
-        "losses: '0.5*pairs_image_retrieval_recall@1 - guard1_old_loss'.",
+        "Metric by which the best checkpoint is chosen, for example pairs_loss. It also ends the training "
+        "(early_stopping_patience) or lowers the learning rate. It may be a weighted sum, with spaces around its signs "
+        "and a minus before losses: '0.5*pairs_image_retrieval_recall@1 - guard1_old_loss'.",
         decides=False,
         short_help=HelpPlace("Evaluation", 100),
     )
     early_stopping_patience: int | None = option(
-        "End the training when metric_for_best_model has not improved in this many evaluations in a row. By default, "
-        "the training runs to its end.",
+        "End the training when so many evaluations in a row have not improved metric_for_best_model. By default, the "
+        "training runs to its end.",
         decides=False,
         short_help=HelpPlace("Length", 30),
         within=FROM_1,

@@ -54,8 +54,8 @@ class EvaluationOptions:
         "Column of class numbers in --zero_shot_dataset.", default="label", of_one_set=True
     )
     class_names: list[str] | None = command_option(
-        "Names of the classes, by number, or a file with one in each line. Names of folders are matched by name. By "
-        "default those stored in the dataset, which for a folder of folders are the names of these.",
+        "Names of the classes, in the order of their numbers, or a file with one in each line. Names of the folders "
+        "may have any order. By default those stored in the dataset, or the names of its folders.",
         short_help=HelpPlace("Evaluation", 30),
     )
     templates: list[str] = command_option(
@@ -94,9 +94,9 @@ class GuardOptions:
         "Column of captions in each --guard_dataset, if it differs from --caption_column.", of_one_set=True
     )
     guard_tolerance: float = command_option(
-        "What each guard may lose in an average that is chosen, as a fraction. 0.01 is one point of "
-        "recall@1 (the mean of both directions) or of top-1 accuracy. One half of the rows of each guard chooses, "
-        "the other half reports what was kept.",
+        "What each guard may lose in the average that is chosen, as a fraction. 0.01 is one point of recall@1 (the "
+        "mean of both directions) or of top-1 accuracy. One half of the rows of each guard chooses, the other half "
+        "reports what was kept.",
         default=0.01,
     )
 
@@ -106,10 +106,10 @@ class StartOptions(GuardOptions):
     _argument_group_name: ClassVar[str] = "What the model should keep"
 
     average_with_start: str | None = command_option(
-        "Save the average of the weights before and after the training: 0.5 is halfway, or 'auto'. This "
-        "measures 0, 0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which "
-        "every --guard_dataset stays within --guard_tolerance; of gains within the interval of the greatest, "
-        "that with the lowest loss. The weights of the end stay in the last checkpoint.",
+        "Save the average of the weights before and after the training: 0.5 is halfway, or 'auto'. This measures 0, "
+        "0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which every "
+        "--guard_dataset stays within --guard_tolerance; among gains within the interval of the greatest, that with "
+        "the lowest loss. The last checkpoint keeps the weights of the end.",
         short_help=HelpPlace("Logging and saving", 70),
     )
     average_path: Literal["line", "depth"] = command_option(
@@ -124,9 +124,9 @@ class AverageOptions:
     _argument_group_name: ClassVar[str] = "Average"
 
     alpha: str = command_option(
-        "How far to go from START (0) to END (1), or 'auto'. This measures 0, 0.1 ... 1 and takes the "
-        "greatest gain on --eval_dataset and --zero_shot_dataset at which every --guard_dataset stays within "
-        "--guard_tolerance; of gains within the interval of the greatest, that with the lowest loss.",
+        "How far to go from START (0) to END (1), or 'auto'. This measures 0, 0.1 ... 1 and takes the greatest gain on "
+        "--eval_dataset and --zero_shot_dataset at which every --guard_dataset stays within --guard_tolerance; among "
+        "gains within the interval of the greatest, that with the lowest loss.",
         default="0.5",
     )
     path: Literal["line", "depth"] = command_option(

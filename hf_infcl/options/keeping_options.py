@@ -11,16 +11,15 @@ from .declaring import FINITE, HelpPlace, Range, option
 @dataclass
 class KeepingOptions:
     keep_features: float | None = option(
-        "Weight β of the squared distance between the normalised embeddings of each pair and those of the "
-        "model before the training. Its mean over the batch, summed over both towers, is minimised with the loss. "
-        "A frozen copy of the model runs once per step.",
+        "Weight β of the squared distance to the embeddings before the training. All are normalised. The mean over the "
+        "batch, summed over both towers, is minimised with the loss. A frozen copy of the model runs once per step.",
         decides=True,
         plans=True,
         within=FINITE,
         card="weight of the distance from the embeddings of the start",
     )
     keep_weights: float | None = option(
-        "Strength λ of a pull to the weights before the training, in place of weight decay. Each step subtracts "
+        "Strength λ of a pull towards the weights before the training, in place of weight decay. Each step subtracts "
         "learning rate × λ × (weight − start) from the weights that would decay. Adapters decay to zero.",
         decides=True,
         plans=True,
@@ -36,15 +35,15 @@ class KeepingOptions:
         one_machine=True,
     )
     replay_share: float | None = option(
-        "With replay_dataset: the share of old pairs in each global batch, by default 0.5.",
+        "With replay_dataset: share of old pairs in each global batch, by default 0.5.",
         decides=True,
         short_help=HelpPlace("Data", 130),
         plans=True,
         within=Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     )
     replay_as: str | None = option(
-        "With old pairs to replay: 'negatives', the default, if old and new pairs are each other's "
-        "negatives; 'own' if both are contrasted among themselves, in two losses weighted by their pairs.",
+        "With replay_dataset: old and new pairs are each other's 'negatives', the default, or each have their 'own' "
+        "loss. The two losses are weighted by their pairs.",
         decides=True,
         choices=("negatives", "own"),
     )

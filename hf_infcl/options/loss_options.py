@@ -40,7 +40,7 @@ class LossOptions:
         choices=objectives,
     )
     strategy: str = option(
-        "How the processes share the batch: ring, disco, local or gather.",
+        "How the processes share the batch: ring, disco, local or gather. All give the same loss and gradient.",
         default="ring",
         decides=False,
         choices=strategies,
@@ -53,15 +53,15 @@ class LossOptions:
         choices=backends,
     )
     equal_ids: str | None = option(
-        "The role of pairs with equal pair ids: 'exclude' (neither positives nor negatives of each other) or "
-        "'positive'. Defaults to 'positive' with several captions per image, which require it, else to 'exclude'. It "
-        "also applies to the evaluation loss.",
+        "What pairs with equal pair ids are to each other: 'exclude' (neither positives nor negatives) or 'positive'. "
+        "Defaults to 'positive' with several captions per image, which require it, else to 'exclude'. It also applies "
+        "to the evaluation loss.",
         decides=True,
         choices=EQUAL_IDS,
     )
     max_logit_scale: float | None = option(
-        "Upper limit of logit_scale, the multiplier of the cosines, after each step. Defaults to 100 with softmax, as "
-        "in CLIP, and to none with sigmoid. The lower limit is then 1.",
+        "Upper limit of the multiplier of the cosines, applied after each step. Defaults to 100 with softmax, as in "
+        "CLIP, and to none with sigmoid. The lower limit is then 1.",
         decides=True,
         within=Range(
             Real,

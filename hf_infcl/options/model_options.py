@@ -32,8 +32,8 @@ class ModelOptions:
 @dataclass
 class TrainedModelOptions(ModelOptions):
     new_weights: list[str] | None = command_option(
-        "Names of weights or modules that may be new. If the checkpoint lacks others, or these in any other command, "
-        "it is refused. New ones, such as visual_projection, are drawn from --seed."
+        "Weights or modules that the checkpoint may lack, such as visual_projection. They are drawn from --seed. A "
+        "checkpoint that lacks others is refused."
     )
 
 

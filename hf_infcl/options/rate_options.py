@@ -31,14 +31,14 @@ class RateOptions:
         within=Range(Real, "a number of pairs of at least 1", lambda value: value >= 1),
     )
     image_learning_rate: float | None = option(
-        "Learning rate of the image tower and its projection, on the same schedule and scaled with the batch like "
-        "learning_rate, which is the default. The rate of Muon's matrices changes in proportion.",
+        "Learning rate of the image tower and its projection, by default learning_rate. It has the same schedule and "
+        "is scaled with the batch alike. The rate of Muon's matrices changes in proportion.",
         decides=True,
         within=FINITE,
         card="learning rate of the image tower",
     )
     text_learning_rate: float | None = option(
-        "The same for the text tower and its projection.",
+        "The same for the text tower.",
         decides=True,
         within=FINITE,
         card="learning rate of the text tower",
@@ -52,37 +52,35 @@ class RateOptions:
         card="factor of the learning rate per layer",
     )
     no_decay_parameters: list[str] | None = option(
-        "Regular expressions, found in the names of parameters without weight decay, for example vision_model for a "
-        "pretrained tower. Vectors and scalars never decay.",
+        "Regular expressions for names of parameters without weight decay. One is vision_model for a pretrained tower. "
+        "Vectors and scalars never decay.",
         decides=True,
         card="no weight decay of",
     )
     optimizer: str | None = option(
-        "'muon': Muon (arXiv 2502.16982) for the matrices of layers, and AdamW, the default, for the rest. Projections "
-        "are such matrices, too; the rest has the AdamW of optim. For training from random weights. By default optim "
-        "updates all parameters.",
+        "'muon' trains the matrices of layers and projections by Muon (arXiv 2502.16982), and the rest by AdamW. It is "
+        "for training from random weights. By default optim, which is AdamW, trains all parameters.",
         decides=True,
         short_help=HelpPlace("Rates", 50),
         plans=True,
         choices=("muon",),
     )
     muon_learning_rate: float | None = option(
-        "Learning rate of Muon's matrices, on the same schedule and scaled with the batch like "
-        "learning_rate. Defaults to four times learning_rate.",
+        "Learning rate of Muon's matrices, by default four times learning_rate. It has the same schedule and is scaled "
+        "with the batch alike.",
         decides=True,
         within=FINITE,
     )
     muon_parameters: list[str] | None = option(
-        "With optimizer=muon: regular expressions, found in the names of further parameters for Muon.", decides=True
+        "With optimizer=muon: regular expressions for names of further parameters that Muon trains.", decides=True
     )
     adamw_parameters: list[str] | None = option(
-        "With optimizer=muon: regular expressions, found in the names of parameters to leave to AdamW.", decides=True
+        "With optimizer=muon: regular expressions for names of matrices that AdamW trains.", decides=True
     )
     ema_decay: float | None = option(
         "Evaluate and save a moving average of the weights with this decay, such as 0.999. It takes the place of the "
-        "last weights. The decay is smaller in the first steps, min(decay, (1 + n) / (10 + n)). The average takes the "
-        "memory of the weights beside Adam's moments, in whose file checkpoints keep the last weights, so that a "
-        "resumed training continues to the bit. Running statistics of batch norms stay the last.",
+        "last weights, and the memory of one more copy. In step n the decay is at most (1 + n) / (10 + n). Running "
+        "statistics of batch norms are not averaged.",
         decides=True,
         short_help=HelpPlace("Rates", 60),
         plans=True,
@@ -90,8 +88,8 @@ class RateOptions:
         card="saved weights: exponential moving average of those that were trained, decay {}",
     )
     ema_device: str | None = option(
-        "Where the average of ema_decay is kept: 'cpu' for host memory, which takes two copies of the weights per "
-        "step, to the same bits. Defaults to the memory of the weights.",
+        "Where the average of ema_decay is kept: 'cpu' for host memory, at the price of two copies of the weights per "
+        "step. Defaults to the memory of the weights.",
         decides=False,
         plans=True,
         needs="ema_decay",

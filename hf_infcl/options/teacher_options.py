@@ -11,23 +11,22 @@ from .declaring import FINITE, FROM_1, HelpPlace, Range, option
 @dataclass
 class TeacherOptions:
     teacher: list[str] | None = option(
-        "Models whose embeddings the student learns, too: Hub ids or folders. Also those of OpenCLIP. Each is frozen, "
-        "has its own processor, tokenizer and image size, and runs once per step.",
+        "Models whose embeddings the student learns: Hub ids or folders, also of OpenCLIP. Each is frozen, has its own "
+        "processor, tokenizer and image size, and runs once per step.",
         decides=True,
         short_help=HelpPlace("Model", 80),
         plans=True,
     )
     teacher_embeddings: list[str] | None = option(
-        "Folders with embeddings of teachers, of `infcl embed --dataset`. They are read beside the pairs, for the "
-        "images as they are or for as many augmented views, and cost a training nothing but the reading.",
+        "Folders with embeddings of teachers, written by `infcl embed --dataset`. They are read beside the pairs, for "
+        "the images as they are or for their augmented views, and cost no more than the reading.",
         decides=False,
         one_machine=True,
         plans=True,
     )
     teacher_weight: float = option(
-        "Weight β of the squared distance between the normalised embeddings of each pair and those of the teacher. "
-        "Its mean over the batch, summed over both towers, is minimised with the loss; with several teachers, the "
-        "mean of their distances.",
+        "Weight β of the squared distance to the embeddings of the teacher. All are normalised. The mean over the "
+        "batch and over several teachers, summed over both towers, is minimised with the loss.",
         default=1.0,
         decides=True,
         within=FINITE,
@@ -40,16 +39,16 @@ class TeacherOptions:
         choices=("both", "image", "text"),
     )
     teacher_missing: str = option(
-        "What to do with pairs without a stored embedding: 'refuse' to train, or leave them to the 'contrastive' "
-        "loss. They are counted before the first step.",
+        "Pairs without a stored embedding: 'refuse' to train, or leave them to the 'contrastive' loss. They are "
+        "counted before the first step.",
         default="refuse",
         decides=True,
         choices=("refuse", "contrastive"),
         needs="teacher_embeddings",
     )
     contrastive_weight: float = option(
-        "Weight of the contrastive loss beside the teachers. With 0 they alone teach, also images and texts that do "
-        "not belong together.",
+        "Weight of the contrastive loss beside the teachers. With 0 only they teach, also images and texts that do not "
+        "belong together.",
         default=1.0,
         decides=True,
         within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
@@ -63,7 +62,7 @@ class TeacherOptions:
         card="dimensions at which the embeddings may be cut",
     )
     dims: int | None = option(
-        "Dimensions of the embeddings that evaluations use: the first so many, normalised. Defaults to all.",
+        "Evaluate with only the first so many dimensions of the embeddings, normalised. Defaults to all.",
         decides=False,
         within=FROM_1,
         card="dimensions of the embeddings in evaluations",

@@ -26,8 +26,8 @@ class TowerOptions:
         choices=towers,
     )
     freeze_layers: int | None = option(
-        "Number of layers to freeze at the beginning of each tower, with the embeddings before them; 0 for these "
-        "alone. They keep no graph, and frozen layers run in evaluation mode.",
+        "Layers to freeze at the beginning of each tower, with the embeddings before them; 0 for these alone. They "
+        "keep no graph, and run in evaluation mode.",
         decides=True,
         plans=True,
         within=FROM_0,
@@ -44,9 +44,9 @@ class TowerOptions:
         card="height and width that images were resized to, for which positions were interpolated",
     )
     image_size_schedule: list[str] | None = option(
-        "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the samples, then the "
-        "size of the model, which gets the rest and is that of evaluations (CLIPA, arXiv 2305.07017). Positions are "
-        "interpolated in each forward, so what is saved is always of the full size.",
+        "Smaller images first, for example '112:0.5 160:0.4 224' (CLIPA, arXiv 2305.07017). These are sizes with their "
+        "shares of the samples; the last is that of the model, which gets the rest and is used in evaluations. "
+        "Positions are interpolated in each forward, so what is saved is always of the full size.",
         decides=True,
         plans=True,
         card="sizes of the images, each with its share of the samples",
@@ -68,9 +68,9 @@ class TowerOptions:
         card="share of the samples with all patches, at the end",
     )
     max_text_tokens: int | None = option(
-        "Cut training captions to this many tokens, special ones included. Evaluations read all. More tokens than the "
-        "tokenizer's limit, up to the positions of the model, raise that limit, which is saved, and evaluations read "
-        "as many.",
+        "Cut training captions to this many tokens, special ones included. Evaluations do not cut them. A number above "
+        "the tokenizer's limit, up to the positions of the model, raises that limit, also for evaluations and in what "
+        "is saved.",
         decides=True,
         plans=True,
         within=FROM_1,

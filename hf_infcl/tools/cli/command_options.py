@@ -73,9 +73,9 @@ class DataOptions:
         "With --streaming: the number of samples among which each lane (see --lanes) is shuffled.", default=2048
     )
     lanes: int | None = command_option(
-        "With --streaming: the number of lanes that the shards are dealt to, each read alone. A run can resume with "
-        "other numbers of processes and workers (--dataloader_num_workers) if their product divides it. Defaults to "
-        "that product at the start."
+        "With --streaming: the number of lanes among which the shards are dealt; a worker reads each alone. A run can "
+        "resume with other numbers of processes and workers (--dataloader_num_workers) if their product divides it. "
+        "Defaults to that product at the start."
     )
     replay_dataset: list[str] | None = command_option(
         "Old pairs that the model should not forget. Every global batch gets --replay_share of them. Hub ids or "
@@ -94,9 +94,9 @@ class DataOptions:
         "Column of captions in each --replay_dataset, if it differs from --caption_column.", of_one_set=True
     )
     exclude: list[str] | None = command_option(
-        "Train without the wrong pairs of a ledger. Give the file that `infcl score` has written and the least "
+        "Train without the pairs that a ledger calls wrong. Give the file that `infcl score` has written and the least "
         "probability of what is left out, such as _ledger.parquet:0.9. Of several ledgers, each is of the set that "
-        "those before it leave. Of a stream, only what is left out takes memory: 8 bytes for each pair."
+        "those before it leave."
     )
     check_samples: int | None = command_option(
         "Pairs to read before the training, to tell what is wrong with them; 0 for none. Defaults to 256, and to "
