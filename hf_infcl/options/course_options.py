@@ -39,8 +39,9 @@ class CourseOptions:
         within=Range(Real, "a number of more than 1", lambda value: value > 1),
     )
     on_divergence: str = option(
-        "When the loss has exploded: 'stop' with an error, or 'roll_back' to the last checkpoint and continue with the "
-        "next data. If it explodes again before the next checkpoint, the training ends.",
+        "When the loss has exploded: 'stop' or 'roll_back'. The first ends the training with an error; the second goes "
+        "back to the last checkpoint and continues with the next data. If the loss explodes again before the next "
+        "checkpoint, the training ends.",
         default="stop",
         decides=False,
         choices=("stop", "roll_back"),

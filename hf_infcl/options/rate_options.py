@@ -44,9 +44,9 @@ class RateOptions:
         card="learning rate of the text tower",
     )
     layer_decay: float | None = option(
-        "Factor of the learning rate from each layer of a tower to the one below it, for example 0.75. Heads, "
-        "projections and logit_scale train at the full rate, the last of L layers at this factor, and the embeddings "
-        "at its power L + 1.",
+        "Factor of the learning rate from each layer of a tower to the one below it, such as 0.75. Heads, projections "
+        "and logit_scale train at the full rate, the last of L layers at this factor, and the embeddings at its power "
+        "L + 1.",
         decides=True,
         within=Range(Real, "a number of more than 0 and at most 1", lambda value: 0 < value <= 1),
         card="factor of the learning rate per layer",
@@ -88,8 +88,8 @@ class RateOptions:
         card="saved weights: exponential moving average of those that were trained, decay {}",
     )
     ema_device: str | None = option(
-        "Where the average of ema_decay is kept: 'cpu' for host memory, at the price of two copies of the weights per "
-        "step. Defaults to the memory of the weights.",
+        "With ema_decay: 'cpu' keeps the average in host memory. This costs two copies of the weights per step. "
+        "Defaults to the memory of the weights.",
         decides=False,
         plans=True,
         needs="ema_decay",

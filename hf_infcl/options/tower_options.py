@@ -34,9 +34,8 @@ class TowerOptions:
         card="frozen layers of each tower, with the embeddings",
     )
     image_size: int | None = option(
-        "Height and width of the images in pixels, for example 336. The position embeddings of the model are "
-        "interpolated to this size, which is saved with the model and its processor. Defaults to the size of the "
-        "model.",
+        "Height and width of the images in pixels, such as 336. The position embeddings of the model are interpolated "
+        "to this size, which is saved with the model and its processor. Defaults to the size of the model.",
         decides=True,
         short_help=HelpPlace("Model", 70),
         plans=True,
@@ -52,8 +51,8 @@ class TowerOptions:
         card="sizes of the images, each with its share of the samples",
     )
     patch_dropout: float | None = option(
-        "Share of the patches of each image that is left out at random, for example 0.5 (FLIP, arXiv 2212.00794). "
-        "Evaluations see all patches.",
+        "Share of the patches of each image to leave out at random, such as 0.5 (FLIP, arXiv 2212.00794). Evaluations "
+        "see all patches.",
         decides=True,
         plans=True,
         within=SHARE,
