@@ -90,10 +90,9 @@ def main() -> None:
         "Wrong captions and teachers": wrong_and_taught(noisy_and_taught),
         "Icons": means(
             args.results / "icons.csv",
-            {
-                **{"trained on": "trained_on", "losses": "method", "optimizer": "optimizer"},
-                **{"pairs": "batch", "learning rate": "rate"},
-            },
+            {"trained on": "trained_on", "losses": "method", "optimizer": "optimizer", "pairs": "batch"}
+            | {"learning rate": "rate", "pair ids": "pair_ids", "wrong captions": "wrong"}
+            | {"right pairs only": "oracle", "options": "options"},
         ),
         "Activations in bf16": means(
             args.results / "bf16_activations.csv", {"optimizer": "optimizer", "options": "options"}
