@@ -401,11 +401,17 @@ def test_benchmark_evaluation_compares_with_the_forward(script, tmp_path):
     evaluation.add_arguments(parser)
     words = ["--model", "tiny", "--images", 16, "--classes", 3, "--templates", 2, "--batch", 4, "--workers", 0]
     evaluation.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "evaluation.csv")]))
-    rows = rows_of(tmp_path / "evaluation.csv")
-    ways = ("forward", "evaluate, pool", "evaluate, jpeg")
+    workers, *rows = rows_of(tmp_path / "evaluation.csv")
+    assert (workers["implementation"], workers["dtype"]) == ("workers, jpeg", "")
+    assert float(workers["per_second"]) > 0
+    ways = ("forward", "evaluate, jpeg", "evaluate, pool")
     assert [(row["dtype"], row["implementation"]) for row in rows] == [(d, w) for d in ("fp32", "bf16") for w in ways]
     assert all(float(row["per_second"]) > 0 for row in rows), rows
-    assert all(bool(row["loop_per_second"]) == row["implementation"].startswith("evaluate") for row in rows)
+    for row in rows:
+        assert bool(row["loop_per_second"]) == row["implementation"].startswith("evaluate")
+        if row["loop_per_second"]:
+            whole, loop = 16 / float(row["per_second"]), 12 / float(row["loop_per_second"])
+            assert 0 < loop < whole - float(row["start_s"]) + 0.01, "the start, the loop and the end are its parts"
     assert float(rows[0]["error"]) < 1e-6 < float(rows[3]["error"]) < 0.05
 
 
