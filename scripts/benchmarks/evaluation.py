@@ -10,8 +10,8 @@ decode JPEGs of 500 × 375 pixels, and nothing else happens. ``evaluate, jpeg``:
 ``per_second`` are images per second of the whole evaluation, with its prompts (--classes × --templates), workers and
 metrics. ``start_s`` is the time until the first batch is encoded, and ``loop_per_second`` the rate from then until the
 last one is; what the workers have loaded before helps it. ``ratio`` is that rate relative to ``forward``. The note has
-the seconds after the last batch, and those in which pinned memory was allocated, with the most of it. ``error`` is the
-largest difference of a cosine between bf16 and fp32, for random weights.
+the seconds after the last batch, and those in which blocks of pinned memory were allocated. ``error`` is the largest
+difference of a cosine between bf16 and fp32, for random weights.
 
 In rows before 2026-11-26, ``start_s`` is the time of an evaluation of a single batch, and ``loop_per_second`` the rate
 of the images after it, with their share of the intervals.
@@ -82,7 +82,8 @@ def measured(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     cropped = images([decoding.decode_rgb(file) for file in files], do_rescale=False, do_normalize=False)
     arrays = [array.transpose(1, 2, 0).astype(np.uint8) for array in cropped["pixel_values"]]
     pools = {"jpeg": files, "pool": arrays}
-    loaded = {"per_second": round(loaded_per_second(args, collator, files), 1), "note": f"{args.workers} workers"}
+    note = f"{args.workers} workers, decoded by {'PIL' if decoding.simplejpeg is None else 'simplejpeg'}"
+    loaded = {"per_second": round(loaded_per_second(args, collator, files), 1), "note": note}
     yield {"implementation": "workers, jpeg"} | loaded
     model = inputs.build(args.model).to(device).eval()
     pixels = torch.rand(args.batch, 3, side, side, device=device)
@@ -154,7 +155,7 @@ def evaluated(args: argparse.Namespace, model: Any, collator: Any, pool: list[An
         trainer.add_callback(ends)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        allocating, began = pinning_seconds(), now(device)
+        allocated, began = pinned_blocks(), now(device)
         trainer.evaluate(Images(pool, args.images, args.classes, args.templates))
         first, last, end = (time - began for time in (*ends.times, now(device)))
     found: Row = {"per_second": round(args.images / end, 1), "start_s": round(first, 2)}
@@ -162,14 +163,15 @@ def evaluated(args: argparse.Namespace, model: Any, collator: Any, pool: list[An
     found["note"] = f"{args.workers} workers; {end - last:.2f} s after the last batch"
     if device.type == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / common.GIB, 2)
-        pinned = torch.cuda.host_memory_stats()["allocated_bytes.peak"] / common.GIB
-        found["note"] += f"; {pinning_seconds() - allocating:.2f} s to allocate pinned memory, {pinned:.2f} GiB"
+        blocks, seconds = (after - before for before, after in zip(allocated, pinned_blocks(), strict=True))
+        found["note"] += f"; {seconds:.2f} s to allocate {blocks:.0f} blocks of pinned memory"
     return found
 
 
-def pinning_seconds() -> float:
-    """The seconds in which this process has allocated pinned memory so far."""
-    return torch.cuda.host_memory_stats()["host_alloc_time.total"] / 1e6 if torch.cuda.is_available() else 0.0
+def pinned_blocks() -> tuple[float, float]:
+    """The blocks of pinned memory that this process has allocated so far, and the seconds that this took."""
+    found = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
+    return found.get("num_host_alloc", 0), found.get("host_alloc_time.total", 0) / 1e6  # from microseconds
 
 
 def now(device: torch.device) -> float:
