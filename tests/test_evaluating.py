@@ -2,7 +2,9 @@
 
 import json
 import random
+import time
 from contextlib import nullcontext
+from multiprocessing import Event, Value
 from typing import Any
 from unittest import mock
 
@@ -18,13 +20,14 @@ from helpers.processors import END, clip_processor
 from helpers.shards import write_tars
 from helpers.streams import stream_of
 from helpers.trainers import arguments, parameters, trainer_for
-from torch.utils.data import ChainDataset, IterableDataset
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 from transformers.utils import logging
 
 from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, evaluation, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.evaluation.metrics import score
+from hf_infcl.processes.batches import AnnouncingDataLoader
 from hf_infcl.processes.collectives import OtherRankFailedError
 from hf_infcl.training import evaluating
 
@@ -472,28 +475,77 @@ def test_a_training_knows_the_interval_of_its_change_also_after_a_resume(tmp_pat
     assert (entry["eval_pairs_score_change_low"], entry["eval_pairs_score_change_high"]) == (0, 0)
 
 
-def test_images_are_loaded_before_the_prompts_are_encoded(tmp_path):
-    """So that the workers load while the device encodes them."""
-    events: list[str] = []
+@pytest.mark.parametrize("rows", [4, 12])
+def test_images_are_loaded_while_the_prompts_are_encoded(tmp_path, rows):
+    """The worker loads its first batch once the prompts are begun, which wait for the worker to load."""
+    loading, encoding, loaded = Event(), Event(), Value("i", 0)
 
-    class Watched(LabelledImages):
+    class Meeting(LabelledImages):
         def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-            events.append("images")
+            loading.set()
+            loaded.value += 1
+            assert encoding.wait(60), "the prompts wait for the first batch"
             return super().__call__(items)
 
         def tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
-            events.append("prompts")
+            encoding.set()
+            assert loading.wait(60), "no worker loads while the prompts are encoded"
             return super().tokenize(texts)
 
     found = []
-    for rows in (4, 12):
-        events.clear()
-        trainer = trainer_for(tmp_path, data_collator=Watched(), per_device_eval_batch_size=4)
-        found.append(trainer.predict(labelled(rows)).label_ids.tolist())
-        assert events[0] == "images"
-        assert events.count("images") == rows // 4, "each batch is read once"
-        assert "prompts" in events
-    assert found[1][:4] == found[0]
+    for collator, workers in ((Meeting(), 1), (LabelledImages(), 0)):
+        options = {"per_device_eval_batch_size": 4, "dataloader_num_workers": workers}
+        predicted = trainer_for(tmp_path, data_collator=collator, **options).predict(labelled(rows))
+        found.append(predicted.predictions.tolist())
+    assert loaded.value == rows // 4, "each batch is loaded once"
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("most", [1, evaluating.MOST_PROMPTS])
+def test_short_prompts_are_encoded_several_batches_at_once(tmp_path, monkeypatch, most):
+    """As many as have the tokens of a batch of the longest captions, which have 8; each batch has its own padding."""
+    monkeypatch.setattr(evaluating, "MOST_PROMPTS", most)
+    model, processor, shapes = discerning(models.clip(end=END)), clip_processor(), []
+    model.text_model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    args = arguments(tmp_path, per_device_eval_batch_size=3)
+    data = labelled(9, 7, ("{}", "b {}", "c {}", "d {}", "e {}", "f g {}"))
+    predicted = InfCLTrainer(model, args, processing_class=processor).predict(data)
+    assert shapes == ([(3, 3), (3, 4)] * 7 if most == 1 else [(6, 4)] * 7)
+    embeds = []
+    with torch.no_grad():
+        for prompt in data.prompts():
+            tokens = processor.tokenizer([prompt], return_tensors="pt")
+            embeds.append(DualEncoder(model).encode_texts(dict(tokens)))
+    classifier = zero_shot_classifier(torch.cat(embeds), 6)
+    images = DualEncoder(model).encode_images(ContrastiveCollator(processor)([data[i] for i in range(9)]))
+    assert predicted.predictions[:, 1].tolist() == (images @ classifier.T).argmax(1).tolist()
+
+
+def test_few_batches_lie_in_pinned_memory(tmp_path, monkeypatch):
+    """Of those that the workers have loaded: torch's thread would pin all of them."""
+    pinned: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", lambda x, _: pinned.append(1) or x)
+    options = {"num_workers": 2, "prefetch_factor": 5, "pin_memory": True}
+    unbounded = iter(DataLoader(range(12), **options))
+    bounded = AnnouncingDataLoader(DataLoader(range(12), **options), lambda batch: batch)
+    ahead = []
+    for begin in (lambda: next(unbounded), bounded.begin):
+        pinned.clear()
+        begin()
+        for _ in range(100):  # until nothing is pinned any more
+            before = len(pinned)
+            time.sleep(0.3)
+            if before == len(pinned) > 0:
+                break
+        ahead.append(len(pinned))
+    assert ahead[0] >= 10
+    assert ahead[1] == 3, "one is being handed over"
+    assert [int(batch) for batch in bounded] == list(range(12))
 
 
 @pytest.mark.parametrize("inputs", [False, True])

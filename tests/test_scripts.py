@@ -299,6 +299,23 @@ def test_benchmark_step_leaves_a_share_out_from_the_first_step_on(script):
     assert [found["left_out"] for one in made.window_step.extensions if "left_out" in (found := one.logs())] == [0.25]
 
 
+def test_benchmark_step_measures_each_batch_and_length_of_texts(script, tmp_path):
+    words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--warmup", 1]
+    words += ["--accumulation-steps", 2, 3, "--text-tokens", 4, 6, "--implementations", "hf_infcl"]
+    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
+    step.add_arguments(parser)
+    step.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "step.csv")]))
+    names = "text_tokens", "accumulation_steps", "batch_size", "implementation"
+    assert [tuple(row[name] for name in names) for row in rows_of(tmp_path / "step.csv")] == [
+        (tokens, steps, batch, name)
+        for tokens in ("4", "6")
+        for steps, batch in (("2", "4"), ("3", "6"))
+        for name in ("Trainer", "hf_infcl")
+    ]
+    with pytest.raises(SystemExit, match="--profile takes one value of each"):
+        step.run(parser.parse_args([*map(str, words), "--profile", str(tmp_path)]))
+
+
 def test_benchmark_step_measures_each_image_size_and_share_of_patches(script, tmp_path):
     words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--output", tmp_path / "step.csv"]
     words += ["--accumulation-steps", 2, "--warmup", 1, "--implementations", "hf_infcl", "OpenCLIP accumulation"]
@@ -343,7 +360,7 @@ def test_benchmark_step_measures_what_it_is_asked_for(script, asked, measured):
     step, parser = script("benchmarks.step"), argparse.ArgumentParser()
     step.add_arguments(parser)
     args = parser.parse_args(["--model", "tiny", "--compile", "--implementations", asked])
-    args = argparse.Namespace(**{**vars(args), "image_size": 16, "patch_dropout": 0.0})
+    args = argparse.Namespace(**{**vars(args), "image_size": 16, "patch_dropout": 0.0, "accumulation_steps": 2})
     with mock.patch.object(step, "measured", side_effect=lambda *_: {"images_per_s": 2.0}):
         rows = list(step.overhead(args, [], torch.device("cpu")))
     assert [row["implementation"] for row in rows] == measured
@@ -401,11 +418,17 @@ def test_benchmark_evaluation_compares_with_the_forward(script, tmp_path):
     evaluation.add_arguments(parser)
     words = ["--model", "tiny", "--images", 16, "--classes", 3, "--templates", 2, "--batch", 4, "--workers", 0]
     evaluation.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "evaluation.csv")]))
-    rows = rows_of(tmp_path / "evaluation.csv")
-    ways = ("forward", "evaluate, pool", "evaluate, jpeg")
+    workers, *rows = rows_of(tmp_path / "evaluation.csv")
+    assert (workers["implementation"], workers["dtype"]) == ("workers, jpeg", "")
+    assert float(workers["per_second"]) > 0
+    ways = ("forward", "evaluate, jpeg", "evaluate, pool")
     assert [(row["dtype"], row["implementation"]) for row in rows] == [(d, w) for d in ("fp32", "bf16") for w in ways]
     assert all(float(row["per_second"]) > 0 for row in rows), rows
-    assert all(bool(row["loop_per_second"]) == row["implementation"].startswith("evaluate") for row in rows)
+    for row in rows:
+        assert bool(row["loop_per_second"]) == row["implementation"].startswith("evaluate")
+        if row["loop_per_second"]:
+            whole, loop = 16 / float(row["per_second"]), 12 / float(row["loop_per_second"])
+            assert 0 < loop < whole - float(row["start_s"]) + 0.01, "the start, the loop and the end are its parts"
     assert float(rows[0]["error"]) < 1e-6 < float(rows[3]["error"]) < 0.05
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from .collectives import Processes, failures_announced
+
+_PINNED = 2  # batches that lie ready in pinned memory
 
 
 def gather_rows(tensors: Any) -> Any:
@@ -45,25 +48,41 @@ class AnnouncingDataLoader:
 
     def __init__(self, dataloader: Any, each: Callable[[Any], Any]) -> None:
         self._dataloader, self._each = dataloader, each
-        self._begun: Iterator[Any] | None = None
+        self._torch_loader: Any = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's has one within
+        self._begun: Any = None  # its iterator
 
     def begin(self) -> None:
-        """Reads the first batch, with which the next iteration begins; workers go on with those that follow."""
+        """Starts the workers of the next iteration, and does not wait for a batch of theirs."""
         with failures_announced():
-            batches = iter(self._dataloader)
-            first = next(batches, None)
-        self._begun = batches if first is None else chain([first], batches)
+            self._begun = iter(self._torch_loader)
+        # Otherwise torch's thread would pin all batches that the workers have loaded ahead, and allocate memory for
+        # each, of up to twice its size, because the sizes of pinned blocks are powers of two.
+        if isinstance(ready := getattr(self._begun, "_data_queue", None), queue.Queue):
+            ready.maxsize = _PINNED
 
     def __iter__(self) -> Iterator[Any]:
+        if self._begun is None:
+            self.begin()
+        batches, self._begun = self._begun, None
         with failures_announced():
-            batches = iter(self._dataloader) if self._begun is None else self._begun
-        self._begun = None
-        while True:
+            if self._torch_loader is not self._dataloader:
+                batches = self._moved(batches)
+            batch = next(batches, None)
+        while batch is not None:
+            yield self._each(batch)
             with failures_announced():
                 batch = next(batches, None)
-            if batch is None:
-                return
-            yield self._each(batch)
+
+    def _moved(self, begun: Iterator[Any]) -> Iterator[Any]:
+        """The batches of accelerate's loader, which moves those of torch's iterator to the device."""
+        # It would start other workers, by calling this method, when it is asked for its first batch.
+        self._torch_loader.__iter__ = lambda: begun
+        try:
+            batches = iter(self._dataloader)
+            first = next(batches, None)
+        finally:
+            del self._torch_loader.__iter__
+        return iter(()) if first is None else chain([first], batches)
 
     def __len__(self) -> int:
         return len(self._dataloader)

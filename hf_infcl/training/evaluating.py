@@ -32,9 +32,12 @@ from ..processes.batches import AnnouncingDataLoader, gather_rows
 from ..processes.collectives import Processes
 from ..refusals import check_tokens
 from ..windows.setup import Setup
+from ..windows.texts import widened
 from .loop_events import replaced
 
 logger = logging.get_logger(__name__)
+
+MOST_PROMPTS = 8  # the most batches of prompts that are encoded at once
 
 
 def rows_to_keep(batch_size: int, rank: int) -> int:
@@ -274,14 +277,29 @@ class Evaluator:
         """A vector for each class, on every process; collective."""
 
         def encode(prompts: list[str]) -> Tensor:
-            batch = self._prepare_inputs(tokenize(prompts))
+            # A few at a time, because Python's garbage collector would go through the lists of many again and again.
+            parts = [tokenize(prompts[start : start + size]) for start in range(0, len(prompts), size)]
+            widest = max(part["input_ids"].shape[1] for part in parts)
+            tokens = {
+                name: torch.cat([widened(part[name], widest, padding.get(name, 0)) for part in parts])
+                for name in parts[0]
+            }
+            check_tokens(tokens["input_ids"], self._encoder.vocabulary)  # on the host, where nothing is waited for
+            self._encoder.check_texts(tokens)
+            batch = self._prepare_inputs(tokens)
             with torch.no_grad(), self._accelerator.autocast():
-                return self._encoder.encode_texts(batch).float()
+                return self._encoder.encode_texts(batch, checked=True).float()
 
         tokenize = self._prompt_tokenizer()
-        prompts = dataset.prompts()
+        prompts, size = dataset.prompts(), self._args.per_device_eval_batch_size
+        at_once, padding = 1, {}
         with failures_announced_unless_sharded(self._accelerator):
-            share = encode_share(prompts, encode, self._args.per_device_eval_batch_size)
+            if isinstance(self._collator, ContrastiveCollator) and (known := self._collator.text_padding) is not None:
+                # A forward of few tokens takes as long as its kernels take to be launched, so one has as many prompts
+                # as have the tokens of a batch of the longest captions.
+                tokens, padding = tokenize([max(prompts, key=len)])["input_ids"].shape[1], known
+                at_once = min(MOST_PROMPTS, max(1, self._collator.max_length // tokens))
+            share = encode_share(prompts, encode, size * at_once)
         texts = gather_rows(share)[: len(prompts)]
         return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))
 

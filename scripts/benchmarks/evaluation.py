@@ -3,12 +3,18 @@
     python scripts/benchmark.py evaluation
     python scripts/benchmark.py evaluation --model vit-b-16 --images 50000 --workers 14
 
-``forward``: the image tower over batches that lie on the device, and nothing else. ``evaluate, pool``: `InfCLTrainer`
-evaluates a `ZeroShotDataset` whose images are decoded arrays in host memory. ``evaluate, jpeg``: the workers decode
-JPEGs of 500 × 375 pixels. ``per_second`` are images per second of the whole evaluation, with its prompts (--classes ×
---templates), workers and metrics. ``start_s`` is the time of an evaluation of a single batch, and ``loop_per_second``
-the rate of the images after it, with their share of the intervals. ``ratio`` is that rate relative to ``forward``.
-``error`` is the largest difference of a cosine between bf16 and fp32, for random weights.
+``forward``: the image tower over batches that lie on the device, and nothing else. ``workers, jpeg``: the workers
+decode JPEGs of 500 × 375 pixels, and nothing else happens. ``evaluate, jpeg``: `InfCLTrainer` evaluates a
+`ZeroShotDataset` of them. ``evaluate, pool``: its images are decoded arrays in host memory.
+
+``per_second`` are images per second of the whole evaluation, with its prompts (--classes × --templates), workers and
+metrics. ``start_s`` is the time until the first batch is encoded, and ``loop_per_second`` the rate from then until the
+last one is; what the workers have loaded before helps it. ``ratio`` is that rate relative to ``forward``. The note has
+the seconds after the last batch, and those in which blocks of pinned memory were allocated. ``error`` is the largest
+difference of a cosine between bf16 and fp32, for random weights.
+
+In rows before 2026-11-26, ``start_s`` is the time of an evaluation of a single batch, and ``loop_per_second`` the rate
+of the images after it, with their share of the intervals.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tokenizers.pre_tokenizers import Whitespace
+from torch.utils.data import DataLoader
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.data import ContrastiveCollator, ZeroShotDataset
@@ -74,7 +81,10 @@ def measured(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     files = data.jpegs(256)
     cropped = images([decoding.decode_rgb(file) for file in files], do_rescale=False, do_normalize=False)
     arrays = [array.transpose(1, 2, 0).astype(np.uint8) for array in cropped["pixel_values"]]
-    pools = {"pool": arrays, "jpeg": files}
+    pools = {"jpeg": files, "pool": arrays}
+    note = f"{args.workers} workers, decoded by {'PIL' if decoding.simplejpeg is None else 'simplejpeg'}"
+    loaded = {"per_second": round(loaded_per_second(args, collator, files), 1), "note": note}
+    yield {"implementation": "workers, jpeg"} | loaded
     model = inputs.build(args.model).to(device).eval()
     pixels = torch.rand(args.batch, 3, side, side, device=device)
     exact = embeddings(model, pixels[:64], "fp32")
@@ -102,6 +112,28 @@ def images_per_second(model: Any, pixels: torch.Tensor, dtype: str, images: int)
     return batches * len(pixels) / (now(pixels.device) - began)
 
 
+def loaded_per_second(args: argparse.Namespace, collator: Any, pool: list[Any]) -> float:
+    """The images per second that the workers load after the first batch, as long as nothing else happens."""
+    images = Images(pool, args.images, args.classes, args.templates)
+    options: dict[str, Any] = {"prefetch_factor": 4} if args.workers else {}
+    batches = iter(DataLoader(images, args.batch, num_workers=args.workers, collate_fn=collator, **options))
+    next(batches)
+    began = time.perf_counter()
+    return sum(len(batch["labels"]) for batch in batches) / (time.perf_counter() - began)
+
+
+class Ends(transformers.TrainerCallback):
+    """Waits until the first and until the last batch of an evaluation are encoded, and notes these times."""
+
+    def __init__(self, batches: int) -> None:
+        self._batches, self._done = batches, 0
+        self.times: list[float] = []
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._done += 1
+        self.times += [now(args.device) for end in (1, self._batches) if self._done == end]
+
+
 def evaluated(args: argparse.Namespace, model: Any, collator: Any, pool: list[Any], dtype: str) -> Row:
     """The columns of an evaluation, after a short one that warms up."""
     with tempfile.TemporaryDirectory() as folder:
@@ -119,19 +151,27 @@ def evaluated(args: argparse.Namespace, model: Any, collator: Any, pool: list[An
         trainer = InfCLTrainer(model, arguments, collator)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.evaluate(Images(pool, 4 * args.batch, 4, 2))
+        ends = Ends(-(-args.images // args.batch))
+        trainer.add_callback(ends)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for images in (args.batch, args.images):
-            began = now(device)
-            trainer.evaluate(Images(pool, images, args.classes, args.templates))
-            seconds.append(now(device) - began)
-        rate = args.images / seconds[1]
-    loop = (args.images - args.batch) / (seconds[1] - seconds[0])
-    found: Row = {"per_second": round(rate, 1), "loop_per_second": round(loop, 1), "start_s": round(seconds[0], 2)}
+        allocated, began = pinned_blocks(), now(device)
+        trainer.evaluate(Images(pool, args.images, args.classes, args.templates))
+        first, last, end = (time - began for time in (*ends.times, now(device)))
+    found: Row = {"per_second": round(args.images / end, 1), "start_s": round(first, 2)}
+    found["loop_per_second"] = round((args.images - args.batch) / (last - first), 1)
+    found["note"] = f"{args.workers} workers; {end - last:.2f} s after the last batch"
     if device.type == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / common.GIB, 2)
-    return found | {"note": f"{args.workers} workers"}
+        blocks, seconds = (after - before for before, after in zip(allocated, pinned_blocks(), strict=True))
+        found["note"] += f"; {seconds:.2f} s to allocate {blocks:.0f} blocks of pinned memory"
+    return found
+
+
+def pinned_blocks() -> tuple[float, float]:
+    """The blocks of pinned memory that this process has allocated so far, and the seconds that this took."""
+    found = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
+    return found.get("num_host_alloc", 0), found.get("host_alloc_time.total", 0) / 1e6  # from microseconds
 
 
 def now(device: torch.device) -> float:

@@ -2,6 +2,8 @@
 
     python scripts/benchmark.py step
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile
+    python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 16 --text-tokens 24 77 \\
+        --implementations 'hf_infcl by default' 'OpenCLIP accumulation' --compile
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --profile outputs/profile
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile \\
         --patch-dropout 0 0.5 0.75 --image-size 112 160 224
@@ -14,9 +16,10 @@ is installed, OpenCLIP's own model in its own training loop, with and without --
 measured again under torch.compile. Times are quantiles of single steps after a warm-up. ``ratio`` is the rate of images
 relative to that of the plain Trainer, not compiled, in the same run and of the same settings.
 
-With several values of --patch-dropout and --image-size, everything is measured for each combination. OpenCLIP's own
-model drops patches in its own way. In both of its accumulations the second forward drops other patches than the first,
-so that their gradient belongs to no batch. A model for another image size has as many positions as that needs.
+With several values of --accumulation-steps, --text-tokens, --patch-dropout and --image-size, everything is measured for
+each combination. OpenCLIP's own model drops patches in its own way. In both of its accumulations the second forward
+drops other patches than the first, so that their gradient belongs to no batch. A model for another image size has as
+many positions as that needs.
 
 With --global-batch-sizes there is a row per global batch and loss, as in the first table of the Inf-CL paper:
 ``loss_gib`` is the memory that the loss allocates from its call to its gradients and ``peak_gib`` that of the whole
@@ -46,6 +49,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -101,35 +105,39 @@ def run(args: argparse.Namespace) -> None:
     if args.pixel_dtype == "uint8" and not args.global_batch_sizes:
         raise SystemExit("--pixel-dtype uint8 is for --global-batch-sizes: only InfCLTrainer takes such images.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    args.text_tokens = args.text_tokens or inputs.MODELS[args.model]["text_config"]["max_position_embeddings"]
-    if args.texts:
-        for row in texts(args, device):
-            common.append(args.output, COLUMNS, common.environment(device, "transformers") | row)
-        return
     # ---- One run for each combination of settings ----
-    own_size = inputs.MODELS[args.model]["vision_config"]["image_size"]
-    settings = [
-        argparse.Namespace(**{**vars(args), "image_size": size, "patch_dropout": share})
-        for size in args.image_size or [own_size]
-        for share in args.patch_dropout
-    ]
+    sizes = inputs.MODELS[args.model]
+    values = {
+        "image_size": args.image_size or [sizes["vision_config"]["image_size"]],
+        "text_tokens": args.text_tokens or [sizes["text_config"]["max_position_embeddings"]],
+        "patch_dropout": args.patch_dropout,
+        "accumulation_steps": args.accumulation_steps,
+    }
+    combinations = [dict(zip(values, one, strict=True)) for one in itertools.product(*values.values())]
+    settings = [argparse.Namespace(**{**vars(args), **one}) for one in combinations]
     for one in settings:
         inputs.sizes_of(args.model, one.image_size)  # refuses before anything is measured
     if args.profile is not None and len(settings) > 1:
-        raise SystemExit("--profile takes one --patch-dropout and one --image-size.")
+        raise SystemExit(f"--profile takes one value of each of {', '.join(values)}.")
     for one in settings:
+        environment = common.environment(device, "transformers")
+        if args.texts:
+            for row in texts(one, device):
+                common.append(args.output, COLUMNS, environment | row)
+            continue
         pixels = getattr(torch, args.pixel_dtype)
-        sizes = {"image_size": one.image_size, "tokens": one.text_tokens}
-        pool = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **sizes)
+        shape = {"image_size": one.image_size, "tokens": one.text_tokens}
+        pool = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **shape)
         if args.profile is not None:
             profile(one, pool, device)
             continue
-        environment = common.environment(device, "transformers") | {"world_size": common.world_size()}
+        if one is settings[0] and not args.global_batch_sizes:  # warms the card up for the rows
+            measured(one, one.accumulation_steps, device, trains(one, pool, training.PlainTrainer))
         same = ("model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
-        environment |= {name: getattr(one, name) for name in same}
+        environment |= {"world_size": common.world_size()} | {name: getattr(one, name) for name in same}
         for row in (table if args.global_batch_sizes else overhead)(one, pool, device):
             common.append(args.output, COLUMNS, environment | row)
-    if args.profile is None and common.rank() == 0:
+    if args.profile is None and not args.texts and common.rank() == 0:
         plot(args.output)
     common.end_processes()
 
@@ -179,8 +187,6 @@ def trains(args: argparse.Namespace, pool: list[Any], trainer_class: Any, **opti
 
 def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
     """Rows of the plain Trainer, InfCLTrainer with its options, and OpenCLIP's accumulation."""
-    steps = args.accumulation_steps
-    measured(args, steps, device, trains(args, pool, training.PlainTrainer))  # warms the card up for the rows
     plain: float | None = None
     for compiled in (False, True) if args.compile else (False,):
         for name, train, accumulation in implementations(args, pool, device, compiled):
@@ -227,7 +233,7 @@ def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     As in InfCLTrainer's window, the first micro-batch keeps its graph and the others are encoded twice, here with the
     sum of all features for a loss; texts may keep all their graphs.
     """
-    model = inputs.build(args.model).to(device).train()
+    model = inputs.build(args.model, args.image_size).to(device).train()
     total, steps = args.micro_batch_size * args.accumulation_steps, args.accumulation_steps
     config, g = model.config.text_config, torch.Generator().manual_seed(0)
     tokens = torch.randint(3, config.eos_token_id - 1, (total, args.text_tokens), generator=g)
@@ -235,7 +241,7 @@ def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     side = model.config.vision_config.image_size
     images = torch.randn(total, 3, side, side, device=device).split(args.micro_batch_size)
     tokens = tokens.to(device)
-    share = args.patch_dropout[0]
+    share = args.patch_dropout
     if share:
         PatchDropout(DualEncoder(model), share)
     same = {"world_size": 1, "model": args.model, "batch_size": total, "comparison": "texts", "patch_dropout": share}
@@ -428,7 +434,7 @@ def plot(table: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="vit-b-16", choices=inputs.MODELS)
     parser.add_argument("--micro-batch-size", type=int, default=64)
-    parser.add_argument("--accumulation-steps", type=int, default=8, help="where no global batch is given")
+    parser.add_argument("--accumulation-steps", type=int, nargs="+", default=[8], help="without global batches")
     parser.add_argument("--global-batch-sizes", type=int, nargs="*", default=[], help="measure the table instead")
     parser.add_argument("--warmup", type=int, default=4, help="steps before; retain_graphs='auto' needs two")
     parser.add_argument("--steps", type=int, default=8, help="steps measured")
@@ -436,7 +442,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="default: that of the model")
     parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], metavar="SHARE", help="default: none")
     parser.add_argument("--texts", action="store_true", help="measure larger micro-batches of texts")
-    parser.add_argument("--text-tokens", type=int, metavar="TOKENS", help="of a text; default: as many as it may have")
+    parser.add_argument("--text-tokens", type=int, nargs="+", help="of a text; default: as many as it may have")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="'NAME, compiled' is not measured eager; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
