@@ -38,8 +38,8 @@ from ..checking.findings import (
 from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
-from ..planning import Planner
 from ..planning.answers import answer_line, choose_answer
+from ..planning.planner import Planner
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
