@@ -370,7 +370,7 @@ def test_an_option_is_planned_by_its_one_row_in_the_table(small_model):
     """Nothing else of the planner is touched, and the declaration does not know of it."""
     run = subprocess.run([sys.executable, "-c", PLUGGED, small_model], capture_output=True, text=True, check=True)
     assert [" --dose 3.0" in line for line in re.findall("^Choose  .*$", run.stdout, re.MULTILINE)] == [0, 1, 1, 1]
-    _, free, costly, _ = map(float, re.findall(r"([\d.]+)  weights", run.stdout))
+    _, free, costly, _ = map(float, re.findall(r"([\d.]+)  weights and gradients", run.stdout))
     assert costly - free == pytest.approx(3, abs=0.011)
     assert [trained == "all" for trained in re.findall(r"parameters, (.*) of them trained", run.stdout)] == [1, 1, 1, 0]
 

@@ -167,6 +167,11 @@ class Planner:
         counts = counts or self._counts(choice.gradient_checkpointing)
         return {phase: self._pace * time for phase, time in seconds(counts, choice, self.gpu).items()}
 
+    @property
+    def images_per_second(self) -> float:
+        """The most that one GPU trains, in the fastest stage."""
+        return max(stage.choice.rows / stage.seconds for stage in self.stages)
+
     def find(self, *, compiled: bool) -> Choice | None:
         """The first way to micro-batches that are not small, or that to the largest ones; None if nothing fits."""
         choices: list[Choice] = []

@@ -42,7 +42,8 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     graphs = "1 micro-batch" if choice.kept == 1 else f"{choice.kept} micro-batches"
     yield f"\nMemory per GPU at the peak of a step, GiB, with the graphs of {graphs}"
     for what, size in (*parts._asdict().items(), (f"in all, of {USABLE * planner.memory_gib:.1f} usable", parts.total)):
-        yield f"  {size / GIB:7.2f}  {what}"
+        if size:  # without the loss, if the peak is in a backward
+            yield f"  {size / GIB:7.2f}  {what}{' and gradients' if what == 'weights' else ''}"
     mean = sum(n * stage.seconds for n, stage in zip(each, planner.stages, strict=True)) / sum(each)
     is_timed = options.measure or not options.use_cpu
     if planner.measured is not None:
@@ -149,7 +150,7 @@ def _times(planner: Planner) -> Iterator[str]:
     if (other := planner.find(compiled=not compiled)) is not None:
         time, words = sum(planner.times(other).values()), _words(_options(planner, other)[0])
         yield f"  {'Without' if compiled else 'With'} --torch_compile it is {duration(time)}: {words}"
-    rate = max(stage.choice.rows / stage.seconds for stage in planner.stages)
+    rate = planner.images_per_second
     yield f"  Each GPU trains up to {rate:,.0f} images per second. `infcl check` says how many workers load as many."
 
 
