@@ -239,6 +239,12 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
     odd = refused(capsys, small_model, "--global_batch", 1000, *window[:2])
     assert "no multiple of per_device_train_batch_size=64 × 1 process, which is 64. Choose 960 or 1,024" in odd
     assert "Choose 1,000 or 1,008" in refused(capsys, small_model, "--global_batch", 1001, "--gpus", 8)
+    nothing = ["--freeze_layers", 0, "--patch_dropout", 0.0]
+    assert "--freeze_layers 0 --patch_dropout 0.0\n" in planned(capsys, small_model, *window, *nothing)
+    assert "gpus must be a whole number of at least 1, got 0" in refused(capsys, small_model, *window, "--gpus", 0)
+    assert "epochs must be a finite number of more than 0, got 0.0" in refused(
+        capsys, small_model, *window, "--epochs", 0
+    )
     large = refused(capsys, small_model, *window, "--gpu_memory", 0.0001)
     assert "Micro-batches of 64 pairs do not fit" in large
 

@@ -185,7 +185,8 @@ def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
 def _patch_dropout(encoder: DualEncoder, share: float) -> None:
     from ...encoders.patch_dropout import PatchDropout
 
-    PatchDropout(encoder, share)
+    if share:
+        PatchDropout(encoder, share)
 
 
 def _bf16_activations(encoder: DualEncoder, wanted: bool) -> None:
