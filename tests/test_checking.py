@@ -5,7 +5,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import datasets
@@ -23,8 +22,8 @@ from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
 from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker
 from hf_infcl.tools.checking.reading import read
-from hf_infcl.tools.cli import check as checking_command
 from hf_infcl.tools.cli.commands import PARSERS
+from hf_infcl.tools.planning.workers import Images, predict_workers
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
 
@@ -119,20 +118,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1e9, "One worker like these keeps up (--dataloader_num_workers); this machine has 2 cores.", 1),
     ],
 )
-def test_no_more_workers_are_advised_than_the_machine_has(monkeypatch, tmp_path, rate, words, options):
-    monkeypatch.setattr(checking_command, "cores", lambda: 2)
-    facts: Any = SimpleNamespace(rate=rate, sizes=[])
+def test_no_more_workers_are_advised_than_the_machine_has(tmp_path, rate, words, options):
     given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path), "--use_cpu"]
     namespace, known = PARSERS["check"]().read(given)
-    line, added = checking_command.predict_workers(transformers.CLIPConfig(), namespace, known, None, facts)
-    assert words in line
-    assert added == [f"--dataloader_num_workers {options}"]
+    for smallest, more in ((895, []), (896, ["--min_side 448"] if rate == 1 else [])):
+        images = Images(rate, smallest, side=224)
+        line, added = predict_workers(transformers.CLIPConfig(), namespace, known, None, images, cores=2)
+        assert words in line
+        assert added == [*more, f"--dataloader_num_workers {options}"]
 
 
 def test_a_check_predicts_the_rate_that_a_plan_predicts(model, tmp_path, capsys):
     infcl("plan", "--model", model, "--global_batch", 512)
     (rate,) = re.findall(r"Each GPU trains up to ([\d,]+) images", capsys.readouterr().out)
-    facts: Any = SimpleNamespace(rate=1e9, sizes=[])
     config = transformers.AutoConfig.from_pretrained(model)
     given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path)]
     for batch, size, words in (
@@ -145,7 +143,7 @@ def test_a_check_predicts_the_rate_that_a_plan_predicts(model, tmp_path, capsys)
         (["--per_device_train_batch_size", "16"], 16, "16 pairs in micro-batches of 16, an"),
     ):
         namespace, known = PARSERS["check"]().read([*given, *batch])
-        assert words in checking_command.predict_workers(config, namespace, known, size, facts)[0]
+        assert words in predict_workers(config, namespace, known, size, Images(1e9, 0, 8), cores=2)[0]
 
 
 # ---- Ways to store them; each returns the words of a training ----

@@ -55,7 +55,7 @@ from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.cli.parser import ELSEWHERE
-from hf_infcl.tools.planning import GPUS
+from hf_infcl.tools.planning.costs import GPUS
 from hf_infcl.tools.publishing import CardCallback
 from hf_infcl.tools.publishing.outcome import doubtful_rate
 

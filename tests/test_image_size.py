@@ -20,7 +20,7 @@ from hf_infcl.data.transforms import set_image_size
 from hf_infcl.encoders.adapters import merge_adapters, with_adapters
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.image_size import config_for_images, resize_images
-from hf_infcl.tools import planning
+from hf_infcl.tools.planning import counting
 
 KINDS: dict[str, Any] = {kind: build for kind, build in models.BUILD.items() if kind != "siglip2"}
 KINDS["dinov2"] = models.vision_text_dinov2
@@ -179,7 +179,7 @@ def test_the_plan_counts_images_of_this_size(tmp_path, capsys):
     config = transformers.CLIPConfig(
         vision_config={"patch_size": 16, "num_hidden_layers": 2}, text_config={"num_hidden_layers": 1}
     )
-    small, whole = (planning.count(config_for_images(config, size)) for size in (112, None))
+    small, whole = (counting.count(config_for_images(config, size)) for size in (112, None))
     assert (small.pixels, whole.pixels) == (3 * 112**2, 3 * 224**2)
     assert small.graph < 0.5 * whole.graph
     assert config.vision_config.image_size == 224, "the config that was given stays as it is"

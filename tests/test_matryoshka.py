@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.tools import planning
+from hf_infcl.tools.planning import costs, counting, prediction
 from hf_infcl.windows.window import Window, WindowLoss
 
 DIMS, ROWS = [4, 8], 24
@@ -150,11 +150,11 @@ def test_dimensions_that_cannot_be_are_refused(tmp_path, options, message):
 
 
 def test_a_plan_knows_the_price():
-    counts = planning.count(models.clip().config)
-    plain = planning.Choice(1, 8, 4)
+    counts = counting.count(models.clip().config)
+    plain = costs.Choice(1, 8, 4)
     cut = replace(plain, options={"matryoshka_dims": [4, 8]})
-    gpu = next(iter(planning.GPUS.values()))
-    first, second = (planning.seconds(counts, choice, gpu)["loss"] for choice in (plain, cut))
+    gpu = next(iter(costs.GPUS.values()))
+    first, second = (prediction.seconds(counts, choice, gpu)["loss"] for choice in (plain, cut))
     assert first < second < 3 * first
-    more = planning.memory(counts, cut).features - planning.memory(counts, plain).features
+    more = prediction.memory(counts, cut).features - prediction.memory(counts, plain).features
     assert more == 3 * 2 * 4 * plain.rows * 12

@@ -11,8 +11,7 @@ from helpers.trainers import trainer_for
 from hf_infcl import contrastive_loss, reference
 from hf_infcl.loss import OBJECTIVES, one_positive, several_positives
 from hf_infcl.loss.batch import Terms
-from hf_infcl.tools import planning
-from hf_infcl.tools.planning.costs import loss_flops
+from hf_infcl.tools.planning.costs import Choice, loss_flops
 from hf_infcl.tools.publishing import Source
 from hf_infcl.tools.publishing.cards import model_card
 from hf_infcl.tools.publishing.facts import TrainingFacts
@@ -76,7 +75,7 @@ def test_training_plan_and_card_know_a_new_objective(tmp_path):
     scale, *_ = trainer.dual_encoder.scale_and_bias()
     assert scale.item() == pytest.approx(2.0), "the default of max_logit_scale is the table's"
 
-    choice = planning.Choice(1, 65536, 1)
+    choice = Choice(1, 65536, 1)
     softmax, twice = (loss_flops(512, choice, objective) for objective in ("softmax", "twice"))
     assert twice / softmax == OBJECTIVES["twice"].products / OBJECTIVES["softmax"].products > 1
 

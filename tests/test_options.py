@@ -1,4 +1,4 @@
-"""Options are declared once: what is said of one in its field is what checks, helps, resumes, plans and cards do."""
+"""Options are declared once: what is said of one in its field is what checks, helps, resumes and cards do."""
 
 import re
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from hf_infcl.options.model_options import LoraOptions
 from hf_infcl.options.theirs import facts_of_theirs
 from hf_infcl.tools.cli import commands
 from hf_infcl.tools.cli.parser import Parser
+from hf_infcl.tools.planning.costs import PLANNED
 
 OURS = {one.name for part in declared.OURS for one in fields(part)}  # the options that this package declares
 
@@ -34,7 +35,7 @@ class Small:
         short_help=HelpPlace("Model"),
         help_in_command="How much a day. A dose of 0 is none.",
     )
-    layers: int = option(default=2, help="How many.", decides=True, within=FROM_1, plans=True)
+    layers: int = option(default=2, help="How many.", decides=True, within=FROM_1)
     side: str = option(default="both", help="Which.", decides=True, choices=("both", "left"), needs="dose")
     place: str | None = option(help="Where.", decides=False, one_machine=True, choices=lambda: ["cpu"])
 
@@ -83,10 +84,11 @@ def test_cards_have_a_row_for_each_option_that_names_one_and_is_set():
     assert list(values_of_card(Small(dose=0.5, layers=3))) == [("dose", "dose of the teacher", 0.5)]
 
 
-def test_plans_and_resumes_read_what_is_declared(tmp_path):
+def test_resumes_read_what_is_declared_and_plans_name_options_that_are(tmp_path):
     facts = facts_by_name(InfCLTrainingArguments)
     assert facts == declared.facts_of_training()
-    assert {name for name, of_one in facts.items() if of_one.plans} >= commands.OF_PLAN
+    assert facts.keys() >= commands.OF_PLAN
+    assert PLANNED - facts.keys() <= {"activation_checkpointing"}, "which older releases of transformers lack"
     recorded = options_of_arguments(arguments(tmp_path), "no").keys()
     of_ours = {name: facts[name] for name in OURS - {"objective", "equal_ids"}}
     assert {name for name, of_one in of_ours.items() if of_one.decides} == recorded & of_ours.keys()

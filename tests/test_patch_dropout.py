@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
-from hf_infcl.tools import planning
+from hf_infcl.tools.planning import counting
 
 NONE = ("align", "siglip2")  # towers without patches that can be left out
 KINDS = {kind: (build, kind) for kind, build in models.BUILD.items() if kind not in NONE}
@@ -129,8 +129,8 @@ def test_a_compiled_model_drops_the_same_in_both_passes(tmp_path):
 def test_the_plan_counts_what_is_left(tmp_path, capsys):
     vision = {"patch_size": 16, "num_hidden_layers": 2}
     config = transformers.CLIPConfig(vision_config=vision, text_config={"num_hidden_layers": 1})
-    half, whole = (planning.count(config, patch_dropout=share) for share in (0.5, None))
-    frozen = (planning.count(config, freeze=tower) for tower in ("image", "text"))
+    half, whole = (counting.count(config, patch_dropout=share) for share in (0.5, None))
+    frozen = (counting.count(config, freeze=tower) for tower in ("image", "text"))
     of_text, of_image = (counts.image.again.flops + counts.text.again.flops for counts in frozen)
     assert half.graph < 0.7 * whole.graph
     assert half.image.forward.flops + half.text.forward.flops == pytest.approx(of_text + 0.5 * of_image, rel=0.05)

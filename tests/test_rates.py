@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.tools import planning
+from hf_infcl.tools.planning import counting
 
 RATE, DECAY = 1e-3, 0.5
 
@@ -217,7 +217,7 @@ def test_adapters_have_the_rates_of_their_layers(tmp_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_frozen_layers_cost_neither_graph_nor_backward(tmp_path, checkpointing):
     def cost(**options: Any) -> tuple[float, ...]:
-        counts = planning.count(deep_clip(4, 4).config, gradient_checkpointing=checkpointing, **options)
+        counts = counting.count(deep_clip(4, 4).config, gradient_checkpointing=checkpointing, **options)
         return counts.trained, counts.graph, *(tower.backward.launches for tower in (counts.image, counts.text))
 
     every, half = cost(), cost(freeze_layers=2)

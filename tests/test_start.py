@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.tools import planning
+from hf_infcl.tools.planning import costs, counting, prediction
 
 BETA, STRENGTH, RATE = 3.0, 20.0, 5e-3
 # Two steps of the same 48 pairs; the second one begins away from the start.
@@ -210,11 +210,11 @@ def test_a_pull_beyond_the_start_is_refused(tmp_path):
 
 
 def test_the_start_costs_memory_and_a_forward():
-    counts = planning.count(models.clip().config)
-    plain = planning.Choice(1, 8, 4)
-    kept = planning.Choice(1, 8, 4, options={"keep_features": 1.0})
-    assert planning.memory(counts, kept).weights == planning.memory(counts, plain).weights + 4 * counts.trained
-    assert planning.memory(counts, kept).features == 2 * planning.memory(counts, plain).features
-    gpu = next(iter(planning.GPUS.values()))
-    first = [planning.seconds(counts, choice, gpu)["first pass"] for choice in (plain, kept)]
+    counts = counting.count(models.clip().config)
+    plain = costs.Choice(1, 8, 4)
+    kept = costs.Choice(1, 8, 4, options={"keep_features": 1.0})
+    assert prediction.memory(counts, kept).weights == prediction.memory(counts, plain).weights + 4 * counts.trained
+    assert prediction.memory(counts, kept).features == 2 * prediction.memory(counts, plain).features
+    gpu = next(iter(costs.GPUS.values()))
+    first = [prediction.seconds(counts, choice, gpu)["first pass"] for choice in (plain, kept)]
     assert first[1] == pytest.approx(2 * first[0])

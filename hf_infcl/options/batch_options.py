@@ -18,7 +18,6 @@ class BatchOptions:
         "default the product of per_device_train_batch_size, gradient_accumulation_steps and the processes.",
         decides=False,  # `Run` compares it, whichever options it follows from
         short_help=HelpPlace("Batch", 10),
-        plans=True,
         within=FROM_1,
     )
     per_device_train_batch_size: int = option(
@@ -30,7 +29,6 @@ class BatchOptions:
             "Pairs of a micro-batch, which a process encodes at once; found if only --global_batch_size is given. They "
             "decide how much memory is taken; the loss sees the pairs of all micro-batches and processes."
         ),
-        plans=True,
         within=FROM_1,
     )
     gradient_accumulation_steps: int = option(
@@ -42,7 +40,6 @@ class BatchOptions:
             "Micro-batches of ONE contrastive batch on each process. The loss compares all their pairs with each "
             "other, as if they had been one batch; it is not the mean of their own losses."
         ),
-        plans=True,
         within=FROM_1,
     )
     global_batch_schedule: list[str] | None = option(
@@ -52,7 +49,6 @@ class BatchOptions:
         "are fewer. "
         "Warm-up and decay run over samples, and learning_rate_batch_size applies to each batch.",
         decides=True,
-        plans=True,
         card="growth of the global batch, each size with its share of the samples",
     )
     retain_graphs: str | None = option(
@@ -62,13 +58,11 @@ class BatchOptions:
         "if graphs vary in size or the model is compiled. Sharded models keep 1 by default.",
         decides=False,
         one_machine=True,
-        plans=True,
     )
     texts_at_once: str | None = option(
         "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default "
         "('auto') as many as fit on a GPU, at most 4, which is tried before the first step; 1 of a sharded model.",
         decides=False,
-        plans=True,
     )
     offload_inputs: bool = option(
         "Keep the inputs of a step in host memory, and copy them to the GPU one micro-batch ahead. GPU memory then "
@@ -76,7 +70,6 @@ class BatchOptions:
         default=False,
         decides=False,
         one_machine=True,
-        plans=True,
     )
     bf16_activations: bool = option(
         "With bf16: keep all activations in bf16, also those that autocast keeps in fp32. Forwards read all weights "
@@ -84,7 +77,6 @@ class BatchOptions:
         "optimizer keeps and all that is saved; evaluations use autocast.",
         default=False,
         decides=True,
-        plans=True,
     )
     gradient_noise_steps: int | None = option(
         "Measure gradient_noise_scale once in so many steps, and log it. This is the number of pairs in a global batch "

@@ -1,4 +1,4 @@
-"""How an option is declared: once, with all that checks, helps, resumes, plans, cards and guides have to know of it.
+"""How an option is declared: once, with all that checks, helps, resumes, cards and guides have to know of it.
 
 Nothing here imports torch, so that the help and mistakes on the command line are answered at once.
 """
@@ -56,6 +56,7 @@ class Range:
 FROM_1 = Range(Integral, "a whole number of at least 1", lambda value: value >= 1)
 FROM_0 = Range(Integral, "a whole number of at least 0", lambda value: value >= 0)
 FINITE = Range(Real, "a finite number of at least 0", lambda value: 0 <= value < math.inf)
+POSITIVE = Range(Real, "a finite number of more than 0", lambda value: 0 < value < math.inf)
 SHARE = Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1)
 NUMBER = Range(Real, "a number", lambda value: True)
 
@@ -78,7 +79,6 @@ class Facts:
 
     decides: bool = False  # whether it decides what is trained, so that a resume with another value is a change
     one_machine: bool = False  # whether machines of one training may set it differently
-    plans: bool = False  # whether `infcl plan` reads it
     # The values that it may have, besides its default, or a function that returns them where importing them takes long;
     # empty for any.
     choices: Collection[str] | Callable[[], Collection[str]] = ()

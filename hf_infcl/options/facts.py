@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -15,18 +15,11 @@ def facts_by_name(kind: Any) -> dict[str, Facts]:
     return {one.name: declared_facts(one) or facts_of_theirs(one.name) for one in fields(kind)}
 
 
-def check_values(
-    options: Any, declared: type[Any] | None = None, chosen: Callable[[Facts], bool] = lambda facts: True
-) -> None:
-    """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs.
-
-    The options are those of ``declared``, a dataclass, or else of the class of ``options``.
-    """
-    facts_of_all = facts_by_name(options if declared is None else declared)
-    for one in fields(options if declared is None else declared):
+def check_values(options: Any) -> None:
+    """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs."""
+    facts_of_all = facts_by_name(options)
+    for one in fields(options):
         name, facts = one.name, facts_of_all[one.name]
-        if not chosen(facts):
-            continue
         value = getattr(options, name)
         is_default = one.default is not MISSING and value == one.default
         if facts.choices and not is_default:
@@ -44,15 +37,12 @@ def check_values(
                 raise ExclusiveOptionsError(message, name, needed)
 
 
-def changed_options(
-    options: Any, chosen: Callable[[Facts], object], declared: type[Any] | None = None
-) -> dict[str, Any]:
-    """The values of those chosen options that do not have their default, by name; arguments as in `check_values`."""
-    by = options if declared is None else declared
-    facts, changed = facts_by_name(by), {}
-    for one in fields(by):
+def changed_options(options: Any, declared: type[Any]) -> dict[str, Any]:
+    """The values of those options of a dataclass that do not have their default, by name."""
+    changed = {}
+    for one in fields(declared):
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        if chosen(facts[one.name]) and (value := getattr(options, one.name)) != default:
+        if (value := getattr(options, one.name)) != default:
             changed[one.name] = value
     return changed
 
@@ -60,5 +50,6 @@ def changed_options(
 def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:
     """(name, row, value) of each option that is set and has a row in a model card."""
     facts = facts_by_name(args)
-    for name, value in changed_options(args, lambda of_one: of_one.card).items():
-        yield name, facts[name].card, value
+    for name, value in changed_options(args, type(args)).items():
+        if facts[name].card:
+            yield name, facts[name].card, value

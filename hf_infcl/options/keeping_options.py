@@ -14,7 +14,6 @@ class KeepingOptions:
         "Weight β of the squared distance to the embeddings before the training. All are normalised. The mean over the "
         "batch, summed over both towers, is minimised with the loss. A frozen copy of the model runs once per step.",
         decides=True,
-        plans=True,
         within=FINITE,
         card="weight of the distance from the embeddings of the start",
     )
@@ -22,7 +21,6 @@ class KeepingOptions:
         "Strength λ of a pull towards the weights before the training, in place of weight decay. Each step subtracts "
         "learning rate × λ × (weight − start) from the weights that would decay. Adapters decay to zero.",
         decides=True,
-        plans=True,
         within=FINITE,
         card="pull to the weights of the start",
     )
@@ -38,7 +36,6 @@ class KeepingOptions:
         "With replay_dataset: share of old pairs in each global batch, by default 0.5.",
         decides=True,
         short_help=HelpPlace("Data", 130),
-        plans=True,
         within=Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     )
     replay_as: str | None = option(

@@ -62,7 +62,6 @@ class RateOptions:
         "for training from random weights. By default optim, which is AdamW, trains all parameters.",
         decides=True,
         short_help=HelpPlace("Rates", 50),
-        plans=True,
         choices=("muon",),
     )
     muon_learning_rate: float | None = option(
@@ -83,7 +82,6 @@ class RateOptions:
         "statistics of batch norms are not averaged.",
         decides=True,
         short_help=HelpPlace("Rates", 60),
-        plans=True,
         within=SHARE,
         card="saved weights: exponential moving average of those that were trained, decay {}",
     )
@@ -91,7 +89,6 @@ class RateOptions:
         "With ema_decay: 'cpu' keeps the average in host memory. This costs two copies of the weights per step. "
         "Defaults to the memory of the weights.",
         decides=False,
-        plans=True,
         needs="ema_decay",
         choices=("cpu",),
     )

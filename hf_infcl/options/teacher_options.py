@@ -15,14 +15,12 @@ class TeacherOptions:
         "processor, tokenizer and image size, and runs once per step.",
         decides=True,
         short_help=HelpPlace("Model", 80),
-        plans=True,
     )
     teacher_embeddings: list[str] | None = option(
         "Folders with embeddings of teachers, written by `infcl embed --dataset`. They are read beside the pairs, for "
         "the images as they are or for their augmented views, and cost no more than the reading.",
         decides=False,
         one_machine=True,
-        plans=True,
     )
     teacher_weight: float = option(
         "Weight β of the squared distance to the embeddings of the teacher. All are normalised. The mean over the "
@@ -35,7 +33,6 @@ class TeacherOptions:
         "Which embeddings the teachers teach: both, image or text.",
         default="both",
         decides=True,
-        plans=True,
         choices=("both", "image", "text"),
     )
     teacher_missing: str = option(
@@ -58,7 +55,6 @@ class TeacherOptions:
         "Dimensions at which the embeddings may be cut, for example 32 64 128. The loss is the mean of those of the "
         "first so many dimensions, normalised, and of all (Matryoshka, arXiv 2205.13147).",
         decides=True,
-        plans=True,
         card="dimensions at which the embeddings may be cut",
     )
     dims: int | None = option(

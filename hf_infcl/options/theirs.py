@@ -33,21 +33,18 @@ _FACTS = {
     # ---- Those that the short help lists, in its order ----
     "activation_checkpointing": Facts(
         decides=False,
-        plans=True,
         short_help=HelpPlace("Batch", 40),
         help_in_command="Recompute activations in the backward: less memory, and a step takes longer.",
     ),
-    "gradient_checkpointing": Facts(decides=False, plans=True, short_help=HelpPlace("Batch", 50)),
+    "gradient_checkpointing": Facts(decides=False, short_help=HelpPlace("Batch", 50)),
     "num_train_epochs": Facts(
         decides=True,
-        plans=True,
         within=NUMBER,
         short_help=HelpPlace("Length", 10),
         help_in_command="Passes over the training data.",
     ),
     "max_steps": Facts(
         decides=True,
-        plans=True,
         within=NUMBER,
         short_help=HelpPlace("Length", 20),
         help_in_command="Steps of the optimizer; by default, --num_train_epochs decides.",
@@ -84,7 +81,6 @@ _FACTS = {
     "bf16_": Facts(decides=True),
     "torch_compile": Facts(
         decides=False,
-        plans=True,
         short_help=HelpPlace("Precision and speed", 20),
         help_in_command="Compile the model: the first step takes longer, the others less.",
     ),

@@ -22,14 +22,12 @@ class TowerOptions:
         "step, in evaluation mode.",
         decides=True,
         short_help=HelpPlace("Model", 50),
-        plans=True,
         choices=towers,
     )
     freeze_layers: int | None = option(
         "Layers to freeze at the beginning of each tower, with the embeddings before them; 0 for these alone. They "
         "keep no graph, and run in evaluation mode.",
         decides=True,
-        plans=True,
         within=FROM_0,
         card="frozen layers of each tower, with the embeddings",
     )
@@ -38,7 +36,6 @@ class TowerOptions:
         "to this size, which is saved with the model and its processor. Defaults to the size of the model.",
         decides=True,
         short_help=HelpPlace("Model", 70),
-        plans=True,
         within=FROM_1,
         card="height and width that images were resized to, for which positions were interpolated",
     )
@@ -47,14 +44,12 @@ class TowerOptions:
         "shares of the samples; the last is that of the model, which gets the rest and is used in evaluations. "
         "Positions are interpolated in each forward, so what is saved is always of the full size.",
         decides=True,
-        plans=True,
         card="sizes of the images, each with its share of the samples",
     )
     patch_dropout: float | None = option(
         "Share of the patches of each image to leave out at random, such as 0.5 (FLIP, arXiv 2212.00794). Evaluations "
         "see all patches.",
         decides=True,
-        plans=True,
         within=SHARE,
         card="share of the patches of an image that training left out",
     )
@@ -62,7 +57,6 @@ class TowerOptions:
         "With patch_dropout: share of the samples, at the end, that see all patches.",
         decides=True,
         needs="patch_dropout",
-        plans=True,
         within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
         card="share of the samples with all patches, at the end",
     )
@@ -71,7 +65,6 @@ class TowerOptions:
         "the tokenizer's limit, up to the positions of the model, raises that limit, also for evaluations and in what "
         "is saved.",
         decides=True,
-        plans=True,
         within=FROM_1,
         card="tokens to which training cut captions",
     )

@@ -28,9 +28,10 @@ from typing import Any, NamedTuple
 from transformers import CLIPConfig
 
 from hf_infcl.loss import OBJECTIVES
-from hf_infcl.tools.planning import GIB, GPUS, LAUNCHES, Choice, Counts, count, memory, seconds
-from hf_infcl.tools.planning.costs import loss_flops
-from hf_infcl.tools.planning.prediction import passes
+from hf_infcl.tools.planning.costs import GIB, GPUS, LAUNCHES, Choice, loss_flops
+from hf_infcl.tools.planning.counting import count
+from hf_infcl.tools.planning.counts import Counts
+from hf_infcl.tools.planning.prediction import memory, passes, seconds
 
 from .common import RESULTS, STEP_SETTING, Row, newest
 from .inputs import sizes_of

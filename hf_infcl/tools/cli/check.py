@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,12 +11,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset
-from transformers import PretrainedConfig
 
 from ...checkpoints.lock import check_writable
 from ...conversion.models import load_readers
 from ...data import ContrastiveCollator, ImageTextDataset, ImageTextStream
-from ...data.images import simplejpeg
 from ...encoders.image_size import check_sizes_of_config, config_for_images
 from ...encoders.pooling import Pooling
 from ...evaluation.metrics import CEILING
@@ -38,8 +35,8 @@ from ..checking.findings import (
 from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
-from ..planning import Planner
 from ..planning.answers import answer_line, choose_answer
+from ..planning.workers import Images, predict_workers
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
@@ -47,7 +44,6 @@ from .launched import cores, mistakes_in_one_line
 from .parser import Parser
 
 SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training
-ASSUMED_BATCH = 256  # pairs, where no options name a global batch
 TOLD_BY_TRAINER = ("cut", "repeated_captions")
 
 
@@ -93,11 +89,12 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
         print(*finding_lines(findings), sep="\n")
     names_batch = user_options & {"global_batch_size", "global_batch_schedule", *DIVISION}
-    batch = args.global_batch_size if names_batch else None
-    workers_line, options_of_loading = predict_workers(config, namespace, user_options, batch, results[TRAINED][0])
+    batch, trained_facts, length = args.global_batch_size if names_batch else None, results[TRAINED][0], []
+    smallest = min(map(min, trained_facts.sizes), default=0)
+    images = Images(trained_facts.rate, smallest, trained_facts.limits.side)
+    workers_line, options_of_loading = predict_workers(config, namespace, user_options, batch, images, cores())
     print(workers_line)
     every = [finding for _, findings in results.values() for finding in findings]
-    trained_facts, length = results[TRAINED][0], []
     has_length = data.samples_per_epoch is not None or namespace.max_steps > 0
     if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and not has_length:
         length = [f"--samples_per_epoch {trained_facts.usable}"]
@@ -147,51 +144,6 @@ def reachable_recalls(facts: SetFacts) -> dict[str, float]:
     ids, rows = map(torch.tensor, facts.captions_by_row())
     ceilings = recall_ceilings(ids, rows, len(facts.seen), [1]) if facts.seen else {}
     return {name.removesuffix(CEILING): value for name, value in ceilings.items()}
-
-
-def predict_workers(
-    config: PretrainedConfig, options: argparse.Namespace, user_options: set[str], batch: int | None, facts: SetFacts
-) -> tuple[str, list[str]]:
-    """A line about the workers that one GPU needs, as `infcl plan` predicts its rate, and the options to add.
-
-    ``batch`` is the global batch of the options; None if they name none.
-    """
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    assumed = ", as no options name one," if batch is None else ""
-    of_plan = {"gpus": 1, "gpu": "h200" if "h200" in name else "h100", "gpu_memory": None, "measure": False}
-    planned = argparse.Namespace(
-        **{**vars(options), **of_plan, "global_batch": batch or ASSUMED_BATCH, "use_cpu": False}
-    )
-    try:
-        planner = Planner(planned, user_options, config)
-    except ValueError as error:
-        return f"The workers that a GPU needs were not predicted. {error}", []
-    choice, rate = planner.choice, max(stage.choice.rows / stage.seconds for stage in planner.stages)
-    if not facts.rate:
-        return "The workers that a GPU needs were not predicted, because no image could be decoded.", []
-    needed, there = math.ceil(rate / facts.rate), cores()
-    line = (
-        f"Workers: with a global batch of {choice.global_batch:,} pairs{assumed} in micro-batches of "
-        f"{choice.per_device_train_batch_size:,}, an {planner.gpu.name} would train about {rate:,.0f} images per "
-        "second. "
-    )
-    if needed > there:
-        line += (
-            f"The {there} cores of this machine read about {there * facts.rate:,.0f} "
-            f"(--dataloader_num_workers {there}), so the data limit the rate."
-        )
-    else:
-        keep_up = "One worker like these keeps" if needed == 1 else f"{needed} workers like these keep"
-        line += f"{keep_up} up (--dataloader_num_workers); this machine has {there} cores."
-    to_add = []
-    if needed > there:
-        if simplejpeg is None:
-            line += " `pip install simplejpeg` decodes JPEGs faster."
-        if facts.sizes and min(map(min, facts.sizes)) >= 4 * facts.limits.side:
-            to_add.append(f"--min_side {2 * facts.limits.side}")
-    if options.dataloader_num_workers < min(needed, there):
-        to_add.append(f"--dataloader_num_workers {min(needed, there)}")
-    return line, to_add
 
 
 def line_of_answer(

@@ -6,7 +6,9 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...options.declaring import HelpPlace, command_option
+from ...options.declaring import FROM_1, POSITIVE, HelpPlace, command_option
+from ...options.facts import check_values
+from ..planning.costs import GPUS
 from ..scoring import WINDOW
 
 
@@ -153,17 +155,26 @@ class PlanOptions:
 
     global_batch: int | None = command_option(
         "Pairs of one optimizer step. By default the product of --gpus, --per_device_train_batch_size and "
-        "--gradient_accumulation_steps."
+        "--gradient_accumulation_steps.",
+        within=FROM_1,
     )
-    gpus: int = command_option("The number of GPUs.", default=1)
+    gpus: int = command_option("The number of GPUs.", default=1, within=FROM_1)
     gpu: str = command_option(
         "The GPU whose measured rates predict the time: h100 or h200. For another GPU, also give its --gpu_memory.",
         default="h100",
     )
-    gpu_memory: float | None = command_option("Memory of one GPU in GiB. Defaults to that of --gpu.")
-    dataset_size: int | None = command_option("Pairs of the training set, for the time of an epoch.")
-    epochs: float = command_option("Epochs of the training.", default=1.0)
-    measure: bool = command_option("Also time two micro-batches on this machine's GPU.", default=False)
+    gpu_memory: float | None = command_option("Memory of one GPU in GiB. Defaults to that of --gpu.", within=POSITIVE)
+    dataset_size: int | None = command_option("Pairs of the training set, for the time of an epoch.", within=FROM_1)
+    epochs: float = command_option("Epochs of the training.", default=1.0, within=POSITIVE)
+    measure: bool = command_option("Also time a micro-batch on this machine's GPU.", default=False)
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.gpu not in GPUS:
+            raise ValueError(
+                f"--gpu must be {' or '.join(GPUS)}, whose rates were measured, got {self.gpu!r}. For another GPU give "
+                "its --gpu_memory. The predicted memory is then correct, and the times are those of --gpu."
+            )
 
 
 @dataclass

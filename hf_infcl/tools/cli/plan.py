@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
-
-import torch
 
 from ...conversion.models import load_config
 from ...conversion.pretrained import base_of_adapters
 from ...data.collator import text_positions
-from ...options.declared import training_options
-from ...options.facts import check_values
-from ..planning import GPUS, Planner
 from ..planning.answers import answer_line, choose_answer
-from ..planning.counting import MOST_TOKENS
+from ..planning.operations import MOST_TOKENS
+from ..planning.planner import Planner
 from ..planning.report import report
 from .launched import mistakes_in_one_line
 from .parser import Parser
@@ -29,7 +24,6 @@ def plan(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) 
     parser.build(namespace, user_options, computes=False)
     namespace.texts_at_once = asked
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        check_options(namespace)
         config = load_config(namespace.model, namespace.open_clip_model)
         longest, tokens = text_positions(config), namespace.max_text_tokens
         # A model of more positions than usual may have a tokenizer that states fewer, and reads all only if it is told.
@@ -45,18 +39,3 @@ def plan(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) 
         decided = {name for name in user_options if parser.typed(name) or not namespace.recipe}
         if line := answer_line(answer, vars(namespace), decided, pairs=pairs):
             print("", line, sep="\n")
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raises a ValueError if an option of the plan has a value with which nothing can be planned."""
-    check_values(options, training_options(), lambda facts: facts.plans)
-    for name in ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs"):
-        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name} must be more than 0, got {value}.")
-    if options.gpu not in GPUS:
-        raise ValueError(
-            f"--gpu must be {' or '.join(GPUS)}, whose rates were measured, got {options.gpu!r}. For another GPU give "
-            "its --gpu_memory. The predicted memory is then correct, and the times are those of --gpu."
-        )
-    if options.measure and not (options.use_cpu or torch.cuda.is_available()):
-        raise ValueError("--measure needs a GPU, or --use_cpu. Omit it to predict from the config alone.")

@@ -27,7 +27,7 @@ from ...training.with_start import AverageWithStart, checkpoint_of_end
 from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
-from ..planning import check_memory
+from ..planning.planner import check_memory
 from ..publishing.callback import CardCallback
 from ..publishing.changes import lines_of_changes
 from ..publishing.front import write_averages

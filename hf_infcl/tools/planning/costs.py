@@ -1,7 +1,7 @@
-"""The one table of the planner: what was measured of GPUs, what options change in the model, and what they cost.
+"""The one table of the planner: what was measured of GPUs, and what each option changes in the model or costs.
 
-A plan keeps every option that is declared with ``plans=True``. One that changes what a micro-batch computes has a row
-in `MODEL_CHANGES`, and one that takes memory or time beside that, a row in `COSTS`.
+`infcl plan` keeps the options that have a row in `EFFECTS`, and lists them in its help. Nothing here imports torch, so
+that the help is printed at once.
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+from .counts import NOTHING, Counts, Work
 
-from ...conversion.models import load_config
-from ...encoders.dual_encoder import DualEncoder
-from ...encoders.in_bf16 import compute_in_bf16
-from ...encoders.patch_dropout import PatchDropout
-from ...loss import OBJECTIVES
-from ...optimizers.newton_schulz import STEPS
-from .counting import NOTHING, ROWS, Counts, Work, count_encoder, example_inputs, new_encoder
+if TYPE_CHECKING:
+    from ...encoders.dual_encoder import DualEncoder
 
 
 class GPU(NamedTuple):
@@ -45,15 +40,6 @@ LAUNCHES = {"eager": 45e-6, "compiled": 32e-6}
 GIB = 1 << 30
 USABLE = 0.92  # share of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the rest
-WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
-
-# By the name of the option: how it changes the model that is counted or measured, unless its value is None or False.
-MODEL_CHANGES: dict[str, Callable[[DualEncoder, Any], object]] = {
-    "freeze": DualEncoder.freeze,
-    "freeze_layers": DualEncoder.freeze_layers,
-    "patch_dropout": lambda encoder, share: share and PatchDropout(encoder, share),
-    "bf16_activations": lambda encoder, wanted: compute_in_bf16(encoder.model, wanted=wanted),
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ class Choice:
     offload_inputs: bool = False
     gradient_checkpointing: bool = False
     torch_compile: bool = False
-    # By name, the other options that are declared with ``plans=True`` and do not have their default.
+    # By name, the other options that have a row in `EFFECTS` and do not have their default.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def divided(self, micro_batch: int, accumulation: int) -> Choice:
@@ -111,9 +97,18 @@ class Cost:
         return Cost(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
+@dataclass(frozen=True)
+class Effect:
+    """What an option does that is set, beside what the planner itself reads of it: nothing, if it is only kept."""
+
+    cost: Callable[[Counts, Choice, Any], Cost] | None = None  # of the option's value
+    model: Callable[[DualEncoder, Any], object] | None = None  # changes the model that is counted or measured
+
+
 def total_cost(counts: Counts, choice: Choice) -> Cost:
     """The sum of what all options of a choice cost."""
-    return sum((COSTS[name](counts, choice, value) for name, value in choice.options.items() if name in COSTS), Cost())
+    costs = ((EFFECTS[name].cost, value) for name, value in choice.options.items())
+    return sum((cost(counts, choice, value) for cost, value in costs if cost is not None), Cost())
 
 
 def pair_bytes(dim: int, choice: Choice) -> float:
@@ -123,6 +118,8 @@ def pair_bytes(dim: int, choice: Choice) -> float:
 
 def loss_flops(dim: int, choice: Choice, objective: str) -> float:
     """The operations of one GPU's part of the loss and its gradient."""
+    from ...loss import OBJECTIVES
+
     return 2.0 * OBJECTIVES[objective].products * dim * choice.rows * choice.global_batch
 
 
@@ -139,6 +136,8 @@ def _matryoshka_dims(counts: Counts, choice: Choice, dims: Sequence[int]) -> Cos
 
 def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
     """Muon has one buffer for a matrix; its steps compute m·n·m twice and m·m·m, and the GPUs share them."""
+    from ...optimizers.newton_schulz import STEPS
+
     values = sum(rows * columns for rows, columns in counts.matrices)
     update = sum(STEPS * (4.0 * m * m * n + 2.0 * m**3) for m, n in map(sorted, counts.matrices))
     return Cost(optimizer=-4.0 * values, update=update / choice.gpus)
@@ -146,9 +145,13 @@ def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
 
 @functools.cache
 def _count_teacher(name: str) -> Counts:
+    import torch
+
+    from ...conversion.models import load_config
+    from .operations import ROWS, count_encoder, new_encoder
+
     try:
-        encoder = new_encoder(load_config(name), torch.device("meta"))
-        return count_encoder(encoder, example_inputs(encoder.model.config, ROWS, torch.device("meta")))
+        return count_encoder(*new_encoder(load_config(name), ROWS, torch.device("meta")))
     except ValueError as error:
         raise ValueError(f"The teacher {name} cannot be planned. {error}") from error
 
@@ -179,20 +182,53 @@ def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
     )
 
 
-# By the name of the option: what it costs, from the counts of the model, the choice and the value of the option.
-COSTS: dict[str, Callable[[Counts, Choice, Any], Cost]] = {
-    "ema_decay": lambda m, c, _: Cost(optimizer=0.0 if "ema_device" in c.options else 4.0 * m.trained),
-    "keep_features": _keep_features,
+def _patch_dropout(encoder: DualEncoder, share: float) -> None:
+    from ...encoders.patch_dropout import PatchDropout
+
+    if share:
+        PatchDropout(encoder, share)
+
+
+def _bf16_activations(encoder: DualEncoder, wanted: bool) -> None:
+    from ...encoders.in_bf16 import compute_in_bf16
+
+    compute_in_bf16(encoder.model, wanted=wanted)
+
+
+# The options of a training that a plan keeps, by their names.
+EFFECTS = {
+    "freeze": Effect(model=lambda encoder, tower: encoder.freeze(tower)),
+    "freeze_layers": Effect(model=lambda encoder, layers: encoder.freeze_layers(layers)),
+    "patch_dropout": Effect(model=_patch_dropout),
+    "bf16_activations": Effect(model=_bf16_activations),
+    "ema_decay": Effect(lambda m, c, _: Cost(optimizer=0.0 if "ema_device" in c.options else 4.0 * m.trained)),
+    "keep_features": Effect(_keep_features),
     # A start that is kept for its features has the weights, too.
-    "keep_weights": lambda m, c, _: Cost(weights=0.0 if "keep_features" in c.options else 4.0 * m.trained),
-    "matryoshka_dims": _matryoshka_dims,
-    "optimizer": _optimizer,
-    "teacher": _teacher,
-    "teacher_embeddings": lambda m, c, folders: Cost(features=len(folders) * pair_bytes(m.dim, c)),
-    "texts_at_once": _texts_at_once,
+    "keep_weights": Effect(lambda m, c, _: Cost(weights=0.0 if "keep_features" in c.options else 4.0 * m.trained)),
+    "matryoshka_dims": Effect(_matryoshka_dims),
+    "optimizer": Effect(_optimizer),
+    "teacher": Effect(_teacher),
+    "teacher_embeddings": Effect(lambda m, c, folders: Cost(features=len(folders) * pair_bytes(m.dim, c))),
+    "texts_at_once": Effect(_texts_at_once),
+    **dict.fromkeys(
+        (
+            *(
+                "global_batch_size",
+                "global_batch_schedule",
+                "activation_checkpointing",
+                "num_train_epochs",
+                "max_steps",
+            ),
+            *("image_size", "image_size_schedule", "full_tokens_last", "max_text_tokens", "replay_share"),
+            *("teacher_side", "ema_device"),
+        ),
+        Effect(),
+    ),
 }
+OF_CHOICE = tuple(one.name for one in fields(Choice))[1:-1]  # options that are attributes of a choice
+PLANNED = {*EFFECTS, *OF_CHOICE}
 # Options that the prediction ignores, with the values that it ignores; without values, it ignores all.
-LEFT_OUT: dict[str, Sequence[Any]] = {
+LEFT_OUT: dict[str, Sequence[str]] = {
     "strategy": ("disco", "local", "gather"),
     "backend": ("torch",),
     **dict.fromkeys(("lora_rank", "cache_features", "ema_device", "fsdp", "deepspeed", "fp16"), ()),

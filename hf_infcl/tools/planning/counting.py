@@ -1,241 +1,104 @@
-"""Counts memory and operations of a dual encoder on the meta device, without weights or a GPU.
-
-Each tower runs on tensors without content, while torch modes record every operation.
-"""
+"""Counts or measures the model of a training, as it trains with its options."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
-from transformers import AutoModel, PretrainedConfig
+from torch import Tensor
+from torch.utils.benchmark import Timer
+from transformers import PretrainedConfig
 
 from ...encoders.dual_encoder import DualEncoder
-from ...encoders.in_bf16 import is_in_bf16
-from ...optimizers.groups import BY_MUON, roles
-
-ROWS = 64  # pairs of the counted micro-batch
-MOST_TOKENS = 77  # the length of captions, even for text towers that accept longer texts
-Args = Sequence[object]
-Kwargs = Mapping[str, object]
+from ...encoders.image_size import config_for_images
+from .costs import EFFECTS
+from .counts import Counts
+from .operations import ROWS, count_encoder, new_encoder
 
 
-@dataclass(frozen=True)
-class Work:
-    """Floating point operations for each pair, and operators that the host launches for all pairs at once."""
+def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) -> Counts:
+    """Counts the model that a config describes, as it trains with these options, see `micro_batch`.
 
-    flops: float = 0.0
-    launches: float = 0.0
+    Without ``autocast``, which stands for ``bf16=True``, it computes in fp32.
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.launches + other.launches)
-
-    def __mul__(self, times: float) -> Work:
-        return Work(times * self.flops, times * self.launches)
+    Raises:
+        ValueError: the model is not a dual encoder, cannot train with the options, or its forward needs the content of
+            tensors.
+    """
+    return count_encoder(*micro_batch(config, ROWS, torch.device("meta"), **options), autocast=autocast)
 
 
-NOTHING = Work()
+def measure(
+    config: PretrainedConfig, rows: int, device: torch.device, *, autocast: bool = True, **options: Any
+) -> tuple[float, int]:
+    """Runs a micro-batch forward and backward, after others that are not measured; arguments as for `count`.
 
+    Returns:
+        The seconds, and the peak GPU memory in bytes including the weights and their gradients (0 on a CPU).
 
-@dataclass(frozen=True)
-class Tower:
-    """Memory in bytes, and operations, of a tower with its projection."""
+    Raises:
+        ValueError: there is no GPU, or it has too little memory.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--measure needs a GPU, or --use_cpu. Omit it to predict from the config alone.")
+    encoder, batch = micro_batch(config, rows, device, **options)
 
-    weight_copies: int = 0  # in bf16, which autocast creates in every forward
-    graph: float = 0.0  # of each pair: what a forward keeps for its backward, without those copies
-    peak: float = 0.0  # of each pair: the maximum during both, without weights, their copies and gradients
-    forward: Work = NOTHING
-    again: Work = NOTHING  # the forward of the second pass, in which a frozen tower does not run
-    backward: Work = NOTHING
+    def run() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            embeds = encoder.embed(encoder.model, batch)
+        torch.stack([e.float().sum() for e in embeds if e.requires_grad]).sum().backward()
 
-
-@dataclass(frozen=True)
-class Counts:
-    """What is counted of a model."""
-
-    parameters: int
-    trained: int  # of the parameters
-    dim: int  # of the embeddings
-    pixels: int  # values of one image
-    objective: str  # the one that the model was designed for
-    image: Tower
-    text: Tower
-    matrices: tuple[tuple[int, int], ...] = ()  # rows and columns of each matrix that Muon would update
-
-    @property
-    def weight_copies(self) -> int:
-        return self.image.weight_copies + self.text.weight_copies
-
-    @property
-    def graph(self) -> float:
-        """`Tower.graph` of both towers together."""
-        return self.image.graph + self.text.graph
-
-    @property
-    def peak(self) -> float:
-        """`Tower.peak` of both towers together: the images run forward before the texts, and backward after them."""
-        return max(self.image.peak, self.image.graph + self.text.peak)
-
-
-def new_encoder(config: PretrainedConfig, device: torch.device) -> DualEncoder:
-    """The model of a config as it trains, in fp32 and with random weights."""
-    with device:
-        return DualEncoder(AutoModel.from_config(config, dtype=torch.float32).train())
-
-
-def example_inputs(
-    config: PretrainedConfig, rows: int, device: torch.device, max_text_tokens: int | None = None
-) -> dict[str, Tensor]:
-    """The inputs of a micro-batch: black images, and captions of full length that consist of the token 0."""
-    vision = config.vision_config
-    if not hasattr(vision, "image_size"):
-        raise ValueError(
-            f"Models of type {config.model_type} have no image size, so no micro-batch can be planned. Train for a few "
-            "steps instead: the log shows the peak memory and the images per second."
-        )
-    size = vision.image_size
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    longest = getattr(config.text_config, "max_position_embeddings", MOST_TOKENS)
-    tokens = min(longest, max_text_tokens or MOST_TOKENS)
-    return {
-        "pixel_values": torch.zeros(rows, getattr(vision, "num_channels", 3), height, width, device=device),
-        "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),
-        "attention_mask": torch.ones(rows, tokens, dtype=torch.long, device=device),
-    }
-
-
-def count_encoder(encoder: DualEncoder, inputs: Mapping[str, Tensor], *, autocast: bool = True) -> Counts:
-    """Counts a model on the meta device with a micro-batch of `ROWS` pairs; arguments and errors as of `count`."""
-    model, frozen = encoder.model, encoder.frozen_towers()
-    casts = _Autocast(torch.bfloat16 if autocast else torch.float32, in_bf16=is_in_bf16(model))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    if on_gpu := device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     try:
-        image, dim = _count_tower(lambda: encoder.encode_images(inputs), casts, frozen="image" in frozen)
-        text, _ = _count_tower(lambda: encoder.encode_texts(inputs, checked=True), casts, frozen="text" in frozen)
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
+        seconds = timer.timeit(1).mean
+    except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"A {type(model).__name__} cannot be counted without its weights: {type(error).__name__}: {error}"
+            f"A micro-batch of {rows} does not fit into this machine's {torch.cuda.get_device_name(device)}. Omit "
+            "--measure, or plan with the --gpu_memory of this GPU."
         ) from error
-    return Counts(
-        parameters=sum(p.numel() for p in model.parameters()),
-        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        dim=dim,
-        pixels=inputs["pixel_values"][0].numel(),
-        objective=encoder.objective,
-        image=image,
-        text=text,
-        matrices=tuple(_matrices(model)),
-    )
+    return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
 
 
-def _count_tower(encode: Callable[[], Tensor], casts: _Autocast, *, frozen: bool) -> tuple[Tower, int]:
-    """Counts a tower; also returns the dimension of its embeddings."""
-    seen = _Operations()
-    with seen, casts:
-        embeds = encode()
-        forward, live, copies = seen.work, seen.live, casts.forget()
-        if trains := embeds.requires_grad:
-            embeds.sum().backward()
-    tower = Tower(
-        weight_copies=copies if trains else 0,
-        graph=(live - copies) / ROWS if trains else 0.0,
-        peak=(seen.peak - copies) / ROWS,
-        forward=forward,
-        again=NOTHING if frozen else forward,
-        backward=seen.work + forward * -1,
-    )
-    return tower, embeds.shape[1]
+def micro_batch(
+    config: PretrainedConfig,
+    rows: int,
+    device: torch.device,
+    *,
+    image_size: int | None = None,
+    max_text_tokens: int | None = None,
+    gradient_checkpointing: bool = False,
+    **options: Any,
+) -> tuple[DualEncoder, dict[str, Tensor]]:
+    """A model as it trains with these options, of those in `EFFECTS` that change it, and a micro-batch for it."""
+    encoder, inputs = new_encoder(config_for_images(config, image_size), rows, device, max_text_tokens)
+    encoder.freeze(None)  # what no embedding depends on
+    for name, value in options.items():
+        if (change := EFFECTS[name].model) is not None and value is not None and value is not False:
+            change(encoder, value)
+    encoder.eval_frozen_parts()
+    if gradient_checkpointing:
+        _checkpoint(encoder)
+    return encoder, inputs
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[int, int]]:
-    of_name = dict(model.named_parameters())
-    for name, role in roles(model).items():
-        if role.name in BY_MUON:
-            rows, columns = of_name[name].shape
-            yield from [(rows // role.parts, columns)] * role.parts
+def _checkpoint(encoder: DualEncoder) -> None:
+    """Checkpoints with ``use_reentrant``, since the meta device does not save the same tensors in a second forward."""
+    model: Any = encoder.model
+    # The second name is that of transformers before 5.20.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": True, "preserve_rng_state": False})
+    for module in model.modules():
+        if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
+            module._gradient_checkpointing_func = partial(_checkpoint_leaf, checkpoint)
+    encoder.stop_gradients_at_frozen_layers()
 
 
-class _Autocast(TorchFunctionMode):
-    """Autocast, or what ``bf16_activations`` casts, and a GPU's fused attention: none exists on the meta device."""
-
-    LOW = frozenset(
-        (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.baddbmm, torch.addmm, Tensor.matmul)
-    )
-    FULL = frozenset((F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, torch.norm, Tensor.norm))
-
-    def __init__(self, dtype: torch.dtype, *, in_bf16: bool) -> None:
-        super().__init__()
-        self._dtype, self._in_bf16 = dtype, in_bf16
-        self._copies: dict[int, Tensor] = {}  # by the id of the weight; made once in a forward
-
-    def forget(self) -> int:
-        """Drops the copies of weights at the end of a forward; its graph may keep them. Returns their bytes."""
-        size = sum(copy.nbytes for copy in self._copies.values())
-        self._copies.clear()
-        return size
-
-    def __torch_function__(
-        self, function: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
-            query, key, value = (self._cast(tensor, self._dtype) for tensor in args[:3])
-            options = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
-            attend = torch.ops.aten._scaled_dot_product_efficient_attention
-            return attend(query, key, value, None, True, *options, scale=kwargs.get("scale"))[0]
-        if self._in_bf16 or function in self.LOW or function in self.FULL:
-            low = torch.bfloat16 if self._in_bf16 else self._dtype if function in self.LOW else torch.float32
-            args, kwargs = tree_map(lambda value: self._cast(value, low), (args, kwargs))
-        return function(*args, **kwargs)
-
-    def _cast(self, value: object, dtype: torch.dtype) -> object:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
-            return value
-        if not isinstance(value, nn.Parameter):
-            return value.to(dtype)
-        if id(value) not in self._copies:
-            self._copies[id(value)] = value.to(dtype)
-        return self._copies[id(value)]
-
-
-class _Operations(TorchDispatchMode):
-    """Counts all operations, and tracks the bytes of the tensors that they create while these are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work = NOTHING
-        self.live = self.peak = 0
-
-    def __torch_dispatch__(
-        self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
-    ) -> object:
-        kwargs = kwargs or {}
-        if function is torch.ops.aten._local_scalar_dense.default:
-            return True  # the models ask whether all tokens are to be attended to
-        out = function(*args, **kwargs)
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                known.add(storage._cdata)
-                self.live += storage.nbytes()
-                weakref.finalize(storage, self._free, storage.nbytes())
-        self.peak = max(self.peak, self.live)
-        if not function.is_view:
-            flops = flop_registry.get(function._overloadpacket)
-            self.work += Work(float(flops(*args, **kwargs, out_val=out)) / ROWS if flops else 0.0, 1)
-        return out
-
-    def _free(self, nbytes: int) -> None:
-        self.live -= nbytes
+def _checkpoint_leaf(
+    checkpoint: Callable[..., Tensor], forward: Callable[..., Tensor], hidden: Tensor, *args: object
+) -> Tensor:
+    """Reentrant checkpointing above frozen layers: without an input that requires a gradient there would be none."""
+    return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)

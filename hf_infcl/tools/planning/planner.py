@@ -6,7 +6,7 @@ import argparse
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,11 @@ from ...options.combinations import CHECKPOINTING
 from ...options.declared import training_options
 from ...options.facts import changed_options
 from ...options.image_sizes import ImageSizes
-from .costs import GIB, GPUS, MODEL_CHANGES, USABLE, Choice
-from .counting import Counts
-from .prediction import count, measure, memory, seconds
+from .costs import EFFECTS, GIB, GPUS, USABLE, Choice
+from .counting import count, measure
+from .counts import Counts
+from .prediction import memory, seconds
 
-OF_CHOICE = tuple(one.name for one in fields(Choice))[1:-1]  # options that are attributes of a choice
 SEARCHED = ("texts_at_once", "retain_graphs")  # what a training chooses after the micro-batch
 SMALL = 32  # below this micro-batch, inputs are offloaded or activations checkpointed if that allows a larger one
 Options = argparse.Namespace | InfCLTrainingArguments
@@ -42,19 +42,16 @@ class PlannedStage(NamedTuple):
     words: str  # what is different from the last stage
 
 
-def model_options(options: Options, **changes: Any) -> dict[str, Any]:
-    """The arguments of `count` for the last steps of a training, which need the most memory, with ``changes``."""
-    arguments = {name: getattr(options, name) for name in (*MODEL_CHANGES, "max_text_tokens", "image_size")}
-    return arguments | ({"patch_dropout": None} if options.full_tokens_last else {}) | changes
+def count_model(config: PretrainedConfig, options: Options, **changes: Any) -> Counts:
+    """The counts of the last steps of a training, which need the most memory, with changes of its options."""
+    return count(config, **(model_options(options) | changes))
 
 
-def planned_options(options: Options) -> dict[str, Any]:
-    """The options of a training that `Choice.options` holds."""
-    settings = changed_options(options, lambda facts: facts.plans, training_options())
-    if (texts := settings.pop("texts_at_once", "auto")) not in ("auto", "1"):
-        settings["texts_at_once"] = int(texts)
-    choice_fields = (*OF_CHOICE, *CHECKPOINTING, "global_batch_size")
-    return {name: value for name, value in settings.items() if name not in choice_fields}
+def model_options(options: Options) -> dict[str, Any]:
+    """The arguments of `count` for the last steps of a training."""
+    names = [name for name, effect in EFFECTS.items() if effect.model is not None]
+    arguments = {name: getattr(options, name) for name in (*names, "max_text_tokens", "image_size")}
+    return arguments | ({"patch_dropout": None} if options.full_tokens_last else {})
 
 
 def make_choice(args: Any) -> Choice:
@@ -63,6 +60,10 @@ def make_choice(args: Any) -> Choice:
     Args:
         args: `InfCLTrainingArguments`, or an object with its options, ``world_size`` and ``global_batch_size``.
     """
+    planned = EFFECTS.keys() - {*CHECKPOINTING, "global_batch_size"}
+    settings = {name: value for name, value in changed_options(args, training_options()).items() if name in planned}
+    if (texts := settings.pop("texts_at_once", "auto")) not in ("auto", "1"):
+        settings["texts_at_once"] = int(texts)
     return Choice(
         args.world_size,
         *divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size),
@@ -70,7 +71,7 @@ def make_choice(args: Any) -> Choice:
         offload_inputs=args.offload_inputs,
         gradient_checkpointing=any(getattr(args, name, False) for name in CHECKPOINTING),
         torch_compile=args.torch_compile,
-        options=planned_options(args),
+        options=settings,
     )
 
 
@@ -137,8 +138,7 @@ class Planner:
         self.memory_gib: float = options.gpu_memory or self.gpu.memory_gib
         sharded = bool(options.fsdp or options.deepspeed)
         self.is_divided = sharded or any(name in user_options for name in DIVISION)
-        factors = [getattr(options, name) if name in user_options else None for name in DIVISION]
-        self.start, self._sizes = self._divide(*factors)
+        self._divide(*(getattr(options, name) if name in user_options else None for name in DIVISION))
         is_single = self.is_divided and self.start.gradient_accumulation_steps == 1 and len(self._growth.sizes) == 1
         tries: Sequence[str] = () if sharded or options.use_cpu or is_single else SEARCHED
         tries = tries if options.gradient_noise_steps is None else tries[1:]  # each micro-batch keeps its texts
@@ -146,16 +146,19 @@ class Planner:
         offload = [self.start.offload_inputs] if "offload_inputs" in user_options else [False, True]
         checkpoint = [self.start.gradient_checkpointing] if {*CHECKPOINTING} & {*user_options} else [False, True]
         self._ways = list(itertools.product(checkpoint, offload))
-        self._counts = functools.cache(lambda way: self._count(gradient_checkpointing=way))
+        self._counts = functools.cache(lambda way: count_model(config, options, gradient_checkpointing=way))
         choice = self.find(compiled=options.torch_compile)
         if choice is None:
             raise ValueError(self._why_nothing_fits())
         self.choice, self.counts = choice, self._counts(choice.gradient_checkpointing)
         self.old = round(choice.global_batch * replay_share(options.replay_share)) if options.replay_dataset else 0
-        checkpointing, micro_batch = choice.gradient_checkpointing, choice.per_device_train_batch_size
-        self.single, self._pace = Choice(1, micro_batch, 1, gradient_checkpointing=checkpointing), 1.0
-        self.measured = self._measure() if options.measure else None
-        if self.measured is not None:
+        checkpointing, self._pace = choice.gradient_checkpointing, 1.0
+        self.single = Choice(1, choice.per_device_train_batch_size, 1, gradient_checkpointing=checkpointing)
+        self.measured: tuple[float, int] | None = None
+        if options.measure:
+            arguments = {"gradient_checkpointing": checkpointing, "autocast": options.bf16 or not options.use_cpu}
+            device = torch.device("cpu" if options.use_cpu else "cuda")
+            self.measured = measure(config, self.single.rows, device, **model_options(options), **arguments)
             self._pace = self.measured[0] / sum(self.times(self.single).values())
         self.stages = list(self._stages())
 
@@ -163,6 +166,11 @@ class Planner:
         """`seconds` of a step in the last stage, or with other counts; as on this machine, if that was measured."""
         counts = counts or self._counts(choice.gradient_checkpointing)
         return {phase: self._pace * time for phase, time in seconds(counts, choice, self.gpu).items()}
+
+    @property
+    def images_per_second(self) -> float:
+        """The most that one GPU trains, in the fastest stage."""
+        return max(stage.choice.rows / stage.seconds for stage in self.stages)
 
     def find(self, *, compiled: bool) -> Choice | None:
         """The first way to micro-batches that are not small, or that to the largest ones; None if nothing fits."""
@@ -177,8 +185,8 @@ class Planner:
                 return choice
         return max(choices, key=lambda choice: choice.per_device_train_batch_size, default=None)
 
-    def _divide(self, micro_batch: int | None, accumulation: int | None) -> tuple[Choice, list[int]]:
-        """The global batch, and the micro-batches to choose from."""
+    def _divide(self, micro_batch: int | None, accumulation: int | None) -> None:
+        """Decides the global batch, and the micro-batches to choose from."""
         options, size = self.options, self.options.global_batch
         if size is None and options.global_batch_schedule is None:
             if micro_batch is None or accumulation is None:
@@ -192,18 +200,10 @@ class Planner:
         divide_global_batch(args, size or args.global_batch_size, micro_batch, accumulation)
         for batch in self._growth.sizes:
             divided_batch(batch, args.per_device_train_batch_size, options.gpus)
-        start = make_choice(args)
-        decided = micro_batch or accumulation or options.use_cpu
-        return start, [start.per_device_train_batch_size] if decided else possible_micro_batches(args, exceeds=True)
-
-    def _count(self, **changes: Any) -> Counts:
-        return count(self._config, **model_options(self.options, **changes))
-
-    def _measure(self) -> tuple[float, int]:
-        on_cpu, checkpointing = self.options.use_cpu, self.choice.gradient_checkpointing
-        autocast = self.options.bf16 or not on_cpu
-        options = model_options(self.options, gradient_checkpointing=checkpointing, autocast=autocast)
-        return measure(self._config, self.single.rows, torch.device("cpu" if on_cpu else "cuda"), **options)
+        self.start = make_choice(args)
+        is_decided = micro_batch or accumulation or options.use_cpu
+        single = [self.start.per_device_train_batch_size]
+        self._sizes = single if is_decided else possible_micro_batches(args, exceeds=True)
 
     def _why_nothing_fits(self) -> str:
         (checkpointing, offload), size = self._ways[-1], self._sizes[0]
@@ -231,7 +231,7 @@ class Planner:
             words = [f"images of {size} pixels"] if len(sizes.sizes) > 1 else []
             words += ["fewer patches"] if options.full_tokens_last and share else []
             changes = {"image_size": size, "patch_dropout": share, "gradient_checkpointing": way.gradient_checkpointing}
-            counts = self._count(**changes) if words else self.counts
+            counts = count_model(self._config, options, **changes) if words else self.counts
             choice = way.divided(*divided_batch(batch, way.per_device_train_batch_size, way.gpus))
             yield PlannedStage(end - begin, choice, sum(self.times(choice, counts).values()), " and ".join(words))
 
@@ -252,9 +252,9 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
         return None
     choice = make_choice(args)
-    options = model_options(args, gradient_checkpointing=choice.gradient_checkpointing, autocast=args.bf16 or args.fp16)
+    changes = {"gradient_checkpointing": choice.gradient_checkpointing, "autocast": args.bf16 or args.fp16}
     try:
-        counts = count(config, **options)
+        counts = count_model(config, args, **changes)
         parts = memory(counts, choice)
     except ValueError as error:
         return f"The memory of the training was not predicted. {error}"

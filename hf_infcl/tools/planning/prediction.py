@@ -1,21 +1,12 @@
-"""Counts or measures the model of a training, and predicts memory and time of its steps."""
+"""Predicts memory and time of a step from what is counted of its model."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from transformers import PretrainedConfig
-
-from ...encoders.dual_encoder import DualEncoder
-from ...encoders.image_size import config_for_images
 from ...loss.strategies import GATHERED_BYTES, gathered_bytes
-from .costs import COMPILED_GRAPH, GIB, GPU, LAUNCHES, MODEL_CHANGES, Choice, loss_flops, pair_bytes, total_cost
-from .counting import ROWS, Counts, Work, count_encoder, example_inputs, new_encoder
+from .costs import COMPILED_GRAPH, GIB, GPU, LAUNCHES, Choice, loss_flops, pair_bytes, total_cost
+from .counts import Counts, Work
 
 LOSS_TILE = 8192, 16384  # the most images and texts whose coefficients the loss holds at once
 
@@ -38,89 +29,6 @@ class Memory(NamedTuple):
     def words(self) -> str:
         """The parts, in GiB."""
         return ", ".join(f"{name} {size / GIB:.1f}" for name, size in self._asdict().items())
-
-
-def micro_batch(
-    config: PretrainedConfig,
-    rows: int,
-    device: torch.device,
-    *,
-    image_size: int | None = None,
-    max_text_tokens: int | None = None,
-    gradient_checkpointing: bool = False,
-    **changes: Any,
-) -> tuple[DualEncoder, dict[str, Tensor]]:
-    """A model with random weights as it trains with these options, see `MODEL_CHANGES`, and inputs of full length."""
-    encoder = new_encoder(config_for_images(config, image_size), device)
-    encoder.freeze(None)  # what no embedding depends on
-    for name, value in changes.items():
-        if value is not None and value is not False:
-            MODEL_CHANGES[name](encoder, value)
-    encoder.eval_frozen_parts()
-    if gradient_checkpointing:
-        model: Any = encoder.model
-        # The second name is that of transformers before 5.20.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": True, "preserve_rng_state": False})
-        for module in model.modules():
-            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-                module._gradient_checkpointing_func = partial(_checkpoint_leaf, checkpoint)
-        encoder.stop_gradients_at_frozen_layers()
-    return encoder, example_inputs(encoder.model.config, rows, device, max_text_tokens)
-
-
-def _checkpoint_leaf(
-    checkpoint: Callable[..., Tensor], forward: Callable[..., Tensor], hidden: Tensor, *args: object
-) -> Tensor:
-    """Reentrant checkpointing above frozen layers: without an input that requires a gradient there would be none."""
-    return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)
-
-
-def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) -> Counts:
-    """Counts the model that a config describes, as it trains with these options, see `micro_batch`.
-
-    Without ``autocast``, which stands for ``bf16=True``, it computes in fp32.
-
-    Raises:
-        ValueError: the model is not a dual encoder, cannot train with the options, or its forward needs the content of
-            tensors.
-    """
-    return count_encoder(*micro_batch(config, ROWS, torch.device("meta"), **options), autocast=autocast)
-
-
-def measure(
-    config: PretrainedConfig, rows: int, device: torch.device, *, autocast: bool = True, **options: Any
-) -> tuple[float, int]:
-    """Runs two micro-batches forward and backward, and measures the second; arguments as for `count`.
-
-    Returns:
-        The seconds, and the peak GPU memory in bytes including the weights and their gradients (0 on a CPU).
-
-    Raises:
-        ValueError: the GPU has too little memory.
-    """
-    on_gpu = device.type == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = 0.0
-    try:
-        encoder, batch = micro_batch(config, rows, device, **options)
-        for _ in range(2):
-            synchronize()
-            start = time.perf_counter()
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                embeds = encoder.embed(encoder.model, batch)
-            torch.stack([e.float().sum() for e in embeds if e.requires_grad]).sum().backward()
-            del embeds
-            synchronize()
-            seconds = time.perf_counter() - start
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"A micro-batch of {rows} does not fit into this machine's {torch.cuda.get_device_name(device)}. Omit "
-            "--measure, or plan with the --gpu_memory of this GPU."
-        ) from error
-    return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
 
 
 def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
