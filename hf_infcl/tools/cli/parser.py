@@ -25,7 +25,7 @@ from transformers.hf_argparser import string_to_bool
 from ...options.batch_options import DIVISION
 from ...options.declared import of_transformers, training_options
 from ...options.declaring import HEADINGS
-from ...options.facts import facts_by_name
+from ...options.facts import check_values, facts_by_name
 from ...options.files import options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
 from .messages import about_words, missing_package, tell
@@ -44,7 +44,6 @@ ELSEWHERE = {
     "wd": "weight_decay",
     "workers": "dataloader_num_workers",
 }
-
 
 MOST_CHOICES = 11  # of an option that the short help lists
 
@@ -332,6 +331,8 @@ class Parser(HfArgumentParser):
             options(**{f.name: values[f.name] for f in fields(declared) if f.init})
             for options, declared in zip((*self._declared[:-1], InfCLTrainingArguments), self._declared, strict=True)
         ]
+        for options in built[:-1]:
+            check_values(options)
         built[-1].torch_compile = built[-1].torch_compile or namespace.torch_compile  # for predictions of time
         if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
