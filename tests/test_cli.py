@@ -1118,6 +1118,10 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
         ),
         ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),
         ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
+        (
+            "score m --dataset d",
+            "There is no option --dataset. Did you mean --data_seed? Before the options",
+        ),
         ("train --model m --dataset a b --lanes 2", "Only shards that are read with --streaming can have several"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --per_device_train_batch_size 5000", "batch of 5,000 ("),
         (

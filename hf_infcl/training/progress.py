@@ -24,6 +24,9 @@ _SLOW_START = 100
 _NEAR, _FALLS = 0.97, 0.005
 # The share of its first norm below which a gradient has vanished, as it does where all embeddings are alike.
 _VANISHED = 0.02
+# How far a loss has risen above its first value if the steps are too large, relative to it; and the loss, relative to
+# that of chance, up to which all embeddings may be alike.
+_RISES, _AT_CHANCE = 1.1, 1.02
 
 logger = logging.get_logger(__name__)
 
@@ -120,20 +123,23 @@ def flat_loss(history: Sequence[Mapping[str, Any]], since: int, objective: str, 
     pairs, mean = shown[-1]["global_batch_size"], sum(entry["loss"] for entry in shown) / len(shown)
     norms = [entry["grad_norm"] for entry in logs if entry.get("grad_norm")]
     vanished = bool(norms) and norms[-1] < _VANISHED * norms[0]
-    rises = after > 1 and mean > logs[0]["loss"]
-    if vanished:
-        advice = f"The gradient has vanished (norm {norms[-1]:.2g}, first {norms[0]:.2g}): all embeddings are alike."
+    rises, at_chance = after > 1 and mean > _RISES * logs[0]["loss"], after < _AT_CHANCE
+    lower = f"start again with a tenth of the learning rate, {rate / 10:g}, and a warm-up (warmup_steps)"
+    higher = (
+        f"raise the learning rate, which is {rate:g}, or train longer; from random weights, take more pairs or a "
+        "pretrained model. If nothing helps, see whether images and captions belong together (infcl check)"
+    )
+    if vanished and at_chance:
+        norm = f"norm {norms[-1]:.2g}, first {norms[0]:.2g}"
+        advice = f"The gradient has vanished ({norm}), because all embeddings are alike: {lower}."
     elif rises:
-        advice = "It is higher than at the start."
-    else:
-        advice = "The weights change too slowly."
-    if vanished or rises:
-        advice += f" Start again with a tenth of the learning rate, {rate / 10:g}, and a warm-up (warmup_steps)."
-    else:
-        advice += (
-            f" Raise the learning rate, which is {rate:g}, or train longer; from random weights, take more pairs or a "
-            "pretrained model. If nothing helps, see whether images and captions belong together (infcl check)."
+        advice = f"It is higher than at the start: {lower}."
+    elif at_chance:
+        advice = (
+            f"If all embeddings became alike in the first steps, {lower}. If the weights change too slowly, {higher}."
         )
+    else:
+        advice = f"The weights change too slowly: {higher}."
     chance = f"ln {pairs:,}" if objective == "softmax" else f"about ln {pairs:,} + 1"
     return (
         f"The model has learned nothing from step {shown[0]['step']:,} to {shown[-1]['step']:,}: the loss stays at "

@@ -396,7 +396,8 @@ class Parser(HfArgumentParser):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
         similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
-        raise ValueError(f"There is no option --{name}. {hint}")
+        before = f" Before the options stand {' '.join(map(str.upper, self._places))}." if self._places else ""
+        raise ValueError(f"There is no option --{name}. {hint}{before}")
 
     def _read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
         """The options of a file: values that no command line can express, and command-line words for the others."""
