@@ -421,7 +421,7 @@ def test_a_training_whose_average_is_the_start_ends_and_begins_its_card_with_tha
     infcl(*words, "--average_with_start", 0)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "This model was not trained: its weights are those before the training, as was asked for (α = 0)."
-    first, second, *_ = (tmp_path / "README.md").read_text().partition(f"# {tmp_path.name}\n\n")[2].splitlines()
+    first, _, second, *_ = (tmp_path / "README.md").read_text().partition(f"# {tmp_path.name}\n\n")[2].splitlines()
     assert first == last
     assert second.startswith("It is a `CLIPModel`.")
 

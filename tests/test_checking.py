@@ -19,6 +19,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
+from hf_infcl.shards.values import lines_of
 from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker
 from hf_infcl.tools.checking.reading import read
@@ -376,6 +377,15 @@ def test_a_tokenizer_of_another_model_is_an_error(model):
         Looker(collator_of(model), vocabulary=5).caption("a handwritten seven")
 
 
+def test_what_a_picture_cuts_ends_with_an_ellipsis():
+    assert lines_of("a cat and a dog", 8, 2) == ["a cat", "and a …"]
+    assert lines_of("a cat and a dog", 8, 3) == ["a cat", "and a", "dog"]
+    assert lines_of("猫" * 20, 8, 2) == ["猫" * 8, "猫" * 6 + " …"], "no spaces"
+    assert lines_of("abcdefgh ij", 8, 1) == ["abcdef …"]
+    assert lines_of("", 8, 1) == []
+    assert lines_of("0/shards-of-the-left-side.tar 00000123", 19, 2) == ["0/shards-of-the-", "left-side.tar …"]
+
+
 def test_copies_are_those_of_comparing_all_pairs():
     rng = np.random.default_rng(0)
     base = rng.integers(0, 256, (30, 200), dtype=np.uint8)
@@ -400,7 +410,7 @@ def test_copies_are_those_of_comparing_all_pairs():
     ("words", "code", "message"),
     [
         (["--check_samples", "0"], 2, "--check_samples must be at least 1"),
-        (["--check_samples", "-1"], 2, "check_samples must be at least 0"),
+        (["--check_samples", "-1"], 2, "check_samples must be a whole number of at least 0, got -1"),
         (["--al"], 2, "There is no option --al"),
         (["--dataset", __file__], 1, "names files"),
         (["--max_text_tokens", "1"], 1, "max_text_tokens must be from"),

@@ -173,7 +173,7 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     last = printed.splitlines()[-1]
     assert last.startswith("It is doubtful that this model has learned anything: the training made 6 steps instead ")
     card = (tmp_path / "out/README.md").read_text()
-    assert card.split("# out\n\n")[1].startswith(f"{last}\nThis is a `CLIPModel` trained with"), "its first sentence"
+    assert card.split("# out\n\n")[1].startswith(f"{last}\n\nThis is a `CLIPModel` trained with"), "its first sentence"
     assert (tmp_path / "out/pictures.png").stat().st_size > 1000
     assert "](pictures.png)" in (tmp_path / "out/README.md").read_text()
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
@@ -422,7 +422,7 @@ def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
     assert "| logit_scale | 14.28, frozen |" in card
     state = json.loads((out / "trainer_state.json").read_text())
     before, *_, after = (e["eval_guard1_pairs_loss"] for e in state["log_history"] if "eval_guard1_pairs_loss" in e)
-    assert f"| {after:.4f} (before the training: {before:.4f}) |" in card, "the guard set is measured before and after"
+    assert re.search(rf"\| {after:.4f} \|[^|]*\| {before:.4f} \|", card), "the guard set is measured before and after"
     model = transformers.AutoModel.from_pretrained(out)
     assert any("lora" in name for name, _ in model.named_parameters())
 
@@ -639,20 +639,19 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
     assert card == (tmp_path / "out/README.md").read_text()
     for row in (
         "| captions | the model reads the first ",
-        "| optimizer | sgd, weight decay 0.0 |",
+        "| optimizer | sgd, weight decay 0 |",
         "| learning rate | 5e-05, constant |",
         "| learning rate of logit_scale | 0.01 |",
         "| precision | bf16 autocast |",
     ):
         assert row in card, row
-    interval, most = r"95% interval [\d.]+ to [\d.]+; ", r"at most [\d.]+; "
-    row = rf"^\| `(\w+)`, test \| 12 \| (.*?) \| [\d.]+ \((?:{interval})?(?:{most})?before the"
+    interval = r"[\d.]+ to [\d.]+"
+    row = rf"^\| `(\w+)`, test \| 12 \| (.*?) \| [\d.]+ \| (?:{interval})? \| [\d.]+ \|"
     results = re.findall(row, card, re.MULTILINE)
-    assert re.search(rf"top-1 accuracy \| [\d.]+ \({interval}", card)
+    assert re.search(rf"top-1 accuracy \| [\d.]+ \| {interval} \|", card)
     assert {("classes", "top-1 accuracy"), ("classes", "mean per class recall")} <= set(results)
     assert ("pairs", "contrastive loss of the whole set as one batch") in results
     assert "`classes`, test is a guard set" in card
-    assert "candidate_labels: even, odd" in card
 
 
 # ---- How often to log, save and evaluate ----
@@ -1098,7 +1097,9 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
             "train --model DEMO/clip-init --dataset DEMO/digits --caption_column text",
             "'label']. Name the right one with caption_column (--caption",
         ),
-        ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
+        ("train --model m --dataset d --augmentation rotate", "'none', 'crop', 'flip_crop', got 'rotate'"),
+        ("train --model m --dataset d --on_bad_sample ignore", "one of 'raise', 'skip', got 'ignore'"),
+        ("train --model m --dataset d --text_dropout 1", "text_dropout must be a number of at least 0 and less than 1"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --lora_rank 0", "--lora_rank must be at least 1, got 0"),
         ("train --model m --dataset DEMO/digits --output_dir DEMO/digits/run", "run is inside the folder of --dataset"),
         ("train --model DEMO/clip-init --dataset d --output_dir DEMO/clip-init", "is inside the folder of --model"),
@@ -1111,9 +1112,16 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
             "train --model m --dataset d --dataloader_prefetch_factor -1",
             "dataloader_prefetch_factor must be a whole number of at",
         ),
-        ("train --model m --dataset DEMO/digits --captions_per_image 0", "captions_per_image must be an integer of"),
+        (
+            "train --model m --dataset d --captions_per_image 0",
+            "captions_per_image must be a whole number of at least 1",
+        ),
         ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),
         ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
+        (
+            "score m --dataset d",
+            "There is no option --dataset. Did you mean --data_seed? Before the options",
+        ),
         ("train --model m --dataset a b --lanes 2", "Only shards that are read with --streaming can have several"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --per_device_train_batch_size 5000", "batch of 5,000 ("),
         (

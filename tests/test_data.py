@@ -529,6 +529,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS, {"caption_column": "id"}, "caption_column 'id' must hold strings or lists of strings, not Value"),
         (PAIRS, {"caption_column": "tags"}, "caption_column 'tags' must hold strings or lists of strings, not List"),
         (PAIRS, {"pair_id_column": "score"}, "pair_id_column 'score' must hold integers or strings, not Value"),
+        (PAIRS, {"pair_id_column": "tags"}, "must hold integers or strings, not lists, since a pair has one id"),
         (PAIRS, {"on_bad_sample": "ignore"}, "on_bad_sample must be .* got 'ignore'"),
         (PAIRS, {"on_bad_sample": "skip", "all_captions": True}, "would count other rows twice in place of"),
         (PAIRS, {"captions_per_image": 0}, "captions_per_image must be an integer of at least 1, got 0"),

@@ -282,6 +282,6 @@ def test_one_command_embeds_what_a_training_will_read(demo, small, tmp_path, cap
         ([file, demo / "clip-init", "--key_column", "name"], "--key_column has no effect with --dataset"),
         ([file, demo / "clip-init", "--views", 2, "--augmentation", "none"], "an --augmentation other than none"),
         ([demo / "clip-init", tmp_path / "pairs", "--views", 2, *map(str, ())], "--views are those of a training"),
-        ([file, demo / "clip-init", "--views", 0], "views must be at least 1"),
+        ([file, demo / "clip-init", "--views", 0], "views must be a whole number of at least 1, got 0"),
     ):
         assert message in mistake(capsys, "embed", *words)

@@ -108,7 +108,7 @@ METRIC_IS_USED = [
 def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(tmp_path, options):
     options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_los", **options}
     run = trainer_for(tmp_path, eval_dataset=models.Pairs(8), **options)
-    with pytest.raises(ValueError, match=r"metric_for_best_model, which must be one of loss, .*, got 'los'"):
+    with pytest.raises(ValueError, match=r"metric_for_best_model(, which)? must be one of loss, .*, got 'los'"):
         run.train()
     assert run.state.global_step == 0
     run.eval_dataset = {"pairs": models.Pairs(8)}

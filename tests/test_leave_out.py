@@ -27,6 +27,7 @@ from hf_infcl.loss.pair_averages import NO_KEY
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.publishing.curves import plot_curves
 from hf_infcl.tools.publishing.settings import training_settings
+from hf_infcl.windows import selection
 from hf_infcl.windows.extensions import PairSelection, StepObserver
 from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, RESTED, WithoutNoisyPairs, mean_of_trained
 from hf_infcl.windows.window import Window, WindowLoss
@@ -462,6 +463,18 @@ def test_uneven_pairs_weigh_both_losses_alike_on_every_process(ranks):
 def test_selections_that_cannot_be(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         InfCLTrainingArguments(str(tmp_path), use_cpu=True, **options)
+
+
+def test_a_training_too_short_for_it_is_told_before_it_begins(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(selection.logger, "warning", said.append)
+    trainer_for(tmp_path, data=models.Pairs(16), leave_out="noisy", max_steps=5).train()
+    (words,) = said
+    assert (
+        "leave_out will leave nothing out: this training sees each pair 2.5 times, and the rule begins after 3" in words
+    )
+    trainer_for(tmp_path, data=models.Pairs(16), leave_out="noisy", max_steps=6).train()
+    assert len(said) == 1
 
 
 def test_a_stream_without_keys_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """A checkpoint that lacks weights is refused, and adapters come with the model on which they were trained."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hf_infcl.conversion.models import load, load_config, load_readers
 from hf_infcl.conversion.pretrained import base_of_adapters
-from hf_infcl.encoders.adapters import has_adapters
+from hf_infcl.encoders.adapters import has_adapters, with_adapters
 
 Weights = dict[str, Tensor]
 
@@ -120,6 +121,21 @@ def test_new_weights_that_the_checkpoint_has_are_refused(tmp_path):
         load(checkpoint, new_weights=["logit_scale", "logit"])
 
 
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_a_training_that_has_not_ended_names_its_newest_checkpoint(tmp_path, name):
+    for step in (8, 12, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / name).touch()
+    (tmp_path / "_partial-checkpoint-200" / "checkpoint-200").mkdir(parents=True)
+    (tmp_path / "_partial-checkpoint-200" / "checkpoint-200" / name).touch()
+    newest = re.escape(str(tmp_path / "checkpoint-100"))
+    with pytest.raises(ValueError, match=f"its training has not ended. Write {newest}, its newest checkpoint, in its"):
+        load(str(tmp_path))
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"^(?!.*has not ended)"):
+        load(str(tmp_path))
+
+
 # ---- Adapters ----
 
 
@@ -162,6 +178,11 @@ def test_adapters_come_with_their_model_and_train_on(tmp_path):
     assert trains == before | {"base_model.model.logit_scale"}, "what was saved beside the adapters trains on"
     assert load_config(str(tmp_path / "adapter")).model_type == "clip"
     assert load_readers(str(tmp_path / "adapter"))[0].projection_dim == 12
+
+
+def test_targets_that_the_model_does_not_have_are_refused():
+    with pytest.raises(ValueError, match=r"lora_targets must be the names of modules, .*, got q_projection: "):
+        with_adapters(models.clip(), 4, ["q_projection"], seed=0)
 
 
 def test_adapters_that_are_incomplete_or_ambiguous_are_refused(tmp_path):

@@ -27,10 +27,10 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
 from hf_infcl.tools.checking.findings import findings_of_ledger
-from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept
+from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept, words_of_excluded
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger, probability_wrong
 from hf_infcl.tools.scoring.scoring import score_pairs
-from hf_infcl.tools.scoring.sheet import _lines, draw_suspicious, small_jpeg
+from hf_infcl.tools.scoring.sheet import draw_suspicious, small_jpeg
 from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
 from hf_infcl.tools.scoring.writing import ledger_lines, sample_names, write_ledger_of_training
 
@@ -200,12 +200,19 @@ def test_excluding(tmp_path):
     assert rows_kept(data, f"{path}:0.9").tolist() == [0, 2, 3, 4, 6, 7, 8, 9]
     with pytest.raises(ValueError, match=r"The ledger .* is of other data"):
         rows_kept(numbered(11), f"{path}:0.9")
-    for asked in (str(path), f"{path}:0", f"{path}:1.5", f"{path}:x", ":0.9"):
+    assert rows_kept(data, f"{path}:10%").tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9], "the lowest score"
+    assert rows_kept(data, f"{path}:29%").tolist() == rows_kept(data, f"{path}:0.9").tolist()
+    for number in ("0", "1.5", "x", "0%", "101%", "%"):
+        with pytest.raises(ValueError, match="exclude must be a ledger and the least probability"):
+            rows_kept(data, f"{path}:{number}")
+    for asked in (str(path), ":0.9"):
         with pytest.raises(ValueError, match="exclude must be a ledger and the least probability"):
             rows_kept(data, asked)
     make_ledger(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
-    with pytest.raises(ValueError, match="excludes all 10 pairs"):
-        rows_kept(data, f"{path}:0.9")
+    assert words_of_excluded("a/_ledger.parquet:5%") == ("the 5% with the lowest scores", "_ledger.parquet")
+    for asked in ("0.9", "100%"):
+        with pytest.raises(ValueError, match="excludes all 10 pairs"):
+            rows_kept(data, f"{path}:{asked}")
 
 
 def test_excluding_from_a_stream(tmp_path):
@@ -265,8 +272,6 @@ def test_the_sheet_shows_pictures_and_captions(tmp_path):
     sheet = np.asarray(draw_suspicious(small(), {2: small_jpeg(red)}))
     assert (abs(sheet[10:60, 10:120].astype(int) - [254, 0, 0]) < 9).all(), "the first pair has the lowest score"
     assert (sheet[140:, :260] < 250).any(), "its captions"
-    assert _lines("a b c", 10, 2) == ["a b c"]
-    assert _lines("0/shards-of-the-left-side.tar 00000123", 19, 2) == ["0/shards-of-the-", "left-side.tar …"]
 
 
 # ---- Commands ----

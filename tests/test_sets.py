@@ -7,17 +7,21 @@ from typing import Any
 import pytest
 import transformers
 import yaml
+from datasets import Dataset
 from helpers import processors
 from helpers.demo import infcl, mistake
 from helpers.pictures import picture
 from helpers.shards import number_of, write_parquet
 
 from hf_infcl import ImageTextDataset, InfCLTrainingArguments, ZeroShotDataset
+from hf_infcl.data.labelled import captions_of_classes
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.sets import FACTS_OF_SETS, facts_of, set_named
 from hf_infcl.tools.cli import commands
 from hf_infcl.tools.cli import datasets as opening
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
+
+FOLDER = Path(__file__).parent  # any that exists
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,9 @@ def test_a_mapping_says_the_same():
         ("eval_dataset", "a?split=", "split must be a text, got ''"),
         ("eval_dataset", "a?split=b&name=d&split=c", r"'a\?split=b&name=d&split=c' states split more than once"),
         ("eval_dataset", {"split": "b"}, "a mapping without a path"),
+        ("eval_dataset", f"{FOLDER}?split", f"'{FOLDER}.split' states 'split' behind the folder {FOLDER}. Write FACT="),
+        ("dataset", f"{FOLDER}?", "states '' behind the folder"),
+        ("dataset", f"{FOLDER}?=x", "states '=x' behind the folder"),
     ],
 )
 def test_facts_that_make_no_sense_are_refused(option, value, message):
@@ -215,6 +222,8 @@ def test_class_folders_train_with_captions_of_templates(demo, tmp_path, capsys):
     named = set_named("dataset", {"path": str(tmp_path / "folders"), "class_names": ["Kater", "Hund"]})
     rows = opening.training_set(DataOptions([named], caption_templates=["{c}"]), ColumnOptions(), args)
     assert [rows[row]["caption"] for row in (0, 5)] == [["Kater"], ["Hund"]]
+    with pytest.raises(ValueError, match=r"There is a column 'caption' already\. Leave caption_templates out, or"):
+        captions_of_classes(Dataset.from_dict({"caption": ["a"], "label": [0]}), ["a {c}"])
     with pytest.raises(ValueError, match="--caption_templates is for tables"):
         opening.training_set(
             DataOptions(["a"], streaming=True, samples_per_epoch=1, caption_templates=["{c}"]), ColumnOptions(), args
@@ -231,4 +240,11 @@ def test_a_training_takes_another_tokenizer(demo, small, tmp_path, capsys):
     words += ["--use_cpu", "--report_to", "none", "--tokenizer"]
     infcl("evaluate", *words, tmp_path / "letters")
     assert re.search(r"^pairs +loss", capsys.readouterr().out, re.MULTILINE)
-    assert str(tmp_path / "none") in mistake(capsys, "evaluate", *words, tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    for place, said in {
+        "none": "is not the id of a tokenizer on",
+        "empty": "does not hold a tokenizer",
+    }.items():
+        line = mistake(capsys, "evaluate", *words, tmp_path / place)
+        assert str(tmp_path / place) in line
+        assert said in line

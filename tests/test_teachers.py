@@ -744,7 +744,7 @@ def few_words() -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"teacher_weight": 2.0}, "teacher_weight had no effect without a teacher"),
+        ({"teacher_weight": 2.0}, "teacher_weight=2.0 would have no effect without a teacher"),
         ({"teacher": nn.Linear(1, 1)}, "is not a dual encoder"),
         ({"teacher": few_words}, "has embeddings of 32 tokens, and the student has 64"),
         ({"teacher": lambda: (few_words(), clip_processor()), "cache_features": "c"}, "cache_features reads features"),

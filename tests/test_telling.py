@@ -87,9 +87,9 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
 
     assert log(0, **named(BEFORE))[:2] == ["Before the training:", "set        metric                      value"]
     first = log(1, loss=2.0, learning_rate=1e-3, global_batch_size=4096, samples_seen=4096, epoch=0.1)
-    assert first == ["step 1 of 10: loss 2, learning_rate 0.001, global_batch_size 4,096"]
+    assert first == ["step 1 of 10: loss 2, lr 0.001, global_batch_size 4,096"]
     assert log(2, loss=2.0, learning_rate=1e-4, global_batch_size=4096, epoch=0.2) == [
-        "step 2 of 10: loss 2, learning_rate 0.0001"
+        "step 2 of 10: loss 2, lr 0.0001"
     ]
     after = log(2, **named(PAIRS))
     assert after[0] == "After step 2:"

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .explaining import explained
-from .tokenizing import clip_tokenizer
+from .tokenizing import clip_tokenizer, named_tokenizer
 
 CONFIG = "open_clip_config.json"
 HUB = "hf-hub:"  # OpenCLIP's prefix of Hub repositories
@@ -39,7 +39,7 @@ class OpenClipSource:
     def tokenizer(self, named: str | None = None) -> Any:
         """The tokenizer of this name, or the one beside the weights, or the one that the config names, or CLIP's."""
         if named:
-            return transformers.AutoTokenizer.from_pretrained(named)
+            return named_tokenizer(named)
         if self.folder and any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             return transformers.AutoTokenizer.from_pretrained(self.folder)
         name = self.config["model_cfg"]["text_cfg"].get("hf_tokenizer_name")

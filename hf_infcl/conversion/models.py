@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoTokenizer, PretrainedConfig, ProcessorMixin
+from transformers import PretrainedConfig, ProcessorMixin
 
 from .converting import load_open_clip
 from .explaining import asks_hub_once
 from .folders import is_of_open_clip, read_config
 from .incoming import transformers_config
 from .pretrained import base_of_adapters, load_pretrained, load_pretrained_config, load_processor
-from .tokenizing import check_length
+from .tokenizing import check_length, named_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _with_tokenizer(processor: ProcessorMixin, tokenizer: str | None, config: Pr
     """Gives a processor another tokenizer, if one is named, with the limit of tokens that the old one had."""
     if tokenizer is None:
         return
-    new, old = AutoTokenizer.from_pretrained(tokenizer), processor.tokenizer
+    new, old = named_tokenizer(tokenizer), processor.tokenizer
     rows = getattr(config.text_config, "vocab_size", None)
     if rows is not None:
         check_length(new, rows, exact=False)

@@ -10,6 +10,8 @@ import transformers
 from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerBase
 
+from .explaining import asks_hub_once, explained
+
 OPENAI = "openai/clip-vit-base-patch32"
 # The tokenizer of OpenAI's CLIP maps this text to these ids.
 PROBE, PROBE_IDS = "A photo of a cat", [49406, 320, 1125, 539, 320, 2368, 49407]
@@ -23,6 +25,13 @@ SPARE = 128  # tables of tokens are padded to multiples of up to this
 def is_of_clip(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether it is the tokenizer of OpenAI's CLIP, which OpenCLIP has built in."""
     return tokenizer(PROBE)["input_ids"] == PROBE_IDS
+
+
+@asks_hub_once
+def named_tokenizer(name: str) -> Any:
+    """The tokenizer in a folder, or of a Hub id; a ValueError says why it cannot be loaded."""
+    with explained(name, kind="tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(name)
 
 
 def clip_tokenizer() -> Any:

@@ -141,7 +141,7 @@ def captions_of_classes(
     import datasets as library
 
     if "caption" in dataset.column_names:
-        raise ValueError("There is a column 'caption' already, so captions are not made from the names of classes.")
+        raise ValueError("There is a column 'caption' already. Leave caption_templates out, or rename that column.")
     plain = [template.replace("{c}", "{}") for template in templates]
     if isinstance(templates, str) or not plain or any(template.count("{}") != 1 for template in plain):
         raise ValueError(f"Captions of classes need templates with one {{c}} each for the class, got {templates!r}.")

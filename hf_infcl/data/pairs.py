@@ -223,7 +223,8 @@ class ImageTextDataset(PairSource, ImageDataset):
         if pair_id_column and pair_id_column != caption_column:
             ids = dataset.features[pair_id_column]
             if not (is_integer(ids) or is_string(ids)):
-                raise ValueError(f"The pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}.")
+                held = "lists, since a pair has one id" if hasattr(ids, "feature") else ids
+                raise ValueError(f"The pair_id_column {pair_id_column!r} must hold integers or strings, not {held}.")
         self._texts = self._rows.remove_columns(image_column)
         self.caption_column = caption_column
         self.captions_per_image = captions_per_image

@@ -47,7 +47,12 @@ def with_adapters(
     )
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
-        return peft.get_peft_model(model, config)
+        try:
+            return peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise ValueError(
+                f"lora_targets must be the names of modules, or the ends of these, got {' '.join(targets)}: {error}"
+            ) from error
 
 
 def merge_adapters(folder: Path, start: PreTrainedModel, image_size: int | None = None) -> None:

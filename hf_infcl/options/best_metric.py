@@ -47,6 +47,5 @@ def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
     """
     for _, name in parse_terms(wanted):
         if name not in names:
-            raise ValueError(
-                f"{use} looks up metric_for_best_model, which must be one of {', '.join(names)}, got {name!r}."
-            )
+            looked_up = use if use == "metric_for_best_model" else f"{use} looks up metric_for_best_model, which"
+            raise ValueError(f"{looked_up} must be one of {', '.join(names)}, got {name!r}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 from collections.abc import Mapping
@@ -40,7 +41,8 @@ def set_named(option: str, value: str | Mapping[str, Any]) -> SetName:
     ``0000?.tar``, and in a URL, unless all that follows are known facts: ``https://a/b.tar?token=c`` has none.
 
     Raises:
-        ValueError: a fact is unknown or stated twice, or its value is no such thing; a mapping has no path.
+        ValueError: no fact follows the name of a folder; a fact is unknown or stated twice, or its value is no such
+            thing; a mapping has no path.
     """
     known = FACTS_OF_SETS[option]
     if isinstance(value, Mapping):
@@ -61,7 +63,11 @@ def set_named(option: str, value: str | Mapping[str, Any]) -> SetName:
 
 def _parted(value: str, known: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     path, _, words = value.rpartition("?")
-    if not path or not re.match(r"\w+=", words) or os.path.exists(value):
+    if not path or os.path.exists(value):
+        return value, {}
+    if not re.match(r"\w+=", words):
+        if os.path.isdir(path) and not glob.glob(value):
+            raise ValueError(f"{value!r} states {words!r} behind the folder {path}. Write FACT=VALUE: '?split=test'.")
         return value, {}
     stated = [(name, fact) for name, _, fact in (word.partition("=") for word in words.split("&"))]
     facts = dict(stated)

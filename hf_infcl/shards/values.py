@@ -1,6 +1,8 @@
-"""Values that cannot be used, and what messages say of them."""
+"""Values that cannot be used, what messages say of them, and texts that are cut."""
 
 from __future__ import annotations
+
+import textwrap
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
 ERRORS = "__errors__"
@@ -19,6 +21,17 @@ def shortened(value: object) -> str:
     """How a message shows a value."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def lines_of(text: str, letters: int, most: int) -> list[str]:
+    """At most so many lines of a text, each of at most so many letters; "…" stands for the rest of a longer one."""
+    lines = textwrap.wrap(text, letters)
+    if len(lines) <= most:
+        return lines
+    last = lines[most - 1]
+    if len(last) > letters - 2:  # at a space, which some languages do not write
+        last = last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
+    return [*lines[: most - 1], f"{last} …"]
 
 
 def describe_cause(error: Exception) -> str:

@@ -130,14 +130,18 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
 
 def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -> None:
     """Raises a ValueError if the embeddings cannot be cut as the options say; the model's config then names these."""
-    asked = [*(args.matryoshka_dims or ()), *([] if args.dims is None else [args.dims])]
-    if not asked:
+    if args.matryoshka_dims is None and args.dims is None:
         return
     width = dual_encoder.width()
-    if max(asked) > width or (args.matryoshka_dims and max(args.matryoshka_dims) == width):
+    if args.dims is not None and args.dims > width:
         raise ValueError(
-            f"matryoshka_dims={args.matryoshka_dims} and dims={args.dims} do not fit embeddings of {width} dimensions. "
-            f"Choose prefixes of less than {width}, which is trained in any case, and at most {width} to evaluate."
+            f"dims={args.dims} is more than the {width} dimensions of the embeddings. Choose at most {width}, or leave "
+            "it out for all of them."
+        )
+    if args.matryoshka_dims and max(args.matryoshka_dims) >= width:
+        raise ValueError(
+            f"matryoshka_dims={args.matryoshka_dims} must be less than the {width} dimensions of the embeddings, which "
+            "are trained in any case. Leave the others out."
         )
     if args.matryoshka_dims and hasattr(dual_encoder.base, "config"):
         dual_encoder.base.config.matryoshka_dims = list(args.matryoshka_dims)

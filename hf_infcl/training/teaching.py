@@ -40,7 +40,11 @@ def make_teachers(setup: Setup, teacher: object, *, remakes_model: bool) -> tupl
         options = ("teacher_weight", "teacher_side")
         unused = [name for name in options if getattr(args, name) != getattr(TeacherOptions, name)]
         if unused and not (args.teacher or args.teacher_embeddings):
-            raise ValueError(f"{' and '.join(unused)} had no effect without a teacher. Name one, or leave them out.")
+            values = " and ".join(f"{name}={getattr(args, name)!r}" for name in unused)
+            raise ValueError(
+                f"{values} would have no effect without a teacher. Name one (teacher, teacher_embeddings), or leave "
+                f"{' and '.join(unused)} out."
+            )
         if args.contrastive_weight == 0 and not args.keep_features and not of_kind(setup.extensions, LossTerm):
             raise ValueError(
                 "contrastive_weight=0 leaves nothing to learn without a teacher. Name one, or leave it out."

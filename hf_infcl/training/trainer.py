@@ -332,6 +332,8 @@ class InfCLTrainer(Trainer):
             logs |= self.progress.logs(self.state.global_step, self.args.device)
             logs |= self.training_data.logs()
         super().log(logs, start_time)
+        if "loss" in logs:
+            self.progress.warn_of_flat_loss(self.state, self.args, self.setup.objective)
 
     # ---- Evaluations ----
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from ..loss.pair_averages import NO_KEY, PairAverages
 from ..loss.pair_scores import pair_scores
@@ -30,6 +31,17 @@ _BETWEEN = 0.5  # visits from one look at it to the next
 TURNS = 4  # epochs after which a row of a table has rested once, or was looked at again
 RESTED = 0.5, 0.3  # as FAST and SLOW, for a visit after an epoch without training
 _ITERATIONS = 12
+
+logger = logging.get_logger(__name__)
+
+
+def tell_if_too_short(visits: float) -> None:
+    """Warns before a training that will see each pair too rarely for ``leave_out`` to leave any out."""
+    if 0 < visits < LEAST_VISITS:
+        logger.warning(
+            f"leave_out will leave nothing out: this training sees each pair {visits:.1f} times, and the rule begins "
+            f"after {LEAST_VISITS}. Train longer, or leave it out."
+        )
 
 
 class WithoutNoisyPairs(PairSelection):

@@ -30,7 +30,7 @@ from .memory import WindowMemory
 from .nonfinite import finite_rows
 from .number_checks import NumberChecks, RowsOfDataset
 from .observers import LossParts, PositiveCosines, TowerNorms
-from .selection import WithoutNoisyPairs
+from .selection import WithoutNoisyPairs, tell_if_too_short
 from .setup import Setup
 from .skipping import SkippedWindows
 from .temperature import Temperature
@@ -370,6 +370,8 @@ def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]
     if start is not None and args.keep_features:
         yield KeptFeatures(start, args.keep_features)
     if args.leave_out is not None:
+        if course is not None and setup.rows is not None:
+            tell_if_too_short(course.samples * (1 - (args.replay_share or 0)) / setup.rows)
         yield WithoutNoisyPairs(args.leave_out, setup.rows)
     yield TowerNorms(encoder)
     if args.gradient_noise_steps is not None:

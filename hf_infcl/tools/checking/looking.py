@@ -127,7 +127,7 @@ class Looker:
         nbytes, (read, cut) = len(text.encode()), self._divided(ids)
         few = nbytes <= _FEW_BYTES * len(plain) and _is_of_other_letters(text)
         return Caption(
-            text=text[:200],
+            text=text if len(text) <= 200 else f"{text[:199]}…",
             id=caption_pair_id(text),
             seen=as_pair_id(" ".join(map(str, read))),
             tokens=len(ids),

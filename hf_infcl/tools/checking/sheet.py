@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from ...shards.values import lines_of
 from .findings import Finding
 from .looking import SIDE
 from .set_facts import SetFacts
@@ -52,11 +52,10 @@ def _draw_row(
     pen = ImageDraw.Draw(sheet)
     large: Any = ImageFont.load_default(size=14)
     small: Any = ImageFont.load_default(size=10)
-    pen.text((_GAP, top), textwrap.shorten(title, 110, placeholder=" …"), "black", large)
+    pen.text((_GAP, top), "".join(lines_of(title, 110, 1)), "black", large)
     for number, (thumbnail, caption) in enumerate(shown):
         row, column = divmod(number, COLUMNS)
         left, above = _GAP + column * cell[0], top + _TITLE + row * cell[1]
         sheet.paste(Image.open(io.BytesIO(thumbnail)), (left, above))
-        short = textwrap.shorten(caption, lines * _LETTERS, placeholder=" …")
-        text = "\n".join(textwrap.wrap(short, _LETTERS)[:lines])
+        text = "\n".join(lines_of(caption, _LETTERS, lines))
         pen.multiline_text((left, above + SIDE + 1), text, "#444444", small, spacing=2)

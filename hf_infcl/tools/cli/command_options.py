@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
+from numbers import Integral
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...options.declaring import FROM_1, POSITIVE, HelpPlace, command_option
-from ...options.facts import check_values
+from ...options.declaring import FROM_0, FROM_1, POSITIVE, SHARE, HelpPlace, Range, command_option
 from ..planning.costs import GPUS
 from ..scoring import WINDOW
 
@@ -25,22 +25,28 @@ class DataOptions:
     dataset_name: str | None = command_option("Configuration of the training data, if it has several.", of_one_set=True)
     split: str = command_option("Split of the training data.", default="train", of_one_set=True)
     on_bad_sample: str = command_option(
-        "For a broken image or an empty caption: 'raise' or 'skip'.", default="raise", short_help=HelpPlace("Data", 100)
+        "For a broken image or an empty caption: 'raise' or 'skip'.",
+        default="raise",
+        choices=("raise", "skip"),
+        short_help=HelpPlace("Data", 100),
     )
     augmentation: str = command_option(
         "Random changes of the images: 'none', 'crop' or 'flip_crop'. 'crop' takes 0.9 to 1 of the image, as CLIP is "
         "trained from scratch; 'flip_crop' also flips half of the images left to right.",
         default="none",
+        choices=("none", "crop", "flip_crop"),
         short_help=HelpPlace("Data", 90),
     )
     min_side: int | None = command_option(
         "Decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This is faster "
-        "and changes the pixels slightly. By default, images are decoded at full size."
+        "and changes the pixels slightly. By default, images are decoded at full size.",
+        within=FROM_1,
     )
     text_dropout: float = command_option(
         "Probability with which each word of a training caption is left out, drawn anew in each epoch; one "
         "word stays. Evaluations see whole captions.",
         default=0.0,
+        within=SHARE,
     )
     streaming: bool = command_option(
         "Read tar or parquet shards during the training, as a stream of unknown length.",
@@ -54,6 +60,7 @@ class DataOptions:
     )
     samples_per_epoch: int | None = command_option(
         "With --streaming: the number of pairs per epoch. Without it, pass --max_steps.",
+        within=FROM_1,
         short_help=HelpPlace("Data", 30),
     )
     caption_templates: list[str] | None = command_option(
@@ -65,6 +72,7 @@ class DataOptions:
     captions_per_image: int = command_option(
         "Captions drawn per epoch from an image's list. All of them are its positives.",
         default=1,
+        within=FROM_1,
         short_help=HelpPlace("Data", 80),
     )
     negative_caption_column: str | None = command_option(
@@ -72,7 +80,9 @@ class DataOptions:
         "of all images."
     )
     shuffle_buffer: int = command_option(
-        "With --streaming: the number of samples among which each lane (see --lanes) is shuffled.", default=2048
+        "With --streaming: the number of samples among which each lane (see --lanes) is shuffled.",
+        default=2048,
+        within=FROM_1,
     )
     lanes: int | None = command_option(
         "With --streaming: the number of lanes among which the shards are dealt; a worker reads each alone. A run can "
@@ -97,22 +107,19 @@ class DataOptions:
     )
     exclude: list[str] | None = command_option(
         "Train without the pairs that a ledger calls wrong. Give the file that `infcl score` has written and the least "
-        "probability of what is left out, such as _ledger.parquet:0.9. Of several ledgers, each is of the set that "
-        "those before it leave."
+        "probability of what is left out, such as _ledger.parquet:0.9, or the share with the lowest scores, such as "
+        "_ledger.parquet:5%%. Of several ledgers, each is of the set that those before it leave."
     )
     check_samples: int | None = command_option(
         "Pairs to read before the training, to tell what is wrong with them; 0 for none. Defaults to 256, and to "
-        "10,000 of each set in `infcl check`."
+        "10,000 of each set in `infcl check`.",
+        within=FROM_0,
     )
     overwrite_output_dir: bool = command_option(
         "Delete the checkpoints and results of an earlier run first.",
         default=False,
         short_help=HelpPlace("Logging and saving", 20),
     )
-
-    def __post_init__(self) -> None:
-        if self.check_samples is not None and self.check_samples < 0:
-            raise ValueError(f"check_samples must be at least 0, got {self.check_samples}.")
 
 
 @dataclass
@@ -169,7 +176,6 @@ class PlanOptions:
     measure: bool = command_option("Also time a micro-batch on this machine's GPU.", default=False)
 
     def __post_init__(self) -> None:
-        check_values(self)
         if self.gpu not in GPUS:
             raise ValueError(
                 f"--gpu must be {' or '.join(GPUS)}, whose rates were measured, got {self.gpu!r}. For another GPU give "
@@ -195,12 +201,9 @@ class EmbedOptions:
     )
     views: int | None = command_option(
         "With --dataset: embed so many augmented views of each image, those of the first epochs of a "
-        "training with this --augmentation and --seed, which then come again. By default, the images as they are."
+        "training with this --augmentation and --seed, which then come again. By default, the images as they are.",
+        within=FROM_1,
     )
-
-    def __post_init__(self) -> None:
-        if self.views is not None and self.views < 1:
-            raise ValueError(f"views must be at least 1, got {self.views}.")
 
 
 @dataclass
@@ -215,12 +218,10 @@ class ScoreOptions:
         "What to do with a broken image or an empty caption: end, or leave it out.", default="raise"
     )
     captions_per_image: int = command_option(
-        "Number of captions drawn from an image's list, whose mean cosine counts.", default=1
+        "Number of captions drawn from an image's list, whose mean cosine counts.", default=1, within=FROM_1
     )
     window: int = command_option(
-        "Number of pairs that are compared with each other. All are drawn at random.", default=WINDOW
+        "Number of pairs that are compared with each other. All are drawn at random.",
+        default=WINDOW,
+        within=Range(Integral, "at least 2, because a pair is compared with others", lambda value: value >= 2),
     )
-
-    def __post_init__(self) -> None:
-        if self.window < 2:
-            raise ValueError(f"window must be at least 2, because a pair is compared with others, got {self.window}.")

@@ -76,10 +76,10 @@ def training_set(
         if columns.pair_id_column == columns.caption_column and "pair_id_column" not in named:
             options["pair_id_column"] = options["caption_column"]
         dataset = ImageTextDataset(rows, **options)
-        for asked in data.exclude or ():
-            rows = rows.select(rows_kept(dataset, asked))
-            dataset = ImageTextDataset(rows, **options)
-        return _with_name(dataset, name)
+    for asked in data.exclude or ():  # not named as the set is: the mistake is in the ledger
+        rows = rows.select(rows_kept(dataset, asked))
+        dataset = ImageTextDataset(rows, **options)
+    return _with_name(dataset, name)
 
 
 def replay_set(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
@@ -23,6 +22,7 @@ from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
 from ..publishing.facts import Evaluation, Source, TrainingFacts, source_name, training_facts
 from ..publishing.markdown import code, escaped, joined
+from ..scoring.excluding import words_of_excluded
 from .command_options import ColumnOptions, DataOptions
 from .datasets import mixture_weights
 
@@ -43,6 +43,7 @@ def describe_run(
     pairs = trained.datasets[0] if isinstance(trained, Replayed) else trained
     eval_datasets: Any = trainer.eval_dataset or {}
     collator: Any = trainer.data_collator
+    excluded = [f"{which} by {code(file)}" for which, file in map(words_of_excluded, data.exclude or ())]
     trains, base = trained_part(trainer.dual_encoder.model, model.model)
     return functools.partial(
         training_facts,
@@ -62,17 +63,11 @@ def describe_run(
             **trains,
             **_frozen_temperature(trainer.dual_encoder),
             "augmentation": data.augmentation,
-            **({"pairs excluded before": _excluded(data.exclude)} if data.exclude else {}),
+            **({"pairs excluded before": joined(excluded)} if excluded else {}),
             **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),
             "image preprocessing": collator.image_backend,
         },
     )
-
-
-def _excluded(asked: Sequence[str]) -> str:
-    """Describes ``exclude`` by the names of the files alone, because a card is public."""
-    parts = [one.rpartition(":") for one in asked]
-    return joined([f"wrong with at least {least} by {code(Path(file).name)}" for file, _, least in parts])
 
 
 def trained_part(model: nn.Module, start: str) -> tuple[dict[str, str], str | None]:

@@ -110,6 +110,7 @@ def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
 def warn_once() -> None:
     """Lets only the first launched process print warnings that all of them would print."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # which `fit_workers` tells once
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # which peft reads
     if os.environ.get("RANK", "0") == "0":
         return
 

@@ -25,7 +25,7 @@ from transformers.hf_argparser import string_to_bool
 from ...options.batch_options import DIVISION
 from ...options.declared import of_transformers, training_options
 from ...options.declaring import HEADINGS
-from ...options.facts import facts_by_name
+from ...options.facts import check_values, facts_by_name
 from ...options.files import options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
 from .messages import about_words, missing_package, tell
@@ -44,7 +44,6 @@ ELSEWHERE = {
     "wd": "weight_decay",
     "workers": "dataloader_num_workers",
 }
-
 
 MOST_CHOICES = 11  # of an option that the short help lists
 
@@ -332,6 +331,8 @@ class Parser(HfArgumentParser):
             options(**{f.name: values[f.name] for f in fields(declared) if f.init})
             for options, declared in zip((*self._declared[:-1], InfCLTrainingArguments), self._declared, strict=True)
         ]
+        for options in built[:-1]:
+            check_values(options)
         built[-1].torch_compile = built[-1].torch_compile or namespace.torch_compile  # for predictions of time
         if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
@@ -395,7 +396,8 @@ class Parser(HfArgumentParser):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
         similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
-        raise ValueError(f"There is no option --{name}. {hint}")
+        before = f" Before the options stand {' '.join(map(str.upper, self._places))}." if self._places else ""
+        raise ValueError(f"There is no option --{name}. {hint}{before}")
 
     def _read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
         """The options of a file: values that no command line can express, and command-line words for the others."""

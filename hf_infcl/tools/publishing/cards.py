@@ -15,12 +15,10 @@ from ...evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
 from ...loss.objectives import OBJECTIVES
 from .changes import changes, explained
 from .facts import SPEED, Evaluation, Source, TrainingFacts
-from .markdown import code, escaped, joined, literal, one_line, table
+from .markdown import code, escaped, joined, literal, table
 from .outcome import outcome
 
-# The picture of the example that a model's page on the Hub offers to run.
-_PICTURE = "https://huggingface.co/datasets/mishig/sample_images/resolve/main/cat-dog-music.png"
-_SHOWN = 10  # classes of the example, and prompts that the results name
+_SHOWN = 10  # prompts that the results name
 
 
 def model_card(
@@ -51,14 +49,13 @@ def model_card(
         base_model_relation=("adapter" if facts.adapter else "finetune") if facts.start_on_hub else None,
         datasets=datasets or None,
         eval_results=_model_index(evaluations) or None,
-        widget=_widget(facts.evaluations),
     )
     return ModelCard.from_template(
         data,
         template_str=resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8"),
         name=escaped(facts.name),
         model_class=code(facts.model_class),
-        adapter=facts.adapter,
+        base=code(facts.start) if facts.adapter else None,
         outcome=outcome(facts),
         trained=not (facts.average is not None and not_trained(facts.average)),
         sources=joined([code(source.dataset) for source in facts.sources]),
@@ -70,17 +67,6 @@ def model_card(
         curves=curves,
         pictures=pictures,
     )
-
-
-def _widget(evaluations: Sequence[Evaluation]) -> list[dict[str, str]] | None:
-    """The example of the page, with classes of the run; None leaves the Hub's own example."""
-    for evaluation in evaluations:
-        if evaluation.templates:
-            title = f"Classes of {one_line(evaluation.dataset)}"
-            # The Hub's page takes a comma for the end of a class.
-            labels = ", ".join(one_line(name.replace(",", " ")) for name in evaluation.class_names[:_SHOWN])
-            return [{"src": _PICTURE, "candidate_labels": labels, "example_title": title}]
-    return None
 
 
 def write_eval_results(facts: TrainingFacts, folder: str | Path) -> list[Path]:
@@ -255,7 +241,7 @@ def _changes(facts: TrainingFacts) -> str:
             )
             for change in set_changes
         ]
-        parts += [table(("set", "", "before the training", "this model", "change"), rows), explained(set_changes)]
+        parts += [table(("set", "role", "before the training", "this model", "change"), rows), explained(set_changes)]
     if (average := facts.average) is not None:
         parts.append(" ".join(how_averaged(average)))
     if average is not None and average.measured:
@@ -304,13 +290,11 @@ def _results(facts: TrainingFacts) -> str:
         for metric, value in _defined(evaluation):
             ceiling = evaluation.metrics.get(metric + CEILING)
             bounds = [evaluation.metrics[metric + end] for end in (LOW, HIGH) if metric + end in evaluation.metrics]
-            beside = ["95% interval " + " to ".join(f"{bound:.4f}" for bound in bounds)] if bounds else []
-            beside += [f"at most {ceiling:.4f}"] if ceiling is not None and ceiling < 1 else []
-            if metric in evaluation.before:
-                beside.append(f"before the training: {evaluation.before[metric]:.4f}")
-            shown = f"{value:.4f} ({'; '.join(beside)})" if beside else f"{value:.4f}"
+            interval = " to ".join(f"{bound:.4f}" for bound in bounds)
+            most = f"{ceiling:.4f}" if ceiling is not None and ceiling < 1 else ""
+            before = f"{evaluation.before[metric]:.4f}" if metric in evaluation.before else ""
             name = _metric_name(metric) if metric in METRICS else escaped(_metric_name(metric))
-            rows.append((where, f"{evaluation.size:,}", name, shown))
+            rows.append((where, f"{evaluation.size:,}", name, f"{value:.4f}", interval, before, most))
         if evaluation.revision is not None:
             notes.append(f"{where} was read at {code(evaluation.revision)}.")
         if evaluation.guard:
@@ -322,12 +306,15 @@ def _results(facts: TrainingFacts) -> str:
     if repeating:
         notes.append(
             f"Some captions of {'; '.join(repeating)} belong to several images, but only an image's own captions count "
-            "as correct. Where the table says “at most”, no model can reach a higher recall."
+            "as correct. Under “at most” stands the highest recall that any model can reach."
         )
     if computed := facts.settings.get("precision"):
         notes.append(f"Measured in {escaped(computed)}; another precision rounds otherwise, and changes a few answers.")
     notes += _when(facts)
-    return "\n\n".join([table(("set", "images", "metric", "value"), rows), *notes])
+    head = ("set", "images", "metric", "value", "95% interval", "before the training", "at most")
+    used = [n for n in range(len(head)) if any(row[n] for row in rows)]
+    shown = table([head[n] for n in used], [[row[n] for n in used] for row in rows])
+    return "\n\n".join([shown, *notes])
 
 
 def _prompts(evaluation: Evaluation) -> str:

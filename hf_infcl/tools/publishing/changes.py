@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ...evaluation import Difference
 from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
 from .facts import Evaluation, TrainingFacts
+from .markdown import joined
 
 _SCORE_OF = {  # by the kind of set
     "pairs": "the recall@1 of pairs (the mean of both directions)",
@@ -49,7 +50,7 @@ def explained(set_changes: Sequence[Change]) -> str:
     """What the scores of these sets are, and their intervals, in sentences."""
     measured = [change.evaluation.metrics for change in set_changes]
     kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
-    sentence = f"The score is {', '.join(words for kind, words in _SCORE_OF.items() if kind in kinds)}."
+    sentence = f"The score is {joined([words for kind, words in _SCORE_OF.items() if kind in kinds])}."
     return f"{sentence} {_INTERVAL}" if any(change.score.low is not None for change in set_changes) else sentence
 
 

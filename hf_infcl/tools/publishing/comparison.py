@@ -22,6 +22,7 @@ from ...evaluation import (
     differences_by_class,
 )
 from ...evaluation.metrics import METRICS
+from ...shards.values import lines_of
 from ..checking.looking import thumbnail
 from ..checking.sheet import draw_rows
 
@@ -89,7 +90,7 @@ def _lines(key: str, compared: Comparison) -> Iterator[str]:
     if compared.classes:
         yield f"  {len(clear)} of {len(compared.classes)} classes differ by more than noise" + (":" if clear else ".")
     for label, one in clear[:_CLASSES]:
-        yield f"    {_class_name(compared.dataset, label)[:26]:<{width - 2}}{_numbers(one)}"
+        yield f"    {''.join(lines_of(_class_name(compared.dataset, label), 26, 1)):<{width - 2}}{_numbers(one)}"
     if not isinstance(compared.ranks[0], LabelScores):
         only = [f"{len(compared.wins(model)):,}" for model in (0, 1)]
         yield f"  images that only the first gets right: {only[0]}, that only the second gets right: {only[1]}"

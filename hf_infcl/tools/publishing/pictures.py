@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import EvalPrediction, TrainerCallback, TrainerControl, Traine
 from transformers.utils import logging
 
 from ...data import ImageTextDataset, ZeroShotDataset
+from ...shards.values import lines_of
 from .trained import Trained
 
 PICTURES_FILE = "pictures.png"
@@ -165,7 +165,7 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _cut(text: str) -> str:
-    return textwrap.shorten(text, 80, placeholder=" …")
+    return "".join(lines_of(text, 80, 1))
 
 
 def _mark(pen: ImageDraw.ImageDraw, place: tuple[int, int], colour: str) -> None:

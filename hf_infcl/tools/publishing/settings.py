@@ -82,7 +82,7 @@ def _optimizer(trainer: Trained) -> Iterator[str]:
     if momentum := _first(groups, "momentum"):
         yield f"momentum {momentum}"
     if decays := [group["weight_decay"] for group in groups if "weight_decay" in group]:
-        yield f"weight decay {max(decays)}"
+        yield f"weight decay {max(decays):g}"
 
 
 def _first(groups: Sequence[Mapping[str, Any]], name: str) -> Any:

@@ -21,8 +21,12 @@ from ...evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, score_if_m
 from .trained import Trained
 
 HEAD = ("set", "metric", "value", "95% interval", "before", "change")
-# In a line of the log they would only repeat others, which all are in trainer_state.json.
-UNTOLD = {"samples_seen", "train_seconds", "total_flos", "epoch"}
+# In a line of the log they would only repeat others, or tell what few look at; all are in trainer_state.json.
+UNTOLD = {
+    *("samples_seen", "train_seconds", "total_flos", "epoch"),
+    *("grad_norm_image", "grad_norm_text", "loader_samples_per_second"),
+}
+SHORT = {"learning_rate": "lr", "positive_cosine": "cosine", "samples_per_second": "samples/s"}  # names in such a line
 
 
 def quieten(trainer: Trained) -> None:
@@ -76,7 +80,7 @@ class ProgressPrinter(TrainerCallback):
     def _line(self, state: TrainerState, logs: Mapping[str, Any]) -> str:
         same = {name for name, value in logs.items() if self._last.get(name) == value and name != "loss"}
         self._last |= logs
-        words = [f"{name} {short(value)}" for name, value in logs.items() if name not in same | UNTOLD]
+        words = [f"{SHORT.get(name, name)} {short(value)}" for name, value in logs.items() if name not in same | UNTOLD]
         return f"step {state.global_step:,} of {state.max_steps:,}: {', '.join(words)}"
 
     def _tell_evaluation(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:

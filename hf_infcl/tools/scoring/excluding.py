@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -15,10 +16,11 @@ from .ledger import RECORD, check_data, read_as_ledger
 def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     """The rows of a table whose pairs are not wrong with at least some probability, [n] int64.
 
-    The file of the ledger and the probability are asked for as in ``"_ledger.parquet:0.9"``.
+    The file of the ledger and the probability are asked for as in ``"_ledger.parquet:0.9"``. ``"_ledger.parquet:5%"``
+    asks for that share of the pairs, those with the lowest scores, rounded down.
 
     Raises:
-        ValueError: the file is no ledger, is of another table, or excludes all pairs; the probability is missing.
+        ValueError: the file is no ledger, is of another table, or excludes all pairs; the number is missing.
     """
     wrong, _ = _wrong(dataset.content_fingerprint(), asked)
     kept = np.setdiff1d(np.arange(len(dataset)), wrong)
@@ -39,24 +41,28 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
 def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
     """The keys [n] int64 of the pairs of a ledger that are to be left out, and the number of all its pairs.
 
-    Nothing else is held in memory.
+    With a probability, nothing else is held in memory.
     """
     import pyarrow.parquet as pq
 
     path, _, number = asked.rpartition(":")
+    is_share = number.endswith("%")
     try:
-        least = float(number)
+        least = float(number[:-1]) / 100 if is_share else float(number)
     except ValueError:
         least = -1.0
     if not path or not 0 < least <= 1:
         raise ValueError(
             "exclude must be a ledger and the least probability of the pairs to leave out, more than 0 and at most 1, "
-            f"such as _ledger.parquet:0.9, got {asked!r}."
+            f"or the share with the lowest scores, such as _ledger.parquet:0.9 or _ledger.parquet:5%, got {asked!r}."
         )
     with read_as_ledger(path), pq.ParquetFile(path) as file:
         recorded = json.loads((file.schema_arrow.metadata or {})[RECORD])["content"]
         keys = [np.empty(0, np.int64)]
-        for batch in file.iter_batches(columns=["key", "p_wrong"]):
+        if is_share:
+            key, score = (column.to_numpy() for column in file.read(columns=["key", "score"]).columns)
+            keys.append(key[np.argsort(score, kind="stable")[: int(least * len(key))]].astype(np.int64))
+        for batch in () if is_share else file.iter_batches(columns=["key", "p_wrong"]):
             key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
             keys.append(key[p_wrong >= least].astype(np.int64))
         count = int(file.metadata.num_rows)
@@ -64,8 +70,15 @@ def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
     return np.concatenate(keys), count
 
 
+def words_of_excluded(asked: str) -> tuple[str, str]:
+    """Which pairs were asked for, and the name of the ledger's file."""
+    path, _, number = asked.rpartition(":")
+    which = f"the {number} with the lowest scores" if number.endswith("%") else f"wrong with at least {number}"
+    return which, Path(path).name
+
+
 def _tell(kept: int, count: int, asked: str) -> None:
     if kept == 0:
-        raise ValueError(f"{asked} excludes all {count:,} pairs. Choose a higher probability.")
+        raise ValueError(f"{asked} excludes all {count:,} pairs. Choose a higher probability, or a smaller share.")
     if Processes().rank == 0:
         print(f"Excluded by {asked}: {count - kept:,} of {count:,} pairs.", file=sys.stderr)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from ...shards.values import lines_of
 from .ledger import Ledger
 
 SHOWN = 64  # pairs
@@ -42,20 +42,14 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
         if key in pictures:
             sheet.paste(Image.open(io.BytesIO(pictures[key])), (left, top))
         name = f"sample {ledger.sample[place]}" if ledger.sample else f"row {key}"
-        facts = [f"score {ledger.score[place]:.2f}", f"wrong {ledger.p_wrong[place]:.0%}", *_lines(name, _BESIDE, 5)]
+        facts = [f"score {ledger.score[place]:.2f}", f"wrong {ledger.p_wrong[place]:.0%}", *lines_of(name, _BESIDE, 5)]
         pen.text((left + _SIDE + 8, top), "\n".join(facts), "#555555", font)
         lines = [("#00693e", ledger.caption[place])]
         if ledger.text_key[place] != key and (instead := ledger.find_caption(int(ledger.text_key[place]))):
             lines.append(("#b03000", f"prefers: {instead}"))
         below = top + _SIDE + 6
         for colour, text in lines:
-            wrapped = _lines(text, _LETTERS, 2) or [""]
+            wrapped = lines_of(text, _LETTERS, 2) or [""]
             pen.text((left, below), "\n".join(wrapped), colour, font)
             below += 16 * len(wrapped) + 4
     return sheet
-
-
-def _lines(text: str, letters: int, most: int) -> list[str]:
-    """At most this many lines of a text; "…" stands for the rest."""
-    lines = textwrap.wrap(text, letters)
-    return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: letters - 2]} …"]
