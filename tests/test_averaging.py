@@ -22,6 +22,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from torch import Tensor, nn
 
+from hf_infcl.checkpoints import average_search
 from hf_infcl.checkpoints.average_search import ALPHAS, Measured, chosen, halves, measured_at
 from hf_infcl.checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics, scales_by_depth
 from hf_infcl.checkpoints.between import BetweenCheckpoints
@@ -258,7 +259,7 @@ def tuned(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with start/, a small CLIP trained on the digits old/, 0 to 4, and end/, fine-tuned on new/, 5 to 9."""
     folder = tmp_path_factory.mktemp("average")
     for name, labels in (("old", range(5)), ("new", range(5, 10))):
-        for split, count in (("train", 300), ("test", 60)):
+        for split, count in (("train", 100), ("test", 60)):
             (folder / name / split).mkdir(parents=True)
             lines = (demo / f"digits/{split}/metadata.jsonl").read_text().splitlines()
             lines = [line for line in lines if json.loads(line)["label"] in labels][:count]
@@ -273,7 +274,7 @@ def tuned(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = demo / "clip-init"
     for result, data in (("start", "old"), ("end", "new")):
         words = ["train", "--model", start, "--dataset", folder / data, "--output_dir", folder / result]
-        words += ["--pair_id_column", "label", "--per_device_train_batch_size", 100, "--check_samples", 0]
+        words += ["--pair_id_column", "label", "--per_device_train_batch_size", 50, "--check_samples", 0]
         words += ["--max_steps", 40 if data == "old" else 15]
         infcl(*words, "--learning_rate", 2e-3, "--use_cpu", "--report_to", "none", "--save_strategy", "no")
         start = folder / result
@@ -342,13 +343,14 @@ def test_an_average_measures_what_evaluate_measures_of_it(tuned, auto, tmp_path)
     assert gained == pytest.approx(sum(both) / 2, abs=1e-9)
 
 
-def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, tmp_path, capsys):
+def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, tmp_path, capsys, monkeypatch):
     """Also after a kill before the results were written; and card and output tell what was gained and what it cost."""
+    monkeypatch.setattr(average_search, "ALPHAS", (0.0, 0.2, 0.4, 1.0))
     out, again = tmp_path / "out", tmp_path / "again"
     options = [*with_sets(tuned), "--use_cpu", "--report_to", "none", "--per_device_eval_batch_size", 60]
     options += ["--guard_tolerance", 0.05]
     words = ["train", "--model", tuned / "start", "--dataset", tuned / "new", "--output_dir", out, "--max_steps", 6]
-    words += ["--per_device_train_batch_size", 100, "--learning_rate", 2e-3, "--average_with_start", "auto", *options]
+    words += ["--per_device_train_batch_size", 50, "--learning_rate", 2e-3, "--average_with_start", "auto", *options]
     words += ["--save_steps", 6, "--check_samples", 0]  # only the end counts here
     infcl(*words)
     printed = capsys.readouterr().out

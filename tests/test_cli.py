@@ -26,9 +26,9 @@ import torch
 import transformers
 import yaml
 from helpers import models
-from helpers.demo import DEMO, accelerate, infcl, mistake, run
+from helpers.demo import DEMO, accelerate, accelerate_launch, infcl, mistake, run
 from helpers.hub import hub_for_this_process, talk_to
-from helpers.processes import launched, on_ranks
+from helpers.processes import alone, launched, on_ranks
 from helpers.shards import number_of, pair, png, write_parquet, write_tar
 from huggingface_hub import constants
 from hypothesis import strategies as st
@@ -70,8 +70,9 @@ def trained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config |= {"zero_shot_dataset": str(demo / "digits"), "max_steps": 4, "eval_steps": 2, "logging_steps": 1}
     path = folder.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
-    printed = run(*accelerate("ddp"), "-m", "hf_infcl", "train", path, "--max_steps", 3)
-    assert "real_accelerator" not in printed, "DeepSpeed, which accelerate imports, warns of no GPU"
+    words = [*accelerate("ddp")[2:], "-m", "hf_infcl", "train", path, "--max_steps", 3]
+    code, printed = alone(accelerate_launch, *words)
+    assert code == 0, printed
     return folder
 
 
@@ -95,6 +96,17 @@ def test_two_processes_train_and_leave_everything(demo, trained):
     classifier = transformers.pipeline("zero-shot-image-classification", model=str(trained))
     scores = classifier(str(demo / "digits/test/0000.png"), candidate_labels=DEMO["class_names"])
     assert {score["label"] for score in scores} == set(DEMO["class_names"])
+
+
+def test_deepspeed_is_told_of_the_cpu_before_accelerate_imports_it(small, monkeypatch):
+    """Otherwise it warns of no GPU."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    told: list[str | None] = []
+    made = mock.Mock(side_effect=lambda *_, **__: told.append(os.environ.get("DS_ACCELERATOR")) or sys.exit())
+    monkeypatch.setattr(InfCLTrainer, "__init__", made)
+    with pytest.raises(SystemExit):
+        infcl(*small)
+    assert told == ["cpu"]
 
 
 def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsys):
@@ -865,11 +877,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("c.yaml", "model: m\ndataset: d\nno_dataloader_pin_memory: true\n", "Write dataloader_pin_memory: false."),
         ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", None, "strategy must be one of"),
-        (
-            "--model m more --dataset d",
-            None,
-            "'more' belongs to no option: --model takes one value.",
-        ),
+        ("--model m more --dataset d", None, "'more' belongs to no option: --model takes one value."),
         ("m/a d/plain", None, "'m/a' 'd/plain' belong to no option. Every value follows its option: --NAME VALUE."),
         ("missing.yaml", None, "There is no file"),
         ("--recipe nothing", None, "no recipe 'nothing'. The recipes are distill, finetune_alone, "),
