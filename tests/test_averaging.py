@@ -210,11 +210,15 @@ def test_what_is_measured_of_an_average():
     metrics = {f"eval_pairs_{name}{end}": v for name in names for end, v in (("", 0.4), ("_low", 0.3))}
     metrics |= {"eval_pairs_loss": 2.0, "eval_classes_acc1": 0.8, "eval_classes_acc1_low": 0.6}
     metrics |= {"eval_g_validation_acc1": 0.1, "eval_g_rest_acc1": 0.2, "eval_labels_mean_average_precision": 0.5}
+    metrics |= {"eval_classes_acc1_high": 0.9, "eval_g_rest_acc1_low": 0.1, "eval_g_rest_acc1_high": 0.3}
     one = measured_at(0.5, metrics, ["pairs", "classes"], ["g"])
     assert (one.gained, one.gained_low, one.loss) == (pytest.approx(0.6), pytest.approx(0.45), 2.0)
-    assert (one.validation, one.rest) == ({"g": 0.1}, {"g": 0.2})
+    assert (one.validation, one.rest, one.rest_bounds) == ({"g": 0.1}, {"g": 0.2}, {"g": (0.1, 0.3)})
     assert measured_at(0.5, metrics, ["classes", "labels"], ["g"]).gained_low is None
-    assert measured_at(0.5, metrics, ["classes"], []).loss is None
+    one = measured_at(0.5, metrics, ["classes"], [])
+    assert (one.gained_low, one.gained_high, one.loss) == (0.6, 0.9, None)
+    one = measured_at(0.5, {k: v for k, v in metrics.items() if not k.endswith("_low")}, ["classes"], ["g"])
+    assert (one.gained_low, one.gained_high, one.rest_bounds) == (None, 0.9, {})
 
 
 def test_a_choice_needs_the_start_and_a_fraction():
@@ -499,12 +503,3 @@ def test_the_picture_has_a_panel_for_each_guard(tmp_path):
         assert plain.width == shaded.width > 1500, "three panels"
         darker = np.array(shaded.convert("L")) < np.array(plain.convert("L"))
         assert darker.mean() > 0.1, "intervals are shaded"
-
-
-def test_what_was_measured_has_the_intervals_of_its_scores():
-    scores = {"acc1": 0.5, "acc1_low": 0.4, "acc1_high": 0.6}
-    metrics = {f"eval_{name}_{key}": value for name in ("a", "g_validation", "g_rest") for key, value in scores.items()}
-    one = measured_at(0.5, metrics, ["a"], ["g"])
-    assert (one.gained_low, one.gained_high, one.rest_bounds) == (0.4, 0.6, {"g": (0.4, 0.6)})
-    one = measured_at(0.5, {k: v for k, v in metrics.items() if not k.endswith("_low")}, ["a"], ["g"])
-    assert (one.gained_low, one.gained_high, one.rest_bounds) == (None, 0.6, {})

@@ -167,9 +167,11 @@ def test_compare_puts_two_models_beside_each_other(demo, trained, tmp_path, caps
     evaluated.assert_not_called()
 
 
+LEFT = ("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json")
+
+
 def left_in(folder: Path) -> dict[str, bytes]:
-    names = ("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json")
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    return {name: (folder / name).read_bytes() for name in LEFT if (folder / name).exists()}
 
 
 def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_path, capsys):
@@ -190,9 +192,7 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert "](pictures.png)" in (tmp_path / "out/README.md").read_text()
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
-    evaluated = {
-        entry["step"]: entry["eval_pairs_loss"] for entry in state["log_history"] if "eval_pairs_loss" in entry
-    }
+    evaluated = {e["step"]: e["eval_pairs_loss"] for e in state["log_history"] if "eval_pairs_loss" in e}
     assert evaluated.pop(0) > 0, "before the training"
     assert evaluated.keys() == {3, 6}
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
@@ -209,9 +209,8 @@ def test_what_was_measured_after_the_last_step_is_not_measured_again(small, tmp_
     (logged,) = [e["eval_pairs_loss"] for e in last if e["step"] == 2 and "eval_pairs_loss" in e]
     assert results["eval_pairs_loss"] == logged
     assert "eval_guard1_pairs_loss" in results
-    assert len([k for k in measured if k.get("metric_key_prefix", "").startswith("eval_pairs")]) == 2, (
-        "before and after"
-    )
+    of_pairs = [k for k in measured if k.get("metric_key_prefix", "").startswith("eval_pairs")]
+    assert len(of_pairs) == 2, "before and after"
 
 
 def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(small, tmp_path, monkeypatch):
@@ -250,18 +249,16 @@ def end_in(method: str, command: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
             infcl(*command)
 
 
-def test_a_run_that_ends_before_its_first_checkpoint_starts_again_by_the_same_command(small, tmp_path, monkeypatch):
+def test_a_run_that_ends_before_its_first_checkpoint_or_after_its_last_goes_on_by_the_same_command(
+    small, tmp_path, monkeypatch
+):
     command = [*small, "--max_steps", 2, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
-    end_in("_save_checkpoint", command, monkeypatch)
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"README.md", "curves.png", "training_record.json"}
-    infcl(*command)
-    assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 2
-
-
-def test_a_run_that_ends_after_its_last_step_gets_its_results_from_the_same_command(small, tmp_path, monkeypatch):
-    command = [*small, "--max_steps", 2, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
-    end_in("save_metrics", command, monkeypatch)
     out = tmp_path / "out"
+    end_in("_save_checkpoint", command, monkeypatch)
+    assert {path.name for path in out.iterdir()} >= {"README.md", "curves.png", "training_record.json"}
+    assert not list(out.glob("checkpoint-*"))
+    end_in("save_metrics", command, monkeypatch)
+    assert list(out.glob("checkpoint-2"))
     assert not (out / "model.safetensors").exists()
     infcl(*command)
     results = json.loads((out / "all_results.json").read_text())
@@ -312,9 +309,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     out = tmp_path / "out"
     auto = ("--resume_from_checkpoint", "auto")
     infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, *auto)
-    assert left_in(out).keys() == {
-        *("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json")
-    }
+    assert left_in(out).keys() == {*LEFT}
     before = left_in(out)
     line = mistake(capsys, *small)
     assert "checkpoint-2" in line
@@ -445,7 +440,11 @@ def test_the_temperature_trains_beside_adapters_if_asked(small, demo, tmp_path, 
     infcl(*words, "--lora_rank", 4, "--output_dir", tmp_path / "merged", "--lora_merge")
     assert "--lora_logit_scale is for new adapters" in mistake(capsys, *words)
     start = transformers.CLIPModel.from_pretrained(demo / "clip-init").logit_scale.item()
-    (kept,) = (value for name, value in adapter_of(tmp_path / "on").items() if name.endswith("logit_scale"))
+    (kept,) = (
+        value
+        for name, value in load_file(tmp_path / "on/adapter_model.safetensors").items()
+        if name.endswith("logit_scale")
+    )
     merged = transformers.CLIPModel.from_pretrained(tmp_path / "merged").logit_scale
     assert abs(kept.item() - start) == pytest.approx(0.1, rel=0.1), "one step of Adam"
     assert merged.item() == kept.item()
@@ -475,16 +474,12 @@ def test_adapters_are_pushed_as_such_and_merged_at_the_end_if_asked(small, demo,
     assert any(not torch.equal(value, untrained[name]) for name, value in model.state_dict().items())
 
 
-def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
-
-
 def test_adapters_are_drawn_from_the_seed_and_train_on(small, demo, tmp_path, capsys):
     words = ["--max_steps", 1, "--save_strategy", "no", "--check_samples", 0]
     for number, seed in enumerate((1, 1, 2)):
         torch.rand(number)  # the state of the process does not count
         infcl(*small, *words, "--lora_rank", 4, "--seed", seed, "--output_dir", tmp_path / f"drawn{number}")
-    first, again, other = (adapter_of(tmp_path / f"drawn{number}") for number in range(3))
+    first, again, other = (load_file(tmp_path / f"drawn{number}/adapter_model.safetensors") for number in range(3))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first if "lora_A" in name)
 
@@ -499,7 +494,7 @@ def test_adapters_are_drawn_from_the_seed_and_train_on(small, demo, tmp_path, ca
     assert "would replace" in mistake(capsys, *on, "--output_dir", demo / "clip-init")
     infcl(*on, "--learning_rate", 1e-2, "--output_dir", tmp_path / "on")
     infcl(*on, "--learning_rate", 1e-2, "--output_dir", tmp_path / "merged", "--lora_merge")
-    second = adapter_of(tmp_path / "on")
+    second = load_file(tmp_path / "on/adapter_model.safetensors")
     assert second.keys() == first.keys()
     moved = {name: (second[name] - first[name]).abs().max().item() for name in first}
     assert 0 < max(moved.values()) < 0.011, "one step of Adam from the adapters, not from new ones"
@@ -631,15 +626,8 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
         shutil.copy(picture, classes / "test" / ("even", "odd")[number % 2])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
     words = ["--max_steps", 1, "--optim", "sgd", "--lr_scheduler_type", "constant", "--logit_scale_learning_rate", 0.01]
-    words += [
-        "--zero_shot_dataset",
-        classes,
-        "--guard_dataset",
-        classes,
-        tmp_path / "pairs",
-        "--pair_id_column",
-        "label",
-    ]
+    words += ["--zero_shot_dataset", classes, "--guard_dataset", classes, tmp_path / "pairs"]
+    words += ["--pair_id_column", "label"]
     words += ["--push_to_hub", "--hub_model_id", "mine", "--hub_private_repo", "--hub_revision", "trial"]
     with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
         infcl(*small, *words, "--hub_token", "hf_token", draws=True)

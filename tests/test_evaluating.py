@@ -70,17 +70,9 @@ def test_metrics_do_not_depend_on_the_number_of_processes(ranks, tmp_path):
 
 def rank_measures_otherwise(rank: int, world_size: int, folder: str) -> tuple[float | None, float]:
     """A metric that rises on rank 0 only decides about checkpoints and the learning rate."""
-    options = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "best",
-        "lr_scheduler_type": "reduce_lr_on_plateau",
-    }
-    options |= {
-        "metric_for_best_model": "own",
-        "greater_is_better": True,
-        "lr_scheduler_kwargs": {"patience": 0, "mode": "max"},
-    }
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "greater_is_better": True}
+    options |= {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "mode": "max"}}
+    options["metric_for_best_model"] = "own"
     measured = iter(range(10))
     options["compute_metrics"] = lambda prediction: {"own": (1 - 2 * rank) * next(measured)}
     run = trainer_for(folder, eval_dataset=models.Pairs(8), max_steps=3, **options)
@@ -138,11 +130,8 @@ def test_an_error_of_one_process_s_metrics_reaches_all(ranks, tmp_path):
 
 
 def rank_evaluate(rank: int, world_size: int, folder: str, build: str) -> dict[str, float]:
-    model = getattr(models, build)()
-    trainer = trainer_for(
-        folder, model, eval_dataset=Captioned(23), data_collator=collate_captions, per_device_eval_batch_size=4
-    )
-    return trainer.evaluate()
+    options = {"data_collator": collate_captions, "per_device_eval_batch_size": 4}
+    return trainer_for(folder, getattr(models, build)(), eval_dataset=Captioned(23), **options).evaluate()
 
 
 @pytest.mark.parametrize("build", ["clip", "siglip"])
@@ -156,13 +145,9 @@ def test_evaluation_is_of_the_whole_set_on_any_number_of_ranks(ranks, tmp_path, 
         tokens = torch.cat([data.captions(row) for row in range(23)])
         texts = encoder.encode_texts({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
         first = [owner.index(row) for row in range(23)]
-        loss = reference.contrastive_loss(
-            images.double(),
-            texts[first].double(),
-            *encoder.scale_and_bias(),
-            objective=encoder.objective,
-            pair_ids=torch.arange(23) // 2,
-        )
+        options = {"objective": encoder.objective, "pair_ids": torch.arange(23) // 2}
+        embeds = images.double(), texts[first].double()
+        loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), **options)
     expected = {"loss": loss.item(), **retrieval_metrics(images, texts, torch.tensor(owner))}
     for world_size in (1, 2, 3):
         for metrics in ranks.run(rank_evaluate, world_size, str(tmp_path), build):
@@ -171,10 +156,8 @@ def test_evaluation_is_of_the_whole_set_on_any_number_of_ranks(ranks, tmp_path, 
 
 
 def rank_zero_shot(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    trainer = trainer_for(
-        folder, eval_dataset={"colours": labelled(17)}, data_collator=LabelledImages(), per_device_eval_batch_size=4
-    )
-    return trainer.evaluate()
+    options = {"data_collator": LabelledImages(), "per_device_eval_batch_size": 4}
+    return trainer_for(folder, eval_dataset={"colours": labelled(17)}, **options).evaluate()
 
 
 def test_zero_shot_evaluation_on_any_number_of_ranks(ranks, tmp_path):
@@ -200,13 +183,8 @@ def rank_predictions(rank: int, world_size: int, folder: str, collator: Any) -> 
         found.append((*prediction.predictions, *prediction.label_ids, prediction.inputs))
         return {"captions": len(prediction.predictions[1])}
 
-    trainer = trainer_for(
-        folder,
-        data_collator=collator,
-        compute_metrics=compute_metrics,
-        include_for_metrics=["inputs"],
-        per_device_eval_batch_size=2,
-    )
+    options = {"include_for_metrics": ["inputs"], "per_device_eval_batch_size": 2}
+    trainer = trainer_for(folder, data_collator=collator, compute_metrics=compute_metrics, **options)
     assert trainer.evaluate(Captioned(7))["eval_captions"] == 13
     return found
 

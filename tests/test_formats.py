@@ -19,17 +19,8 @@ from hf_infcl import InfCLTrainer
 from hf_infcl.conversion import folders, load_open_clip
 from hf_infcl.conversion.models import load, load_config
 
-WORDS = (
-    "--use_cpu",
-    "--report_to",
-    "none",
-    "--per_device_train_batch_size",
-    4,
-    "--save_steps",
-    1,
-    "--logging_steps",
-    1,
-)
+WORDS = ["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", 4]
+WORDS += ["--save_steps", 1, "--logging_steps", 1]
 
 
 @pytest.fixture(autouse=True)
