@@ -451,30 +451,24 @@ def test_batch_norms_are_told(tmp_path, capsys):
     assert "batch norms were averaged like the weights" in capsys.readouterr().out
 
 
+BOTH = "average DEMO/clip-init DEMO/clip-init"
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         ("average DEMO/no-start DEMO/clip-init", "There is no folder"),
         ("average DEMO/clip-init OTHER", "Start and end are not the same model"),
-        ("average DEMO/clip-init DEMO/clip-init --alpha 1.5", "--alpha must be 'auto' or a number from 0 (the start)"),
-        (
-            "average DEMO/clip-init DEMO/clip-init --alpha most",
-            "--alpha must be 'auto' or a number from 0 (the start) to 1",
-        ),
-        ("average DEMO/clip-init DEMO/clip-init --alpha auto", "--guard_dataset for the other, or a number as --alpha"),
-        ("average DEMO/clip-init DEMO/clip-init --guard_tolerance 3", "guard_tolerance is a fraction from 0 to 1"),
-        ("average DEMO/clip-init DEMO/clip-init --output_dir DEMO/clip-init", "already holds a model"),
-        (
-            "average DEMO/clip-init DEMO/clip-init --output_dir NOTES",
-            "holds a README.md, which the card of the average",
-        ),
-        ("average DEMO/clip-init DEMO/clip-init --output_dir NOTES/README.md", "Nothing can be written to output_dir"),
-        ("average DEMO/clip-init DEMO/clip-init --output_dir=", "--output_dir is empty. Name the folder"),
-        (
-            "average DEMO/clip-init DEMO/clip-init --eval_dataset d --eval_pictures 3",
-            "--eval_pictures draws those of one model",
-        ),
-        ("average DEMO/clip-init DEMO/clip-init --path curve", "invalid choice: 'curve'"),
+        (f"{BOTH} --alpha 1.5", "--alpha must be 'auto' or a number from 0 (the start)"),
+        (f"{BOTH} --alpha most", "--alpha must be 'auto' or a number from 0 (the start) to 1"),
+        (f"{BOTH} --alpha auto", "--guard_dataset for the other, or a number as --alpha"),
+        (f"{BOTH} --guard_tolerance 3", "guard_tolerance is a fraction from 0 to 1"),
+        (f"{BOTH} --output_dir DEMO/clip-init", "already holds a model"),
+        (f"{BOTH} --output_dir NOTES", "holds a README.md, which the card of the average"),
+        (f"{BOTH} --output_dir NOTES/README.md", "Nothing can be written to output_dir"),
+        (f"{BOTH} --output_dir=", "--output_dir is empty. Name the folder"),
+        (f"{BOTH} --eval_dataset d --eval_pictures 3", "--eval_pictures draws those of one model"),
+        (f"{BOTH} --path curve", "invalid choice: 'curve'"),
         ("average DEMO/clip-init", "the following arguments are required: END"),
     ],
 )

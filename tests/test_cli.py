@@ -848,53 +848,46 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
 
 
 @pytest.mark.parametrize(
-    ("words", "content", "complaint"),
+    ("words", "complaint"),
     [
-        ("--model m", None, "required: --dataset"),
-        ("--model m --dataset d --no_such_argument 1", None, "There is no option --no_such_argument."),
-        ("--model m --dataset d --learnin_rate 1", None, "no option --learnin_rate. Did you mean --learning_rate?"),
-        ("--modle m", None, "Did you mean --model?"),
-        ("--batch_size 8", None, " or --per_device_train_batch_size?"),
-        (
-            "--per_device_batch_size 8",
-            None,
-            "Did you mean --per_device_eval_batch_size or --per_device_train_batch_size?",
-        ),
-        ("--lr 1e-4", None, "There is no option --lr. Did you mean --learning_rate?"),
-        ("--model m --dataset d --no_bf16", None, "There is no option --no_bf16. Write --bf16 false."),
-        ("c.yaml", "model: m\ndataset: d\nno_dataloader_pin_memory: true\n", "Write dataloader_pin_memory: false."),
-        ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
-        ("--model m --dataset d --strategy star", None, "strategy must be one of"),
-        ("--model m more --dataset d", None, "'more' belongs to no option: --model takes one value."),
-        ("m/a d/plain", None, "'m/a' 'd/plain' belong to no option. Every value follows its option: --NAME VALUE."),
-        ("missing.yaml", None, "There is no file"),
-        ("--recipe nothing", None, "no recipe 'nothing'. The recipes are distill, finetune_alone, "),
-        ("mine.yaml --recipe lora", None, "--recipe lora and mine.yaml are both files of options"),
-        ("c.yaml", "model: m\ndataset: d\nrecipe: lora\n", "recipe only works on the command line."),
-        ("c.yaml", "- a\n- list\n", "must map names of options to values"),
-        ("c.yaml", "model: [unclosed\n", "c.yaml is not YAML: line 2"),
-        ("c.json", '{"model": "m",}', "c.json is not JSON: line 1"),
-        (
-            "c.yaml",
-            "model: m\ndataset: d\nlearnin-rate: 1\n",
-            "no option --learnin_rate. Did you mean --learning_rate?",
-        ),
-        ("c.yaml", "model:\ndataset: d\n", "model must have a value"),
-        ("c.yaml", "model: [a, b]\ndataset: d\n", "model must be a single value, not a list"),
-        ("c.yaml", "model: m\ndataset: d\nseed: {a: 1}\n", "seed must be a single value, not a mapping"),
-        ("c.yaml", "model: m\ndataset: d\ntemplates: [a, [b]]\n", "templates must be a list of single values"),
-        ("c.yaml", "hub_token: [hf_abcdefgh\n", "line 2"),
-        ("--model m --dataset d --load_best_model_at_end", None, "load_best_model_at_end needs something to evaluate"),
+        ("--model m", "required: --dataset"),
+        ("--model m --dataset d --no_such_argument 1", "There is no option --no_such_argument."),
+        ("--model m --dataset d --learnin_rate 1", "no option --learnin_rate. Did you mean --learning_rate?"),
+        ("--modle m", "Did you mean --model?"),
+        ("--batch_size 8", " or --per_device_train_batch_size?"),
+        ("--per_device_batch_size 8", "Did you mean --per_device_eval_batch_size or --per_device_train_batch_size?"),
+        ("--lr 1e-4", "There is no option --lr. Did you mean --learning_rate?"),
+        ("--model m --dataset d --no_bf16", "There is no option --no_bf16. Write --bf16 false."),
+        ("--model m --dataset d --learning_rate fast", "invalid float value: 'fast'"),
+        ("--model m --dataset d --strategy star", "strategy must be one of"),
+        ("--model m more --dataset d", "'more' belongs to no option: --model takes one value."),
+        ("m/a d/plain", "'m/a' 'd/plain' belong to no option. Every value follows its option: --NAME VALUE."),
+        ("missing.yaml", "There is no file"),
+        ("--recipe nothing", "no recipe 'nothing'. The recipes are distill, finetune_alone, "),
+        ("mine.yaml --recipe lora", "--recipe lora and mine.yaml are both files of options"),
+        ("--model m --dataset d --load_best_model_at_end", "load_best_model_at_end needs something to evaluate"),
         (
             "--model m --dataset d --load_best_model_at_end --zero_shot_dataset z --metric_for_best_model eval_loss",
-            None,
             "must be one of zero_shot_acc1, zero_shot_acc5, zero_shot_mean_per_class_recall, got 'loss'",
         ),
+        ("c.yaml: model: m\ndataset: d\nno_dataloader_pin_memory: true\n", "Write dataloader_pin_memory: false."),
+        ("c.yaml: model: m\ndataset: d\nrecipe: lora\n", "recipe only works on the command line."),
+        ("c.yaml: - a\n- list\n", "must map names of options to values"),
+        ("c.yaml: model: [unclosed\n", "c.yaml is not YAML: line 2"),
+        ('c.json: {"model": "m",}', "c.json is not JSON: line 1"),
+        ("c.yaml: model: m\ndataset: d\nlearnin-rate: 1\n", "no option --learnin_rate. Did you mean --learning_rate?"),
+        ("c.yaml: model:\ndataset: d\n", "model must have a value"),
+        ("c.yaml: model: [a, b]\ndataset: d\n", "model must be a single value, not a list"),
+        ("c.yaml: model: m\ndataset: d\nseed: {a: 1}\n", "seed must be a single value, not a mapping"),
+        ("c.yaml: model: m\ndataset: d\ntemplates: [a, [b]]\n", "templates must be a list of single values"),
+        ("c.yaml: hub_token: [hf_abcdefgh\n", "line 2"),
     ],
 )
-def test_misuse_is_explained_in_one_line(monkeypatch, capsys, tmp_path, words, content, complaint):
+def test_misuse_is_explained_in_one_line(monkeypatch, capsys, tmp_path, words, complaint):
+    """With a file of options, its content follows its name."""
     monkeypatch.chdir(tmp_path)
-    if content is not None:
+    if words.startswith("c."):
+        words, _, content = words.partition(": ")
         Path(words).write_text(content)
     line = mistake(capsys, "train", *words.split())
     assert complaint in line
@@ -1077,6 +1070,8 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
 
 # ---- Mistakes in data and models ----
 
+TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
+
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
@@ -1086,16 +1081,10 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "no folder './no/such/model', and the name is not"),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),
-        (
-            "train --model DEMO/clip-init --dataset DEMO/digits --lora_merge",
-            "the adapters of --lora_rank, which is not given",
-        ),
-        (
-            "train --model DEMO/clip-init --dataset DEMO/digits --caption_column text",
-            "'label']. Name the right one with caption_column (--caption",
-        ),
-        ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
-        ("train --model DEMO/clip-init --dataset DEMO/digits --lora_rank 0", "--lora_rank must be at least 1, got 0"),
+        (f"{TRAIN} --lora_merge", "the adapters of --lora_rank, which is not given"),
+        (f"{TRAIN} --caption_column text", "'label']. Name the right one with caption_column (--caption"),
+        (f"{TRAIN} --augmentation rotate", "rotate"),
+        (f"{TRAIN} --lora_rank 0", "--lora_rank must be at least 1, got 0"),
         ("train --model m --dataset DEMO/digits --output_dir DEMO/digits/run", "run is inside the folder of --dataset"),
         ("train --model DEMO/clip-init --dataset d --output_dir DEMO/clip-init", "is inside the folder of --model"),
         ('train --model m --dataset d --accelerator_config {"nope":1}', "unexpected keyword argument 'nope'"),
@@ -1111,11 +1100,8 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
         ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),
         ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
         ("train --model m --dataset a b --lanes 2", "Only shards that are read with --streaming can have several"),
-        ("train --model DEMO/clip-init --dataset DEMO/digits --per_device_train_batch_size 5000", "batch of 5,000 ("),
-        (
-            "train --model DEMO/clip-init --dataset DEMO/digits --push_to_hub --hub_model_id me/b?d",
-            "'me/b?d'. Name another one with hub_model_id.",
-        ),
+        (f"{TRAIN} --per_device_train_batch_size 5000", "batch of 5,000 ("),
+        (f"{TRAIN} --push_to_hub --hub_model_id me/b?d", "'me/b?d'. Name another one with hub_model_id."),
     ],
 )
 def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, words, complaint):

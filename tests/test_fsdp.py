@@ -34,6 +34,14 @@ CELLS = [
     ("softmax", "replay", 2),
     ("sigmoid", "replay own", 4),
 ]
+CELLS += [(*cell, {"texts_at_once": 2}) for cell in CELLS if cell[2] > 2]
+CELLS += [(objective, "lora", 2) for objective in MODELS]
+OPTIONS = [
+    {"retain_graphs": "3"},
+    {"gradient_checkpointing": True},
+    {"fsdp_config": {"activation_checkpointing": True}},
+]
+CELLS += [(objective, "plain", 4, options) for options in OPTIONS for objective in MODELS]
 
 
 class PlainNames(Gradients):
@@ -43,32 +51,10 @@ class PlainNames(Gradients):
         self.seen = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in self.seen.items()}
 
 
-def check_fsdp(fresh_ranks: Any, backend: str, cells: list[tuple], **options: Any) -> None:
-    bounds = {"tolerance": 5e-5, "floor": 1e-6} if backend == "nccl" else {}
-    options |= {"use_cpu": False, "fsdp": True, "gradients": PlainNames}
-    check(fresh_ranks, 2, cells, options, backend=backend, **bounds)
-
-
 def test_gradients_equal_one_process_with_the_whole_batch(fresh_ranks, backend):
-    check_fsdp(fresh_ranks, backend, CELLS)
-
-
-def test_texts_of_several_micro_batches_may_be_encoded_together(fresh_ranks, backend):
-    check_fsdp(fresh_ranks, backend, [cell for cell in CELLS if cell[2] > 2], texts_at_once=2)
-
-
-def test_adapters_gradients_equal_one_process(fresh_ranks, backend):
-    pytest.importorskip("peft")
-    check_fsdp(fresh_ranks, backend, [(objective, "lora", 2) for objective in MODELS])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"retain_graphs": "3"}, {"gradient_checkpointing": True}, {"fsdp_config": {"activation_checkpointing": True}}],
-    ids=["retain", "checkpointing", "fsdp-checkpointing"],
-)
-def test_options_do_not_change_gradients(fresh_ranks, backend, options):
-    check_fsdp(fresh_ranks, backend, [(objective, "plain", 4) for objective in MODELS], **options)
+    bounds = {"tolerance": 5e-5, "floor": 1e-6} if backend == "nccl" else {}
+    options = {"use_cpu": False, "fsdp": True, "gradients": PlainNames}
+    check(fresh_ranks, 2, CELLS, options, backend=backend, **bounds)
 
 
 PATCHES = {"patch_dropout": 0.5, "full_tokens_last": 0.25}
