@@ -627,32 +627,30 @@ class Ask(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "number", "place"),
+    ("world_size", "numbers", "place"),
     [
-        (1, signal.SIGTERM, "step"),
-        (2, signal.SIGTERM, "step"),
-        (2, signal.SIGUSR1, "step"),
-        (1, signal.SIGINT, "step"),
-        (2, signal.SIGINT, "step"),
-        (2, signal.SIGTERM, "evaluation"),
+        (1, (signal.SIGTERM, signal.SIGINT), "step"),
+        (2, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT), "step"),
+        (2, (signal.SIGTERM,), "evaluation"),
     ],
 )
 @on_ranks()
-def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(rank, world_size, tmp_path, number, place):
+def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(rank, world_size, tmp_path, numbers, place):
     options: dict[str, Any] = {"save_steps": 100}
     if place == "evaluation":
         options |= {"eval_dataset": models.Pairs(64), "eval_strategy": "steps", "eval_steps": 3}
     expected = trained(f"{tmp_path}/whole", **options)
-    handler = signal.getsignal(number)
-    asked = [Ask(number, place)] if rank == world_size - 1 else []
-    with pytest.raises(Preempted) as ended:
-        trainer(f"{tmp_path}/parts", callbacks=asked, **options).train()
-    assert ended.value.code == 128 + number
-    assert signal.getsignal(number) == handler
-    assert choose(f"{tmp_path}/parts", "auto") == f"{tmp_path}/parts/checkpoint-3"
-    resumed = trainer(f"{tmp_path}/parts", seed=5, **options)
-    resumed.train(resume_from_checkpoint="auto")
-    assert torch.equal(parameters(resumed), expected)
+    for number in numbers:
+        parts, handler = f"{tmp_path}/{number}", signal.getsignal(number)
+        asked = [Ask(number, place)] if rank == world_size - 1 else []
+        with pytest.raises(Preempted) as ended:
+            trainer(parts, callbacks=asked, **options).train()
+        assert ended.value.code == 128 + number
+        assert signal.getsignal(number) == handler
+        assert choose(parts, "auto") == f"{parts}/checkpoint-3"
+        resumed = trainer(parts, seed=5, **options)
+        resumed.train(resume_from_checkpoint="auto")
+        assert torch.equal(parameters(resumed), expected)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
