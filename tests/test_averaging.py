@@ -22,6 +22,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from torch import Tensor, nn
 
+from hf_infcl.checkpoints import average_search
 from hf_infcl.checkpoints.average_search import ALPHAS, Measured, chosen, halves, measured_at
 from hf_infcl.checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics, scales_by_depth
 from hf_infcl.checkpoints.between import BetweenCheckpoints
@@ -209,11 +210,15 @@ def test_what_is_measured_of_an_average():
     metrics = {f"eval_pairs_{name}{end}": v for name in names for end, v in (("", 0.4), ("_low", 0.3))}
     metrics |= {"eval_pairs_loss": 2.0, "eval_classes_acc1": 0.8, "eval_classes_acc1_low": 0.6}
     metrics |= {"eval_g_validation_acc1": 0.1, "eval_g_rest_acc1": 0.2, "eval_labels_mean_average_precision": 0.5}
+    metrics |= {"eval_classes_acc1_high": 0.9, "eval_g_rest_acc1_low": 0.1, "eval_g_rest_acc1_high": 0.3}
     one = measured_at(0.5, metrics, ["pairs", "classes"], ["g"])
     assert (one.gained, one.gained_low, one.loss) == (pytest.approx(0.6), pytest.approx(0.45), 2.0)
-    assert (one.validation, one.rest) == ({"g": 0.1}, {"g": 0.2})
+    assert (one.validation, one.rest, one.rest_bounds) == ({"g": 0.1}, {"g": 0.2}, {"g": (0.1, 0.3)})
     assert measured_at(0.5, metrics, ["classes", "labels"], ["g"]).gained_low is None
-    assert measured_at(0.5, metrics, ["classes"], []).loss is None
+    one = measured_at(0.5, metrics, ["classes"], [])
+    assert (one.gained_low, one.gained_high, one.loss) == (0.6, 0.9, None)
+    one = measured_at(0.5, {k: v for k, v in metrics.items() if not k.endswith("_low")}, ["classes"], ["g"])
+    assert (one.gained_low, one.gained_high, one.rest_bounds) == (None, 0.9, {})
 
 
 def test_a_choice_needs_the_start_and_a_fraction():
@@ -258,7 +263,7 @@ def tuned(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with start/, a small CLIP trained on the digits old/, 0 to 4, and end/, fine-tuned on new/, 5 to 9."""
     folder = tmp_path_factory.mktemp("average")
     for name, labels in (("old", range(5)), ("new", range(5, 10))):
-        for split, count in (("train", 300), ("test", 60)):
+        for split, count in (("train", 100), ("test", 60)):
             (folder / name / split).mkdir(parents=True)
             lines = (demo / f"digits/{split}/metadata.jsonl").read_text().splitlines()
             lines = [line for line in lines if json.loads(line)["label"] in labels][:count]
@@ -273,7 +278,7 @@ def tuned(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = demo / "clip-init"
     for result, data in (("start", "old"), ("end", "new")):
         words = ["train", "--model", start, "--dataset", folder / data, "--output_dir", folder / result]
-        words += ["--pair_id_column", "label", "--per_device_train_batch_size", 100, "--check_samples", 0]
+        words += ["--pair_id_column", "label", "--per_device_train_batch_size", 50, "--check_samples", 0]
         words += ["--max_steps", 40 if data == "old" else 15]
         infcl(*words, "--learning_rate", 2e-3, "--use_cpu", "--report_to", "none", "--save_strategy", "no")
         start = folder / result
@@ -342,13 +347,14 @@ def test_an_average_measures_what_evaluate_measures_of_it(tuned, auto, tmp_path)
     assert gained == pytest.approx(sum(both) / 2, abs=1e-9)
 
 
-def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, tmp_path, capsys):
+def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, tmp_path, capsys, monkeypatch):
     """Also after a kill before the results were written; and card and output tell what was gained and what it cost."""
+    monkeypatch.setattr(average_search, "ALPHAS", (0.0, 0.2, 0.4, 1.0))
     out, again = tmp_path / "out", tmp_path / "again"
     options = [*with_sets(tuned), "--use_cpu", "--report_to", "none", "--per_device_eval_batch_size", 60]
     options += ["--guard_tolerance", 0.05]
     words = ["train", "--model", tuned / "start", "--dataset", tuned / "new", "--output_dir", out, "--max_steps", 6]
-    words += ["--per_device_train_batch_size", 100, "--learning_rate", 2e-3, "--average_with_start", "auto", *options]
+    words += ["--per_device_train_batch_size", 50, "--learning_rate", 2e-3, "--average_with_start", "auto", *options]
     words += ["--save_steps", 6, "--check_samples", 0]  # only the end counts here
     infcl(*words)
     printed = capsys.readouterr().out
@@ -445,30 +451,24 @@ def test_batch_norms_are_told(tmp_path, capsys):
     assert "batch norms were averaged like the weights" in capsys.readouterr().out
 
 
+BOTH = "average DEMO/clip-init DEMO/clip-init"
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         ("average DEMO/no-start DEMO/clip-init", "There is no folder"),
         ("average DEMO/clip-init OTHER", "Start and end are not the same model"),
-        ("average DEMO/clip-init DEMO/clip-init --alpha 1.5", "--alpha must be 'auto' or a number from 0 (the start)"),
-        (
-            "average DEMO/clip-init DEMO/clip-init --alpha most",
-            "--alpha must be 'auto' or a number from 0 (the start) to 1",
-        ),
-        ("average DEMO/clip-init DEMO/clip-init --alpha auto", "--guard_dataset for the other, or a number as --alpha"),
-        ("average DEMO/clip-init DEMO/clip-init --guard_tolerance 3", "guard_tolerance is a fraction from 0 to 1"),
-        ("average DEMO/clip-init DEMO/clip-init --output_dir DEMO/clip-init", "already holds a model"),
-        (
-            "average DEMO/clip-init DEMO/clip-init --output_dir NOTES",
-            "holds a README.md, which the card of the average",
-        ),
-        ("average DEMO/clip-init DEMO/clip-init --output_dir NOTES/README.md", "Nothing can be written to output_dir"),
-        ("average DEMO/clip-init DEMO/clip-init --output_dir=", "--output_dir is empty. Name the folder"),
-        (
-            "average DEMO/clip-init DEMO/clip-init --eval_dataset d --eval_pictures 3",
-            "--eval_pictures draws those of one model",
-        ),
-        ("average DEMO/clip-init DEMO/clip-init --path curve", "invalid choice: 'curve'"),
+        (f"{BOTH} --alpha 1.5", "--alpha must be 'auto' or a number from 0 (the start)"),
+        (f"{BOTH} --alpha most", "--alpha must be 'auto' or a number from 0 (the start) to 1"),
+        (f"{BOTH} --alpha auto", "--guard_dataset for the other, or a number as --alpha"),
+        (f"{BOTH} --guard_tolerance 3", "guard_tolerance is a fraction from 0 to 1"),
+        (f"{BOTH} --output_dir DEMO/clip-init", "already holds a model"),
+        (f"{BOTH} --output_dir NOTES", "holds a README.md, which the card of the average"),
+        (f"{BOTH} --output_dir NOTES/README.md", "Nothing can be written to output_dir"),
+        (f"{BOTH} --output_dir=", "--output_dir is empty. Name the folder"),
+        (f"{BOTH} --eval_dataset d --eval_pictures 3", "--eval_pictures draws those of one model"),
+        (f"{BOTH} --path curve", "invalid choice: 'curve'"),
         ("average DEMO/clip-init", "the following arguments are required: END"),
     ],
 )
@@ -497,12 +497,3 @@ def test_the_picture_has_a_panel_for_each_guard(tmp_path):
         assert plain.width == shaded.width > 1500, "three panels"
         darker = np.array(shaded.convert("L")) < np.array(plain.convert("L"))
         assert darker.mean() > 0.1, "intervals are shaded"
-
-
-def test_what_was_measured_has_the_intervals_of_its_scores():
-    scores = {"acc1": 0.5, "acc1_low": 0.4, "acc1_high": 0.6}
-    metrics = {f"eval_{name}_{key}": value for name in ("a", "g_validation", "g_rest") for key, value in scores.items()}
-    one = measured_at(0.5, metrics, ["a"], ["g"])
-    assert (one.gained_low, one.gained_high, one.rest_bounds) == (0.4, 0.6, {"g": (0.4, 0.6)})
-    one = measured_at(0.5, {k: v for k, v in metrics.items() if not k.endswith("_low")}, ["a"], ["g"])
-    assert (one.gained_low, one.gained_high, one.rest_bounds) == (None, 0.6, {})

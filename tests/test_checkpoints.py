@@ -40,6 +40,8 @@ from hf_infcl.processes.preemption import SIGNALS, Preempted, Preemption
 
 # Two windows per epoch. With dropout the weights reveal a random state that was not restored.
 OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+FIRST_IS_BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+FIRST_IS_BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}  # which falls
 RECORD = RunRecord(Run(8, "softmax", "model", "data"), epoch=0, windows=1)
 
 
@@ -180,12 +182,7 @@ def test_rotation_counts_complete_checkpoints_alone(tmp_path):
     foreign = tmp_path / "checkpoint-9"
     foreign.mkdir()
     rotate(tmp_path, 2, [folders[3]])
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "checkpoint-2",
-        "checkpoint-3",
-        "checkpoint-4",
-        "checkpoint-9",
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{step}" for step in (2, 3, 4, 9)}
     rotate(tmp_path, 1, [folders[3], folders[1]])
     assert folders[1].is_dir(), "the best one stays"
     assert choose(str(tmp_path), "auto") == str(folders[3])
@@ -197,24 +194,15 @@ def test_rotation_counts_complete_checkpoints_alone(tmp_path):
 def test_a_checkpoint_holds_what_trainer_s_does(tmp_path):
     trained(tmp_path, save_total_limit=1)
     names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
-    expected = (
-        "config.json model.safetensors optimizer.pt scheduler.pt rng_state.pth trainer_state.json training_args.bin"
-    )
-    assert names == {*expected.split(), "infcl_run.json", MANIFEST_NAME}
+    assert names == {
+        *("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"),
+        *("trainer_state.json", "training_args.bin", "infcl_run.json", MANIFEST_NAME),
+    }
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", LOCK_NAME}
 
 
 def test_the_best_checkpoint_is_known_by_its_place(tmp_path):
-    best = trainer(
-        tmp_path,
-        eval_dataset=models.Pairs(9),
-        eval_strategy="steps",
-        eval_steps=2,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-        greater_is_better=True,  # so the first checkpoint is the best
-    )
+    best = trainer(tmp_path, eval_dataset=models.Pairs(9), save_total_limit=1, **FIRST_IS_BEST)
     best.train()
     assert best.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
@@ -253,14 +241,9 @@ class Averaging(torch.optim.SGD):
 def averaging(folder: Any, seed: int = 0, **options: Any) -> InfCLTrainer:
     model = models.clip(dropout=0.3, seed=seed)
     optimizers = (Averaging([{"params": list(model.parameters()), "steps": 0, "training": True}], lr=1.0), None)
-    return InfCLTrainer(
-        model,
-        arguments(folder, **{**OPTIONS, **options}),
-        default_collate,
-        train_dataset=models.Pairs(20),
-        eval_dataset=models.Pairs(9),
-        optimizers=optimizers,
-    )
+    sets = {"train_dataset": models.Pairs(20), "eval_dataset": models.Pairs(9)}
+    args = arguments(folder, **{**OPTIONS, **options})
+    return InfCLTrainer(model, args, default_collate, **sets, optimizers=optimizers)
 
 
 def test_checkpoints_and_model_hold_the_weights_that_a_schedule_free_optimizer_evaluates(tmp_path):
@@ -279,11 +262,7 @@ def test_checkpoints_and_model_hold_the_weights_that_a_schedule_free_optimizer_e
 
 
 def test_the_best_model_of_a_schedule_free_optimizer_stays(tmp_path):
-    best = averaging(
-        tmp_path,
-        **{"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True},
-        load_best_model_at_end=True,
-    )
+    best = averaging(tmp_path, **FIRST_IS_BEST)
     best.add_callback(StopAt(3))  # a step after the evaluation, so that the model holds the weights that train
     best.train()
     saved = models.tf.CLIPModel.from_pretrained(best.state.best_model_checkpoint)
@@ -337,15 +316,11 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
         choose(str(tmp_path), str(tmp_path / "model"))
 
 
-def test_a_model_alone_is_nothing_to_go_on_from(tmp_path):
-    trainer(tmp_path, callbacks=[StopAt(2)], save_only_model=True).train()
-    with pytest.raises(ValueError, match="save_only_model, without the optimizer"):
-        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-def test_models_alone_are_counted_and_removed(tmp_path):
+def test_models_alone_are_counted_and_removed_and_nothing_to_go_on_from(tmp_path):
     trainer(tmp_path, save_steps=1, save_total_limit=2, save_only_model=True).train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+    with pytest.raises(ValueError, match="save_only_model, without the optimizer"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 def test_a_damaged_record_of_an_old_checkpoint_does_not_end_the_training(tmp_path):
@@ -652,32 +627,30 @@ class Ask(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "number", "place"),
+    ("world_size", "numbers", "place"),
     [
-        (1, signal.SIGTERM, "step"),
-        (2, signal.SIGTERM, "step"),
-        (2, signal.SIGUSR1, "step"),
-        (1, signal.SIGINT, "step"),
-        (2, signal.SIGINT, "step"),
-        (2, signal.SIGTERM, "evaluation"),
+        (1, (signal.SIGTERM, signal.SIGINT), "step"),
+        (2, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT), "step"),
+        (2, (signal.SIGTERM,), "evaluation"),
     ],
 )
 @on_ranks()
-def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(rank, world_size, tmp_path, number, place):
+def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(rank, world_size, tmp_path, numbers, place):
     options: dict[str, Any] = {"save_steps": 100}
     if place == "evaluation":
         options |= {"eval_dataset": models.Pairs(64), "eval_strategy": "steps", "eval_steps": 3}
     expected = trained(f"{tmp_path}/whole", **options)
-    handler = signal.getsignal(number)
-    asked = [Ask(number, place)] if rank == world_size - 1 else []
-    with pytest.raises(Preempted) as ended:
-        trainer(f"{tmp_path}/parts", callbacks=asked, **options).train()
-    assert ended.value.code == 128 + number
-    assert signal.getsignal(number) == handler
-    assert choose(f"{tmp_path}/parts", "auto") == f"{tmp_path}/parts/checkpoint-3"
-    resumed = trainer(f"{tmp_path}/parts", seed=5, **options)
-    resumed.train(resume_from_checkpoint="auto")
-    assert torch.equal(parameters(resumed), expected)
+    for number in numbers:
+        parts, handler = f"{tmp_path}/{number}", signal.getsignal(number)
+        asked = [Ask(number, place)] if rank == world_size - 1 else []
+        with pytest.raises(Preempted) as ended:
+            trainer(parts, callbacks=asked, **options).train()
+        assert ended.value.code == 128 + number
+        assert signal.getsignal(number) == handler
+        assert choose(parts, "auto") == f"{parts}/checkpoint-3"
+        resumed = trainer(parts, seed=5, **options)
+        resumed.train(resume_from_checkpoint="auto")
+        assert torch.equal(parameters(resumed), expected)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
@@ -784,9 +757,8 @@ import os, subprocess, sys
 subprocess.run([sys.executable, "-c", sys.argv[1]], env={**os.environ, "TORCHELASTIC_RUN_ID": "some"})
 """
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "some"} if inherited else os.environ
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", launch, process], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    command = [sys.executable, "-c", launch, process]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert launcher.stdout is not None
     with launcher.stdout as printed:
         assert printed.readline() == "imported\n"

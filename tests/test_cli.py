@@ -26,9 +26,9 @@ import torch
 import transformers
 import yaml
 from helpers import models
-from helpers.demo import DEMO, accelerate, infcl, mistake, run
+from helpers.demo import DEMO, accelerate, accelerate_launch, infcl, mistake, run
 from helpers.hub import hub_for_this_process, talk_to
-from helpers.processes import launched, on_ranks
+from helpers.processes import alone, launched, on_ranks
 from helpers.shards import number_of, pair, png, write_parquet, write_tar
 from huggingface_hub import constants
 from hypothesis import strategies as st
@@ -70,8 +70,9 @@ def trained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config |= {"zero_shot_dataset": str(demo / "digits"), "max_steps": 4, "eval_steps": 2, "logging_steps": 1}
     path = folder.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
-    printed = run(*accelerate("ddp"), "-m", "hf_infcl", "train", path, "--max_steps", 3)
-    assert "real_accelerator" not in printed, "DeepSpeed, which accelerate imports, warns of no GPU"
+    words = [*accelerate("ddp")[2:], "-m", "hf_infcl", "train", path, "--max_steps", 3]
+    code, printed = alone(accelerate_launch, *words)
+    assert code == 0, printed
     return folder
 
 
@@ -95,6 +96,17 @@ def test_two_processes_train_and_leave_everything(demo, trained):
     classifier = transformers.pipeline("zero-shot-image-classification", model=str(trained))
     scores = classifier(str(demo / "digits/test/0000.png"), candidate_labels=DEMO["class_names"])
     assert {score["label"] for score in scores} == set(DEMO["class_names"])
+
+
+def test_deepspeed_is_told_of_the_cpu_before_accelerate_imports_it(small, monkeypatch):
+    """Otherwise it warns of no GPU."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    told: list[str | None] = []
+    made = mock.Mock(side_effect=lambda *_, **__: told.append(os.environ.get("DS_ACCELERATOR")) or sys.exit())
+    monkeypatch.setattr(InfCLTrainer, "__init__", made)
+    with pytest.raises(SystemExit):
+        infcl(*small)
+    assert told == ["cpu"]
 
 
 def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsys):
@@ -155,9 +167,11 @@ def test_compare_puts_two_models_beside_each_other(demo, trained, tmp_path, caps
     evaluated.assert_not_called()
 
 
+LEFT = ("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json")
+
+
 def left_in(folder: Path) -> dict[str, bytes]:
-    names = ("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json")
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    return {name: (folder / name).read_bytes() for name in LEFT if (folder / name).exists()}
 
 
 def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_path, capsys):
@@ -178,9 +192,7 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert "](pictures.png)" in (tmp_path / "out/README.md").read_text()
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
-    evaluated = {
-        entry["step"]: entry["eval_pairs_loss"] for entry in state["log_history"] if "eval_pairs_loss" in entry
-    }
+    evaluated = {e["step"]: e["eval_pairs_loss"] for e in state["log_history"] if "eval_pairs_loss" in e}
     assert evaluated.pop(0) > 0, "before the training"
     assert evaluated.keys() == {3, 6}
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
@@ -197,9 +209,8 @@ def test_what_was_measured_after_the_last_step_is_not_measured_again(small, tmp_
     (logged,) = [e["eval_pairs_loss"] for e in last if e["step"] == 2 and "eval_pairs_loss" in e]
     assert results["eval_pairs_loss"] == logged
     assert "eval_guard1_pairs_loss" in results
-    assert len([k for k in measured if k.get("metric_key_prefix", "").startswith("eval_pairs")]) == 2, (
-        "before and after"
-    )
+    of_pairs = [k for k in measured if k.get("metric_key_prefix", "").startswith("eval_pairs")]
+    assert len(of_pairs) == 2, "before and after"
 
 
 def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(small, tmp_path, monkeypatch):
@@ -238,18 +249,16 @@ def end_in(method: str, command: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
             infcl(*command)
 
 
-def test_a_run_that_ends_before_its_first_checkpoint_starts_again_by_the_same_command(small, tmp_path, monkeypatch):
+def test_a_run_that_ends_before_its_first_checkpoint_or_after_its_last_goes_on_by_the_same_command(
+    small, tmp_path, monkeypatch
+):
     command = [*small, "--max_steps", 2, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
-    end_in("_save_checkpoint", command, monkeypatch)
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"README.md", "curves.png", "training_record.json"}
-    infcl(*command)
-    assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 2
-
-
-def test_a_run_that_ends_after_its_last_step_gets_its_results_from_the_same_command(small, tmp_path, monkeypatch):
-    command = [*small, "--max_steps", 2, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
-    end_in("save_metrics", command, monkeypatch)
     out = tmp_path / "out"
+    end_in("_save_checkpoint", command, monkeypatch)
+    assert {path.name for path in out.iterdir()} >= {"README.md", "curves.png", "training_record.json"}
+    assert not list(out.glob("checkpoint-*"))
+    end_in("save_metrics", command, monkeypatch)
+    assert list(out.glob("checkpoint-2"))
     assert not (out / "model.safetensors").exists()
     infcl(*command)
     results = json.loads((out / "all_results.json").read_text())
@@ -300,9 +309,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     out = tmp_path / "out"
     auto = ("--resume_from_checkpoint", "auto")
     infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, *auto)
-    assert left_in(out).keys() == {
-        *("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json")
-    }
+    assert left_in(out).keys() == {*LEFT}
     before = left_in(out)
     line = mistake(capsys, *small)
     assert "checkpoint-2" in line
@@ -433,7 +440,11 @@ def test_the_temperature_trains_beside_adapters_if_asked(small, demo, tmp_path, 
     infcl(*words, "--lora_rank", 4, "--output_dir", tmp_path / "merged", "--lora_merge")
     assert "--lora_logit_scale is for new adapters" in mistake(capsys, *words)
     start = transformers.CLIPModel.from_pretrained(demo / "clip-init").logit_scale.item()
-    (kept,) = (value for name, value in adapter_of(tmp_path / "on").items() if name.endswith("logit_scale"))
+    (kept,) = (
+        value
+        for name, value in load_file(tmp_path / "on/adapter_model.safetensors").items()
+        if name.endswith("logit_scale")
+    )
     merged = transformers.CLIPModel.from_pretrained(tmp_path / "merged").logit_scale
     assert abs(kept.item() - start) == pytest.approx(0.1, rel=0.1), "one step of Adam"
     assert merged.item() == kept.item()
@@ -463,16 +474,12 @@ def test_adapters_are_pushed_as_such_and_merged_at_the_end_if_asked(small, demo,
     assert any(not torch.equal(value, untrained[name]) for name, value in model.state_dict().items())
 
 
-def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
-
-
 def test_adapters_are_drawn_from_the_seed_and_train_on(small, demo, tmp_path, capsys):
     words = ["--max_steps", 1, "--save_strategy", "no", "--check_samples", 0]
     for number, seed in enumerate((1, 1, 2)):
         torch.rand(number)  # the state of the process does not count
         infcl(*small, *words, "--lora_rank", 4, "--seed", seed, "--output_dir", tmp_path / f"drawn{number}")
-    first, again, other = (adapter_of(tmp_path / f"drawn{number}") for number in range(3))
+    first, again, other = (load_file(tmp_path / f"drawn{number}/adapter_model.safetensors") for number in range(3))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first if "lora_A" in name)
 
@@ -487,7 +494,7 @@ def test_adapters_are_drawn_from_the_seed_and_train_on(small, demo, tmp_path, ca
     assert "would replace" in mistake(capsys, *on, "--output_dir", demo / "clip-init")
     infcl(*on, "--learning_rate", 1e-2, "--output_dir", tmp_path / "on")
     infcl(*on, "--learning_rate", 1e-2, "--output_dir", tmp_path / "merged", "--lora_merge")
-    second = adapter_of(tmp_path / "on")
+    second = load_file(tmp_path / "on/adapter_model.safetensors")
     assert second.keys() == first.keys()
     moved = {name: (second[name] - first[name]).abs().max().item() for name in first}
     assert 0 < max(moved.values()) < 0.011, "one step of Adam from the adapters, not from new ones"
@@ -619,15 +626,8 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
         shutil.copy(picture, classes / "test" / ("even", "odd")[number % 2])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
     words = ["--max_steps", 1, "--optim", "sgd", "--lr_scheduler_type", "constant", "--logit_scale_learning_rate", 0.01]
-    words += [
-        "--zero_shot_dataset",
-        classes,
-        "--guard_dataset",
-        classes,
-        tmp_path / "pairs",
-        "--pair_id_column",
-        "label",
-    ]
+    words += ["--zero_shot_dataset", classes, "--guard_dataset", classes, tmp_path / "pairs"]
+    words += ["--pair_id_column", "label"]
     words += ["--push_to_hub", "--hub_model_id", "mine", "--hub_private_repo", "--hub_revision", "trial"]
     with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
         infcl(*small, *words, "--hub_token", "hf_token", draws=True)
@@ -847,57 +847,46 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
 
 
 @pytest.mark.parametrize(
-    ("words", "content", "complaint"),
+    ("words", "complaint"),
     [
-        ("--model m", None, "required: --dataset"),
-        ("--model m --dataset d --no_such_argument 1", None, "There is no option --no_such_argument."),
-        ("--model m --dataset d --learnin_rate 1", None, "no option --learnin_rate. Did you mean --learning_rate?"),
-        ("--modle m", None, "Did you mean --model?"),
-        ("--batch_size 8", None, " or --per_device_train_batch_size?"),
-        (
-            "--per_device_batch_size 8",
-            None,
-            "Did you mean --per_device_eval_batch_size or --per_device_train_batch_size?",
-        ),
-        ("--lr 1e-4", None, "There is no option --lr. Did you mean --learning_rate?"),
-        ("--model m --dataset d --no_bf16", None, "There is no option --no_bf16. Write --bf16 false."),
-        ("c.yaml", "model: m\ndataset: d\nno_dataloader_pin_memory: true\n", "Write dataloader_pin_memory: false."),
-        ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
-        ("--model m --dataset d --strategy star", None, "strategy must be one of"),
-        (
-            "--model m more --dataset d",
-            None,
-            "'more' belongs to no option: --model takes one value.",
-        ),
-        ("m/a d/plain", None, "'m/a' 'd/plain' belong to no option. Every value follows its option: --NAME VALUE."),
-        ("missing.yaml", None, "There is no file"),
-        ("--recipe nothing", None, "no recipe 'nothing'. The recipes are distill, finetune_alone, "),
-        ("mine.yaml --recipe lora", None, "--recipe lora and mine.yaml are both files of options"),
-        ("c.yaml", "model: m\ndataset: d\nrecipe: lora\n", "recipe only works on the command line."),
-        ("c.yaml", "- a\n- list\n", "must map names of options to values"),
-        ("c.yaml", "model: [unclosed\n", "c.yaml is not YAML: line 2"),
-        ("c.json", '{"model": "m",}', "c.json is not JSON: line 1"),
-        (
-            "c.yaml",
-            "model: m\ndataset: d\nlearnin-rate: 1\n",
-            "no option --learnin_rate. Did you mean --learning_rate?",
-        ),
-        ("c.yaml", "model:\ndataset: d\n", "model must have a value"),
-        ("c.yaml", "model: [a, b]\ndataset: d\n", "model must be a single value, not a list"),
-        ("c.yaml", "model: m\ndataset: d\nseed: {a: 1}\n", "seed must be a single value, not a mapping"),
-        ("c.yaml", "model: m\ndataset: d\ntemplates: [a, [b]]\n", "templates must be a list of single values"),
-        ("c.yaml", "hub_token: [hf_abcdefgh\n", "line 2"),
-        ("--model m --dataset d --load_best_model_at_end", None, "load_best_model_at_end needs something to evaluate"),
+        ("--model m", "required: --dataset"),
+        ("--model m --dataset d --no_such_argument 1", "There is no option --no_such_argument."),
+        ("--model m --dataset d --learnin_rate 1", "no option --learnin_rate. Did you mean --learning_rate?"),
+        ("--modle m", "Did you mean --model?"),
+        ("--batch_size 8", " or --per_device_train_batch_size?"),
+        ("--per_device_batch_size 8", "Did you mean --per_device_eval_batch_size or --per_device_train_batch_size?"),
+        ("--lr 1e-4", "There is no option --lr. Did you mean --learning_rate?"),
+        ("--model m --dataset d --no_bf16", "There is no option --no_bf16. Write --bf16 false."),
+        ("--model m --dataset d --learning_rate fast", "invalid float value: 'fast'"),
+        ("--model m --dataset d --strategy star", "strategy must be one of"),
+        ("--model m more --dataset d", "'more' belongs to no option: --model takes one value."),
+        ("m/a d/plain", "'m/a' 'd/plain' belong to no option. Every value follows its option: --NAME VALUE."),
+        ("missing.yaml", "There is no file"),
+        ("--recipe nothing", "no recipe 'nothing'. The recipes are distill, finetune_alone, "),
+        ("mine.yaml --recipe lora", "--recipe lora and mine.yaml are both files of options"),
+        ("--model m --dataset d --load_best_model_at_end", "load_best_model_at_end needs something to evaluate"),
         (
             "--model m --dataset d --load_best_model_at_end --zero_shot_dataset z --metric_for_best_model eval_loss",
-            None,
             "must be one of zero_shot_acc1, zero_shot_acc5, zero_shot_mean_per_class_recall, got 'loss'",
         ),
+        ("c.yaml: model: m\ndataset: d\nno_dataloader_pin_memory: true\n", "Write dataloader_pin_memory: false."),
+        ("c.yaml: model: m\ndataset: d\nrecipe: lora\n", "recipe only works on the command line."),
+        ("c.yaml: - a\n- list\n", "must map names of options to values"),
+        ("c.yaml: model: [unclosed\n", "c.yaml is not YAML: line 2"),
+        ('c.json: {"model": "m",}', "c.json is not JSON: line 1"),
+        ("c.yaml: model: m\ndataset: d\nlearnin-rate: 1\n", "no option --learnin_rate. Did you mean --learning_rate?"),
+        ("c.yaml: model:\ndataset: d\n", "model must have a value"),
+        ("c.yaml: model: [a, b]\ndataset: d\n", "model must be a single value, not a list"),
+        ("c.yaml: model: m\ndataset: d\nseed: {a: 1}\n", "seed must be a single value, not a mapping"),
+        ("c.yaml: model: m\ndataset: d\ntemplates: [a, [b]]\n", "templates must be a list of single values"),
+        ("c.yaml: hub_token: [hf_abcdefgh\n", "line 2"),
     ],
 )
-def test_misuse_is_explained_in_one_line(monkeypatch, capsys, tmp_path, words, content, complaint):
+def test_misuse_is_explained_in_one_line(monkeypatch, capsys, tmp_path, words, complaint):
+    """With a file of options, its content follows its name."""
     monkeypatch.chdir(tmp_path)
-    if content is not None:
+    if words.startswith("c."):
+        words, _, content = words.partition(": ")
         Path(words).write_text(content)
     line = mistake(capsys, "train", *words.split())
     assert complaint in line
@@ -1080,6 +1069,8 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
 
 # ---- Mistakes in data and models ----
 
+TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
+
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
@@ -1089,18 +1080,12 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "no folder './no/such/model', and the name is not"),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),
-        (
-            "train --model DEMO/clip-init --dataset DEMO/digits --lora_merge",
-            "the adapters of --lora_rank, which is not given",
-        ),
-        (
-            "train --model DEMO/clip-init --dataset DEMO/digits --caption_column text",
-            "'label']. Name the right one with caption_column (--caption",
-        ),
+        (f"{TRAIN} --lora_merge", "the adapters of --lora_rank, which is not given"),
+        (f"{TRAIN} --caption_column text", "'label']. Name the right one with caption_column (--caption"),
         ("train --model m --dataset d --augmentation rotate", "'none', 'crop', 'flip_crop', got 'rotate'"),
         ("train --model m --dataset d --on_bad_sample ignore", "one of 'raise', 'skip', got 'ignore'"),
         ("train --model m --dataset d --text_dropout 1", "text_dropout must be a number of at least 0 and less than 1"),
-        ("train --model DEMO/clip-init --dataset DEMO/digits --lora_rank 0", "--lora_rank must be at least 1, got 0"),
+        (f"{TRAIN} --lora_rank 0", "--lora_rank must be at least 1, got 0"),
         ("train --model m --dataset DEMO/digits --output_dir DEMO/digits/run", "run is inside the folder of --dataset"),
         ("train --model DEMO/clip-init --dataset d --output_dir DEMO/clip-init", "is inside the folder of --model"),
         ('train --model m --dataset d --accelerator_config {"nope":1}', "unexpected keyword argument 'nope'"),
@@ -1123,11 +1108,8 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
             "There is no option --dataset. Did you mean --data_seed? Before the options",
         ),
         ("train --model m --dataset a b --lanes 2", "Only shards that are read with --streaming can have several"),
-        ("train --model DEMO/clip-init --dataset DEMO/digits --per_device_train_batch_size 5000", "batch of 5,000 ("),
-        (
-            "train --model DEMO/clip-init --dataset DEMO/digits --push_to_hub --hub_model_id me/b?d",
-            "'me/b?d'. Name another one with hub_model_id.",
-        ),
+        (f"{TRAIN} --per_device_train_batch_size 5000", "batch of 5,000 ("),
+        (f"{TRAIN} --push_to_hub --hub_model_id me/b?d", "'me/b?d'. Name another one with hub_model_id."),
     ],
 )
 def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, words, complaint):

@@ -22,6 +22,7 @@ from helpers.open_clip_models import (
     know_the_small_tower,
     load_processor,
     recorded,
+    same_weights,
     tensors,
 )
 from helpers.processors import tokenizer
@@ -60,9 +61,8 @@ def test_embeddings_scale_and_bias_are_those_of_open_clip(case):
     if case.startswith("SigLIP"):
         assert model.logit_bias.item() == tensors(case)["logit_bias"].item()
     assert bool(notes) == (case in COMPLETED)
-    assert type(model).__name__.startswith(
-        {"MetaCLIP 2": "MetaClip2", "SigLIP": "Siglip"}.get(case.split(" w")[0], "CLIP")
-    )
+    of_case = {"MetaCLIP 2": "MetaClip2", "SigLIP": "Siglip"}.get(case.split(" w")[0], "CLIP")
+    assert type(model).__name__.startswith(of_case)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -154,15 +154,6 @@ def test_a_tokenizer_of_another_model_is_refused(change, words):
         tokenizing.prepared(tokenizer(), config("CLIP")["model_cfg"]["text_cfg"] | change)
 
 
-def test_a_longer_tokenizer_is_refused_on_the_way_out():
-    model, _ = from_open_clip(tensors("CLIP"), CLIP)
-    longer = load_processor("CLIP")
-    longer.tokenizer.add_tokens(["word"])
-    longer.tokenizer.eos_token = "word"
-    with pytest.raises(ValueError, match="29 tokens and the text tower 28"):
-        to_open_clip(model, longer)
-
-
 @pytest.mark.parametrize("case", ["CLIP", "SigLIP"])
 def test_the_saved_tokenizer_cleans_as_open_clip_and_cuts_at_the_model_s_length(case, tmp_path):
     folder = folder_of(case, tmp_path / "theirs")
@@ -182,11 +173,8 @@ def test_the_saved_tokenizer_cleans_as_open_clip_and_cuts_at_the_model_s_length(
 def test_texts_are_cut_at_the_tokenizer_s_limit_in_both_libraries_unless_another_is_given(tmp_path):
     text = {"vocab_size": 28, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 1}
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
-    model = transformers.CLIPModel(
-        transformers.CLIPConfig(
-            text_config={**text, "max_position_embeddings": 12}, vision_config=vision, projection_dim=16
-        )
-    )
+    towers = {"text_config": {**text, "max_position_embeddings": 12}, "vision_config": vision}
+    model = transformers.CLIPModel(transformers.CLIPConfig(**towers, projection_dim=16))
     model.save_pretrained(tmp_path / "ours")
     processor = load_processor("CLIP")  # its tokenizer states 8
     processor.save_pretrained(tmp_path / "ours")
@@ -226,14 +214,15 @@ def test_image_processors_that_open_clip_has_not_are_refused():
         image_processor({"interpolation": "nearest"}, 16)
 
 
-def test_other_models_are_refused_on_the_way_out():
-    blip = SimpleNamespace(config=transformers.BlipConfig())
+def test_what_open_clip_cannot_build_is_refused():
     with pytest.raises(ValueError, match="it is of the type blip"):
-        to_open_clip(blip, None)
-
-
-def test_towers_that_open_clip_cannot_build_are_refused():
+        to_open_clip(SimpleNamespace(config=transformers.BlipConfig()), None)
     model, _ = from_open_clip(tensors("CLIP"), CLIP)
+    longer = load_processor("CLIP")
+    longer.tokenizer.add_tokens(["word"])
+    longer.tokenizer.eos_token = "word"
+    with pytest.raises(ValueError, match="29 tokens and the text tower 28"):
+        to_open_clip(model, longer)
     model.config.text_config.hidden_act = "quick_gelu"
     with pytest.raises(ValueError, match="quick_gelu and gelu"):
         to_open_clip(model, load_processor("CLIP"))
@@ -244,11 +233,6 @@ def test_towers_that_open_clip_cannot_build_are_refused():
     model.config.vision_config.num_attention_heads = 4
     with pytest.raises(ValueError, match="num_attention_heads 4"):
         to_open_clip(model, load_processor("SigLIP"))
-
-
-def same_weights(a, b) -> bool:
-    ours, theirs = a.state_dict(), b.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("case", ["CLIP", "SigLIP", "MetaCLIP 2"])
@@ -285,10 +269,9 @@ def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, caps
     torch.save(saved, path)
     assert "Name the model with --open_clip_model" in mistake(capsys, "convert", path, tmp_path / "ours")
     named = str(folder_of("CLIP", tmp_path / "theirs") / folders.CONFIG)
-    checkpoint = folders.read(path, named)
-    assert same_weights(
-        from_open_clip(checkpoint.tensors, checkpoint.config)[0], from_open_clip(tensors("CLIP"), CLIP)[0]
-    )
+    found = folders.read(path, named)
+    expected, _ = from_open_clip(tensors("CLIP"), CLIP)
+    assert same_weights(from_open_clip(found.tensors, found.config)[0], expected)
     tokenizer().save_pretrained(tmp_path / "letters")
     words = [str(path), str(tmp_path / "ours"), "--tokenizer", str(tmp_path / "letters")]
     cli.main("convert", [*words, "--open_clip_model", named])

@@ -159,7 +159,8 @@ def test_other_models_are_refused_by_name():
             text_config=models.TEXT, vision_config={**models.VISION, "mit_hidden_size": 16}, projection_dim=16
         )
     )
-    clap = tf.ClapModel(tf.ClapConfig(projection_dim=16))
+    audio = {"patch_embeds_hidden_size": 16, "hidden_size": 32, "depths": [1, 1], "num_attention_heads": [1, 2]}
+    clap = tf.ClapModel(tf.ClapConfig(text_config=models.BERT, audio_config=audio, projection_dim=16))
     with pytest.raises(ValueError, match="text embeddings: it has a scale for each direction, and encodes sounds"):
         DualEncoder(clap)
     tower = tf.CLIPVisionModel(CLIPVisionConfig(**models.VISION))

@@ -48,18 +48,19 @@ def recognised(model: torch.nn.Module, n: int) -> ZeroShotDataset:
     return labelled(n, n, ("a {}",), labels=(images @ prompts.T).argmax(1).tolist())
 
 
-def rank_sizes(rank: int, world_size: int, folder: str) -> list[dict[str, float]]:
-    """Metrics of n labelled images and of n images with captions, for each n in SIZES."""
+def rank_sizes(rank: int, world_size: int, folder: str, sets: list[ZeroShotDataset]) -> list[dict[str, float]]:
+    """Metrics of labelled images, and of as many images with captions."""
     model, options = discerning(models.clip()), {"per_device_eval_batch_size": 2}
     zero_shot = trainer_for(folder, model, data_collator=LabelledImages(), **options)
     pairs = trainer_for(folder, model, data_collator=collate_captions, **options)
-    measured = [zero_shot.evaluate(recognised(model, n)) | pairs.evaluate(Captioned(n)) for n in SIZES]
+    measured = [zero_shot.evaluate(labels) | pairs.evaluate(Captioned(len(labels))) for labels in sets]
     kept = "acc1", "class_recall", "retrieval_recall", "loss"
     return [{name: value for name, value in m.items() if any(word in name for word in kept)} for m in measured]
 
 
 def test_metrics_do_not_depend_on_the_number_of_processes(ranks, tmp_path):
-    runs = {w: ranks.run(rank_sizes, w, str(tmp_path), timeout=300) for w in (1, 2, 3, 5)}  # a new process has imports
+    sets = [recognised(discerning(models.clip()), n) for n in SIZES]
+    runs = {w: ranks.run(rank_sizes, w, str(tmp_path), sets) for w in (1, 2, 3, 5)}
     alone = runs[1][0]
     for world_size, found_by_ranks in runs.items():
         for found in found_by_ranks:
@@ -72,17 +73,9 @@ def test_metrics_do_not_depend_on_the_number_of_processes(ranks, tmp_path):
 
 def rank_measures_otherwise(rank: int, world_size: int, folder: str) -> tuple[float | None, float]:
     """A metric that rises on rank 0 only decides about checkpoints and the learning rate."""
-    options = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "best",
-        "lr_scheduler_type": "reduce_lr_on_plateau",
-    }
-    options |= {
-        "metric_for_best_model": "own",
-        "greater_is_better": True,
-        "lr_scheduler_kwargs": {"patience": 0, "mode": "max"},
-    }
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "greater_is_better": True}
+    options |= {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "mode": "max"}}
+    options["metric_for_best_model"] = "own"
     measured = iter(range(10))
     options["compute_metrics"] = lambda prediction: {"own": (1 - 2 * rank) * next(measured)}
     run = trainer_for(folder, eval_dataset=models.Pairs(8), max_steps=3, **options)
@@ -140,11 +133,8 @@ def test_an_error_of_one_process_s_metrics_reaches_all(ranks, tmp_path):
 
 
 def rank_evaluate(rank: int, world_size: int, folder: str, build: str) -> dict[str, float]:
-    model = getattr(models, build)()
-    trainer = trainer_for(
-        folder, model, eval_dataset=Captioned(23), data_collator=collate_captions, per_device_eval_batch_size=4
-    )
-    return trainer.evaluate()
+    options = {"data_collator": collate_captions, "per_device_eval_batch_size": 4}
+    return trainer_for(folder, getattr(models, build)(), eval_dataset=Captioned(23), **options).evaluate()
 
 
 @pytest.mark.parametrize("build", ["clip", "siglip"])
@@ -158,13 +148,9 @@ def test_evaluation_is_of_the_whole_set_on_any_number_of_ranks(ranks, tmp_path, 
         tokens = torch.cat([data.captions(row) for row in range(23)])
         texts = encoder.encode_texts({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
         first = [owner.index(row) for row in range(23)]
-        loss = reference.contrastive_loss(
-            images.double(),
-            texts[first].double(),
-            *encoder.scale_and_bias(),
-            objective=encoder.objective,
-            pair_ids=torch.arange(23) // 2,
-        )
+        options = {"objective": encoder.objective, "pair_ids": torch.arange(23) // 2}
+        embeds = images.double(), texts[first].double()
+        loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), **options)
     expected = {"loss": loss.item(), **retrieval_metrics(images, texts, torch.tensor(owner))}
     for world_size in (1, 2, 3):
         for metrics in ranks.run(rank_evaluate, world_size, str(tmp_path), build):
@@ -173,10 +159,8 @@ def test_evaluation_is_of_the_whole_set_on_any_number_of_ranks(ranks, tmp_path, 
 
 
 def rank_zero_shot(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    trainer = trainer_for(
-        folder, eval_dataset={"colours": labelled(17)}, data_collator=LabelledImages(), per_device_eval_batch_size=4
-    )
-    return trainer.evaluate()
+    options = {"data_collator": LabelledImages(), "per_device_eval_batch_size": 4}
+    return trainer_for(folder, eval_dataset={"colours": labelled(17)}, **options).evaluate()
 
 
 def test_zero_shot_evaluation_on_any_number_of_ranks(ranks, tmp_path):
@@ -202,13 +186,8 @@ def rank_predictions(rank: int, world_size: int, folder: str, collator: Any) -> 
         found.append((*prediction.predictions, *prediction.label_ids, prediction.inputs))
         return {"captions": len(prediction.predictions[1])}
 
-    trainer = trainer_for(
-        folder,
-        data_collator=collator,
-        compute_metrics=compute_metrics,
-        include_for_metrics=["inputs"],
-        per_device_eval_batch_size=2,
-    )
+    options = {"include_for_metrics": ["inputs"], "per_device_eval_batch_size": 2}
+    trainer = trainer_for(folder, data_collator=collator, compute_metrics=compute_metrics, **options)
     assert trainer.evaluate(Captioned(7))["eval_captions"] == 13
     return found
 

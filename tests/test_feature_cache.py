@@ -224,23 +224,20 @@ def test_a_file_that_changed_gives_others(tmp_path):
     [
         ({"freeze": None}, "the image tower trains. Freeze it"),
         ({"data": models.Pairs(20)}, "the training set is a Pairs"),
-        ({"data": "crop"}, "may differ from epoch to epoch"),
-        ({"data": "skip"}, "may differ from epoch to epoch"),
+        ({"data": {"augmentation": "crop"}}, "may differ from epoch to epoch"),
+        ({"data": {"on_bad_sample": "skip"}}, "may differ from epoch to epoch"),
         ({"torch_compile": True}, "torch_compile is on"),
-        ({"data": "words", "keep_features": 3.0}, "text_dropout leaves other words out"),
-        ({"data": "negatives", "keep_features": 3.0}, "needs the embeddings of negative captions"),
+        ({"data": {"text_dropout": 0.3}, "keep_features": 3.0}, "text_dropout leaves other words out"),
+        (
+            {"data": {"negative_caption_column": "wrong"}, "keep_features": 3.0},
+            "needs the embeddings of negative captions",
+        ),
     ],
 )
 def test_what_cannot_be_cached_is_refused(tmp_path, options, message):
-    if options.get("data") == "crop":
-        options = {"data": ImageTextDataset(rows(), augmentation="crop")}
-    elif options.get("data") == "skip":
-        options = {"data": ImageTextDataset(rows(), on_bad_sample="skip")}
-    elif options.get("data") == "words":
-        options = {**options, "data": ImageTextDataset(rows(), text_dropout=0.3)}
-    elif options.get("data") == "negatives":
-        wrong = rows().add_column("wrong", ["b"] * 20)
-        options = {**options, "data": ImageTextDataset(wrong, negative_caption_column="wrong")}
+    if isinstance(options.get("data"), dict):
+        table = rows().add_column("wrong", ["b"] * 20)
+        options = {**options, "data": ImageTextDataset(table, **options["data"])}
     run = Run(tmp_path, **options)
     with pytest.raises(ValueError, match=f"cache_features computes .*, but .*{message}"):
         run.trainer.get_train_dataloader()

@@ -11,7 +11,7 @@ import transformers
 from helpers import models
 from helpers.demo import infcl, mistake
 from helpers.hub import hub_for_this_process
-from helpers.open_clip_models import config, folder_of, know_the_small_tower, letter_pairs, tensors
+from helpers.open_clip_models import config, folder_of, know_the_small_tower, letter_pairs, same_weights, tensors
 from helpers.processors import clip_processor
 from helpers.trainers import arguments
 
@@ -19,17 +19,8 @@ from hf_infcl import InfCLTrainer
 from hf_infcl.conversion import folders, load_open_clip
 from hf_infcl.conversion.models import load, load_config
 
-WORDS = (
-    "--use_cpu",
-    "--report_to",
-    "none",
-    "--per_device_train_batch_size",
-    4,
-    "--save_steps",
-    1,
-    "--logging_steps",
-    1,
-)
+WORDS = ["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", 4]
+WORDS += ["--save_steps", 1, "--logging_steps", 1]
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +31,6 @@ def small_tower(monkeypatch):
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     return letter_pairs(tmp_path / "pairs", 8)
-
-
-def same(a, b) -> bool:
-    ours, others = a.state_dict(), b.state_dict()
-    return ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)
 
 
 def test_a_repository_of_open_clip_is_trained_saved_and_pushed_in_both_formats(pairs, tmp_path, monkeypatch, capsys):
@@ -58,20 +44,17 @@ def test_a_repository_of_open_clip_is_trained_saved_and_pushed_in_both_formats(p
         trees = hub.commits["me/mine", "main"]
     start, processor = load_open_clip(source)
     assert len(trees) > 2
-    pushed = [
-        unpacked(tree, tmp_path / f"commit-{number}") for number, tree in enumerate(trees) if folders.WEIGHTS in tree
-    ]
+    trees = [tree for tree in trees if folders.WEIGHTS in tree]
+    pushed = [unpacked(tree, tmp_path / f"commit-{number}") for number, tree in enumerate(trees)]
     assert len(pushed) >= 2, "also while it trains"
     for folder in (*pushed, out / "checkpoint-1", out / "checkpoint-2", out):
         model = transformers.AutoModel.from_pretrained(folder)
-        assert same(model, load_open_clip(folder)[0])
-        assert not same(model, start)
+        assert same_weights(model, load_open_clip(folder)[0])
+        assert not same_weights(model, start)
         text = json.loads((folder / folders.CONFIG).read_text())["model_cfg"]["text_cfg"]
         assert text["hf_tokenizer_name"] == "me/mine", "where OpenCLIP looks for it"
-        assert (
-            transformers.AutoProcessor.from_pretrained(folder).tokenizer("A, b")["input_ids"]
-            == (processor.tokenizer("a b")["input_ids"])
-        )
+        saved = transformers.AutoProcessor.from_pretrained(folder)
+        assert saved.tokenizer("A, b")["input_ids"] == processor.tokenizer("a b")["input_ids"]
     card, printed = (out / "README.md").read_text(), capsys.readouterr().out
     (compared,) = re.findall(r"saved formats \| transformers and OpenCLIP. (The embeddings .*) \|", card)
     assert compared in printed
@@ -143,8 +126,7 @@ def test_formats_that_could_not_be_saved_are_refused_before_the_training(tmp_pat
 def test_adapters_of_a_model_in_the_other_format_are_merged_or_refused(pairs, tmp_path, capsys):
     source = folder_of("CLIP", tmp_path / "theirs")
     words = ["train", "--model", source, "--dataset", pairs, *WORDS, "--max_steps", 1, "--lora_rank", 2]
-    assert "Write it in the other format first with `infcl convert`, or pass --lora_merge" in mistake(
-        capsys, *words, "--output_dir", tmp_path / "adapter"
-    )
+    line = mistake(capsys, *words, "--output_dir", tmp_path / "adapter")
+    assert "Write it in the other format first with `infcl convert`, or pass --lora_merge" in line
     infcl(*words, "--output_dir", tmp_path / "merged", "--lora_merge")
     assert isinstance(transformers.AutoModel.from_pretrained(tmp_path / "merged"), transformers.CLIPModel)

@@ -34,6 +34,14 @@ CELLS = [
     ("softmax", "replay", 2),
     ("sigmoid", "replay own", 4),
 ]
+CELLS += [(*cell, {"texts_at_once": 2}) for cell in CELLS if cell[2] > 2]
+CELLS += [(objective, "lora", 2) for objective in MODELS]
+OPTIONS = [
+    {"retain_graphs": "3"},
+    {"gradient_checkpointing": True},
+    {"fsdp_config": {"activation_checkpointing": True}},
+]
+CELLS += [(objective, "plain", 4, options) for options in OPTIONS for objective in MODELS]
 
 
 class PlainNames(Gradients):
@@ -43,32 +51,10 @@ class PlainNames(Gradients):
         self.seen = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in self.seen.items()}
 
 
-def check_fsdp(fresh_ranks: Any, backend: str, cells: list[tuple], **options: Any) -> None:
-    bounds = {"tolerance": 5e-5, "floor": 1e-6} if backend == "nccl" else {}
-    options |= {"use_cpu": False, "fsdp": True, "gradients": PlainNames}
-    check(fresh_ranks, 2, cells, options, backend=backend, **bounds)
-
-
 def test_gradients_equal_one_process_with_the_whole_batch(fresh_ranks, backend):
-    check_fsdp(fresh_ranks, backend, CELLS)
-
-
-def test_texts_of_several_micro_batches_may_be_encoded_together(fresh_ranks, backend):
-    check_fsdp(fresh_ranks, backend, [cell for cell in CELLS if cell[2] > 2], texts_at_once=2)
-
-
-def test_adapters_gradients_equal_one_process(fresh_ranks, backend):
-    pytest.importorskip("peft")
-    check_fsdp(fresh_ranks, backend, [(objective, "lora", 2) for objective in MODELS])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"retain_graphs": "3"}, {"gradient_checkpointing": True}, {"fsdp_config": {"activation_checkpointing": True}}],
-    ids=["retain", "checkpointing", "fsdp-checkpointing"],
-)
-def test_options_do_not_change_gradients(fresh_ranks, backend, options):
-    check_fsdp(fresh_ranks, backend, [(objective, "plain", 4) for objective in MODELS], **options)
+    bounds = {"tolerance": 5e-5, "floor": 1e-6} if backend == "nccl" else {}
+    options = {"use_cpu": False, "fsdp": True, "gradients": PlainNames}
+    check(fresh_ranks, 2, CELLS, options, backend=backend, **bounds)
 
 
 PATCHES = {"patch_dropout": 0.5, "full_tokens_last": 0.25}
@@ -97,19 +83,22 @@ def test_steps_are_those_of_ddp(fresh_ranks, ranks, tmp_path, backend, options):
 
 
 def rank_checkpoint(rank: int, world_size: int, folder: str, name: str) -> float:
-    trainer = trainer_for(
-        f"{folder}/{name}",
-        getattr(models, name)(),
-        models.Pairs(64),
-        use_cpu=False,
-        fsdp=True,
-        learning_rate=1e-2,
-        max_steps=4,
-        save_strategy="steps",
-        save_steps=2,
-        eval_dataset=models.Pairs(13),
-    )
-    trainer.train()
+    """Trains without and with evaluations and checkpoints, which change nothing."""
+    losses = []
+    for strategy in ("no", "steps"):
+        options = {
+            "use_cpu": False,
+            "fsdp": True,
+            "learning_rate": 1e-2,
+            "max_steps": 4,
+            "eval_dataset": models.Pairs(13),
+        }
+        options |= {"eval_strategy": strategy, "eval_steps": 1, "save_strategy": strategy, "save_steps": 2}
+        trainer = trainer_for(f"{folder}/{name}", getattr(models, name)(), models.Pairs(64), **options)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
     trainer.save_model(f"{folder}/{name}/last")
     return trainer.evaluate()["eval_loss"]
 
@@ -118,24 +107,6 @@ def rank_evaluate(rank: int, world_size: int, folder: str) -> float:
     model = AutoModel.from_pretrained(f"{folder}/last")
     trainer = trainer_for(f"{folder}/plain", model, eval_dataset=models.Pairs(13), use_cpu=False)
     return trainer.evaluate()["eval_loss"]
-
-
-def rank_evaluated(rank: int, world_size: int, folder: str, name: str) -> None:
-    losses = []
-    for strategy in ("no", "steps"):
-        options = {"use_cpu": False, "fsdp": True, "max_steps": 3, "eval_strategy": strategy, "eval_steps": 1}
-        trainer = trainer_for(
-            folder, getattr(models, name)(), models.Pairs(64), eval_dataset=models.Pairs(9), **options
-        )
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(losses[0]) == 3
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("name", ["clip", "siglip"])
-def test_evaluations_during_training_change_nothing(fresh_ranks, tmp_path, backend, name):
-    fresh_ranks.run(rank_evaluated, 2, str(tmp_path), name, backend=backend, always_ring=True)
 
 
 @on_ranks(2, fresh=True)
@@ -150,7 +121,7 @@ def test_the_temperature_alone_and_a_model_of_one_s_own_are_refused(rank, world_
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
-def test_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend, name):
+def test_evaluations_change_nothing_and_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend, name):
     expected, other = fresh_ranks.run(rank_checkpoint, 2, str(tmp_path), name, backend=backend, always_ring=True)
     assert expected == other
     fresh = getattr(models, name)(seed=3)
@@ -190,27 +161,24 @@ def rank_resume(rank: int, world_size: int, folder: str, shards: str = "") -> li
     ]
     assert all(torch.equal(now, before) for now, before in zip(weights(resumed), expected, strict=True))
     resumed.save_model(f"{folder}/last")
-    return sorted(json.loads(Path(folder, "checkpoint-4", MANIFEST_NAME).read_text())["files"])
-
-
-def rank_damaged(rank: int, world_size: int, folder: str, name: str) -> None:
-    trainer = trainer_for(folder, use_cpu=False, **SHARDED, max_steps=4)
-    with pytest.raises(ValueError, match=f"cannot be resumed from: .*{name} has changed"):
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+    files = sorted(json.loads(Path(folder, "checkpoint-4", MANIFEST_NAME).read_text())["files"])
+    shard = next(name for name in files if name.endswith("__1_0.distcp"))
+    torch.distributed.barrier()
+    if rank == 0:
+        path = Path(folder, "checkpoint-4", shard)
+        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    torch.distributed.barrier()
+    with pytest.raises(ValueError, match=f"cannot be resumed from: .*{shard} has changed"):
+        run(seed=5).train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+    return files
 
 
 def test_a_checkpoint_holds_every_rank_s_files_and_goes_on(fresh_ranks, tmp_path, backend):
     files, _ = fresh_ranks.run(rank_resume, 2, str(tmp_path), backend=backend, always_ring=True)
-    shard = next(name for name in files if name.endswith("__1_0.distcp"))
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)
     model, info = models.tf.CLIPModel.from_pretrained(tmp_path / "last", output_loading_info=True)
     assert not info["missing_keys"], "the model that is saved at the end is whole"
     assert same_of_open_clip(tmp_path / "last", model)
-    path = tmp_path / "checkpoint-4" / shard
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    fresh_ranks.run(rank_damaged, 2, str(tmp_path), shard, backend=backend)
 
 
 def test_a_stream_goes_on_where_it_was_interrupted(fresh_ranks, tmp_path, backend):

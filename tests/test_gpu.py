@@ -11,7 +11,7 @@ import transformers
 from helpers import models
 from helpers.evaluation import LabelledImages, labelled
 from helpers.parity import MODELS, VARIANTS, Gradients, check
-from helpers.processes import without_tf32
+from helpers.processes import on_ranks, without_tf32
 from helpers.trainers import parameters, trainer_for
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,16 +25,12 @@ CELLS = [(objective, variant, steps) for objective in MODELS for variant in (*VA
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_fp32_gradients_equal_one_process(ranks, world_size, backend):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
     check(ranks, world_size, CELLS, {"use_cpu": False, "backend": backend}, backend="nccl", tolerance=5e-5, floor=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
     options = {"use_cpu": False, "bf16": True, "backend": backend}
     cells = [cell for cell in CELLS if cell[1] != "dropout"]  # attention draws different masks in bf16 than in fp32
     check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
@@ -42,8 +38,6 @@ def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bf16_activations_are_within_the_same_rounding(ranks, world_size):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
     options = {"use_cpu": False, "bf16": True, "bf16_activations": True}
     cells = [cell for cell in CELLS if cell[1] not in ("dropout", "patches")]
     check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
@@ -67,8 +61,6 @@ def test_options_do_not_change_gradients(ranks, options):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "ring"])
 def test_every_strategy_gives_the_same_gradients(ranks, strategy, precision):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     bounds = {"tolerance": 5e-5, "floor": 1e-6} if precision == "fp32" else {"tolerance": 0.05, "floor": 5e-3}
     cells = [(objective, variant, 2) for objective in MODELS for variant in ("pair_ids", "frozen image")]
     options = {"use_cpu": False, "strategy": strategy, "bf16": precision == "bf16"}
@@ -84,8 +76,6 @@ class Unscaled(Gradients):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_fp16_gradients_are_within_its_rounding(ranks, world_size):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
     cells = [cell for cell in CELLS if cell[1] != "dropout"]
     options = {"use_cpu": False, "fp16": True, "gradients": Unscaled}
     check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
@@ -94,20 +84,6 @@ def test_fp16_gradients_are_within_its_rounding(ranks, world_size):
 class WithoutTF32(Gradients):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         without_tf32()
-
-
-def rank_compile(rank: int, world_size: int, folder: str, objective: str, options: dict[str, Any]) -> None:
-    found = []
-    for compiled in (False, True):
-        seen = WithoutTF32()
-        settings = {"max_steps": 1, "max_grad_norm": 0.0, "use_cpu": False, "torch_compile": compiled, **options}
-        trainer_for(folder, MODELS[objective](), callbacks=[seen], **settings).train()
-        found.append({name.replace("_orig_mod.", ""): gradient for name, gradient in seen.seen.items()})
-    plain, other = found
-    assert plain.keys() == other.keys()
-    whole = torch.stack([g.norm() for g in plain.values()]).norm()
-    for name, gradient in plain.items():
-        assert (other[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6 * whole, name
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -120,20 +96,28 @@ def rank_compile(rank: int, world_size: int, folder: str, objective: str, option
     ],
     ids=str,
 )
-def test_compiled_gradients_are_the_same(ranks, tmp_path, world_size, objective, options):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
-    ranks.run(
-        rank_compile, world_size, str(tmp_path), objective, options, backend="nccl", timeout=300, always_ring=True
-    )
+@on_ranks(backend="nccl", timeout=300, always_ring=True)
+def test_compiled_gradients_are_the_same(rank, world_size, tmp_path, objective, options):
+    found = []
+    for compiled in (False, True):
+        seen = WithoutTF32()
+        settings = {"max_steps": 1, "max_grad_norm": 0.0, "use_cpu": False, "torch_compile": compiled, **options}
+        trainer_for(tmp_path, MODELS[objective](), callbacks=[seen], **settings).train()
+        found.append({name.replace("_orig_mod.", ""): gradient for name, gradient in seen.seen.items()})
+    plain, other = found
+    assert plain.keys() == other.keys()
+    whole = torch.stack([g.norm() for g in plain.values()]).norm()
+    for name, gradient in plain.items():
+        assert (other[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6 * whole, name
 
 
-def rank_replays(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(1, backend="nccl", timeout=300)
+def test_cuda_graphs_of_the_compiler_train_windows_of_one_micro_batch(rank, world_size, tmp_path):
     """In the first window CUDA graphs are prepared, in the second recorded, and from the third on replayed."""
     ends = []
     options = {"optim": "sgd", "learning_rate": 1e-2, "max_steps": 6, "gradient_accumulation_steps": 1}
     for mode in (None, "reduce-overhead"):
-        trainer = trainer_for(folder, callbacks=[WithoutTF32()], use_cpu=False, torch_compile_mode=mode, **options)
+        trainer = trainer_for(tmp_path, callbacks=[WithoutTF32()], use_cpu=False, torch_compile_mode=mode, **options)
         start = parameters(trainer)
         trainer.train()
         ends.append(parameters(trainer) - start)
@@ -141,17 +125,14 @@ def rank_replays(rank: int, world_size: int, folder: str) -> None:
     assert (replayed - plain).norm() <= 1e-3 * plain.norm()
 
 
-def test_cuda_graphs_of_the_compiler_train_windows_of_one_micro_batch(ranks, tmp_path):
-    """With several micro-batches they are refused."""
-    ranks.run(rank_replays, 1, str(tmp_path), backend="nccl", timeout=300)
-
-
-def rank_muon(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(backend="nccl")
+def test_muon_trains_alike_in_every_precision(rank, world_size, tmp_path):
     """Muon's updates amplify the rounding of small gradients, so that they agree in their direction only."""
     changes = []
     options = {"optimizer": "muon", "learning_rate": 1e-3, "max_steps": 4, "use_cpu": False}
     for precision in ({}, {"bf16": True}, {"fp16": True}):
-        trainer = trainer_for(folder, None, models.Pairs(64 * world_size), **options, **precision)
+        trainer = trainer_for(tmp_path, None, models.Pairs(64 * world_size), **options, **precision)
         if precision.get("fp16"):
             trainer.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=512.0)  # which overflows nothing
         start = parameters(trainer)
@@ -164,13 +145,6 @@ def rank_muon(rank: int, world_size: int, folder: str) -> None:
         assert cosine > 0.7
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_muon_trains_alike_in_every_precision(ranks, tmp_path, world_size):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
-    ranks.run(rank_muon, world_size, str(tmp_path), backend="nccl")
-
-
 class AfterTrials(transformers.TrainerCallback):
     """Forgets the forwards that were tried before the training."""
 
@@ -181,7 +155,9 @@ class AfterTrials(transformers.TrainerCallback):
         self._forwards.clear()
 
 
-def rank_auto(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(backend="nccl", always_ring=True)
+def test_auto_keeps_the_graphs_that_fit(rank, world_size, tmp_path):
     """The parameters after four windows, in which "auto" retains all graphs, having found that they fit."""
     options = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 4, "use_cpu": False}
     options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "texts_at_once": 1}
@@ -189,7 +165,7 @@ def rank_auto(rank: int, world_size: int, folder: str) -> None:
     for retain in ("1", "auto"):
         model, runs = models.clip(dropout=0.3), []
         model.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
-        trainer = trainer_for(folder, model, models.Pairs(32 * world_size), retain_graphs=retain, **options)
+        trainer = trainer_for(tmp_path, model, models.Pairs(32 * world_size), retain_graphs=retain, **options)
         trainer.add_callback(AfterTrials(runs))
         start = parameters(trainer)
         trainer.train()
@@ -201,20 +177,13 @@ def rank_auto(rank: int, world_size: int, folder: str) -> None:
     assert (ends[0] - ends[1]).norm() <= 1e-4 * (ends[0] - start).norm()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_auto_keeps_the_graphs_that_fit(ranks, tmp_path, world_size):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
-    ranks.run(rank_auto, world_size, str(tmp_path), backend="nccl", always_ring=True)
-
-
 class PeakOfLastStep(transformers.TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == state.max_steps - 1:
             torch.cuda.reset_peak_memory_stats()
 
 
-def peak_gib(folder: str, micro_batches: int, *, only_last: bool = False, **options: Any) -> float:
+def peak_gib(folder: Any, micro_batches: int, *, only_last: bool = False, **options: Any) -> float:
     """The peak memory of all steps, or of the last one, of a model with large activations, weights included."""
     torch.manual_seed(0)
     layers = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -235,43 +204,33 @@ def peak_gib(folder: str, micro_batches: int, *, only_last: bool = False, **opti
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def rank_memory(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
-    one = peak_gib(folder, 1, **options)
-    both = peak_gib(folder, 4, retain_graphs="2", **options)
-    assert both > 1.4 * one, "activations are too small beside the rest: the test says nothing"
-    four = peak_gib(folder, 4, **options)
-    assert four <= 1.1 * one, f"{four:.2f} GiB for four micro-batches, {one:.2f} for one, {both:.2f} with two graphs"
-
-
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_window_takes_the_memory_of_one_micro_batch(ranks, tmp_path, compiled, offload):
+@on_ranks(1, backend="nccl", timeout=300)  # launched, because a process that sees several GPUs is refused
+def test_a_window_takes_the_memory_of_one_micro_batch(rank, world_size, tmp_path, compiled, offload):
     options = {"torch_compile": compiled, "offload_inputs": offload}
-    # In a launched process, because a process that sees several GPUs is refused.
-    ranks.run(rank_memory, 1, str(tmp_path), options, backend="nccl", timeout=300)
-
-
-def rank_growing(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
-    constant = peak_gib(folder, 4, only_last=True, **options)
-    schedule = [f"{256 * world_size}:0.25", str(1024 * world_size)]
-    grows = {**options, "global_batch_schedule": schedule, "max_steps": 7}  # four steps, then three
-    grown = peak_gib(folder, 1, only_last=True, **grows)
-    assert grown <= 1.02 * constant, f"{grown:.3f} GiB after the batch has grown, {constant:.3f} without smaller ones"
+    one = peak_gib(tmp_path, 1, **options)
+    both = peak_gib(tmp_path, 4, retain_graphs="2", **options)
+    assert both > 1.4 * one, "activations are too small beside the rest: the test says nothing"
+    four = peak_gib(tmp_path, 4, **options)
+    assert four <= 1.1 * one, f"{four:.2f} GiB for four micro-batches, {one:.2f} for one, {both:.2f} with two graphs"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_memory_of_smaller_batches_is_kept(ranks, tmp_path, compiled, world_size):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
-    options = {"torch_compile": compiled}
-    ranks.run(rank_growing, world_size, str(tmp_path), options, backend="nccl", timeout=300)
+@on_ranks(backend="nccl", timeout=300)
+def test_no_memory_of_smaller_batches_is_kept(rank, world_size, tmp_path, compiled):
+    constant = peak_gib(tmp_path, 4, only_last=True, torch_compile=compiled)
+    schedule = [f"{256 * world_size}:0.25", str(1024 * world_size)]
+    grows = {"global_batch_schedule": schedule, "max_steps": 7}  # four steps, then three
+    grown = peak_gib(tmp_path, 1, only_last=True, torch_compile=compiled, **grows)
+    assert grown <= 1.02 * constant, f"{grown:.3f} GiB after the batch has grown, {constant:.3f} without smaller ones"
 
 
 # ---- Micro-batches that are found ----
 
 
-def large_trainer(folder: str, size: int, **options: Any) -> Any:
+def large_trainer(folder: Any, size: int, **options: Any) -> Any:
     """A CLIP whose micro-batch of 256 takes about 5 GiB, and a global batch that is not divided yet."""
     torch.manual_seed(0)
     layers = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
@@ -305,8 +264,10 @@ class Hog(transformers.TrainerCallback):
             self.taken = torch.empty(max(0, free - int(0.6 * needed)), dtype=torch.uint8, device="cuda")
 
 
-def rank_search(rank: int, world_size: int, folder: str) -> None:
-    trainer = large_trainer(folder, 2048 * world_size, callbacks=[Hog()])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(backend="nccl")
+def test_micro_batches_are_found_and_halved_when_memory_runs_out(rank, world_size, tmp_path):
+    trainer = large_trainer(tmp_path, 2048 * world_size, callbacks=[Hog()])
     trainer.train()
     args, total = trainer.args, torch.cuda.get_device_properties(0).total_memory
     division = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -318,14 +279,8 @@ def rank_search(rank: int, world_size: int, folder: str) -> None:
     assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_micro_batches_are_found_and_halved_when_memory_runs_out(ranks, tmp_path, world_size):
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
-    ranks.run(rank_search, world_size, str(tmp_path), backend="nccl", timeout=120)
-
-
-def rank_little_memory(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(1, backend="nccl")
+def test_what_is_found_fits_and_trains_as_what_is_given(rank, world_size, tmp_path):
     """With a quarter of the memory fewer graphs fit; the losses are those of options that are given."""
     losses = []
     gc.collect()
@@ -333,7 +288,7 @@ def rank_little_memory(rank: int, world_size: int, folder: str) -> None:
     torch.cuda.set_per_process_memory_fraction(0.25)
     try:
         for options in ({}, {"per_device_train_batch_size": 128, "retain_graphs": "1", "texts_at_once": 1}):
-            trainer = large_trainer(folder, 1024, max_steps=2, **options)
+            trainer = large_trainer(tmp_path, 1024, max_steps=2, **options)
             trainer.train()
             losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
             assert trainer.args.largest_micro_batch is None, "what was found fits in all steps"
@@ -343,10 +298,6 @@ def rank_little_memory(rank: int, world_size: int, folder: str) -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
-
-
-def test_what_is_found_fits_and_trains_as_what_is_given(ranks, tmp_path):
-    ranks.run(rank_little_memory, 1, str(tmp_path), backend="nccl", timeout=120)
 
 
 def waits_of_evaluation(rank: int, world_size: int, folder: str, rows: int) -> int:

@@ -117,36 +117,23 @@ def test_sizes_that_do_not_grow_are_refused(tmp_path, words):
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "message"),
+    ("build", "schedule", "options", "message"),
     [
+        (models.clip, "12:0.5 16", {}, "12 in image_size_schedule is no multiple of the patches"),
+        (models.clip, "8:0.5 24", {}, r"ends with 24, and the model is of 16 .* image_size=24"),
+        (models.clip, "8:0.5 24", {"image_size": 32}, "ends with 24, and image_size is 32"),
         (
-            models.clip,
-            {"image_size_schedule": ["12:0.5", "16"]},
-            "12 in image_size_schedule is no multiple of the patches",
-        ),
-        (
-            models.clip,
-            {"image_size_schedule": ["8:0.5", "24"]},
-            r"ends with 24, and the model is of 16 .* image_size=24",
-        ),
-        (models.clip, {"image_size_schedule": ["8:0.5", "24"], "image_size": 32}, "ends with 24, and image_size is 32"),
-        (
-            models.clip,
-            {"image_size_schedule": ["8:0.5", "16"], "freeze": "image", "cache_features": "features"},
+            *(models.clip, "8:0.5 16", {"freeze": "image", "cache_features": "features"}),
             "cache_features keeps the features of images of one size",
         ),
-        (
-            models.BUILD["aimv2"],
-            {"image_size_schedule": ["8:0.5", "16"]},
-            r"\(type 'aimv2_vision_model'\) does not offer",
-        ),
-        (models.BUILD["siglip2"], {"image_size_schedule": ["8:0.5", "16"]}, "takes images of any size"),
-        (models.two_towers, {"image_size_schedule": ["8:0.5", "16"]}, "cannot be interpolated"),
+        (models.BUILD["aimv2"], "8:0.5 16", {}, r"\(type 'aimv2_vision_model'\) does not offer"),
+        (models.BUILD["siglip2"], "8:0.5 16", {}, "takes images of any size"),
+        (models.two_towers, "8:0.5 16", {}, "cannot be interpolated"),
     ],
 )
-def test_trainings_that_cannot_have_several_sizes_are_refused(tmp_path, build, options, message):
+def test_trainings_that_cannot_have_several_sizes_are_refused(tmp_path, build, schedule, options, message):
     with pytest.raises(ValueError, match=message):
-        trainer_for(tmp_path, build(), **options)
+        trainer_for(tmp_path, build(), image_size_schedule=schedule.split(), **options)
 
 
 # ---- Towers ----

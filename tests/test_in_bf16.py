@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from helpers import models
 from helpers.numerics import relative_error
 from helpers.parity import MODELS, Gradients, check
+from helpers.processes import on_ranks
 from helpers.trainers import parameters, trainer_for
 from test_model_types import KINDS
 from torch import Tensor, nn
@@ -85,31 +86,28 @@ def test_updates_smaller_than_the_rounding_of_bf16_add_up(tmp_path, options):
     assert (change > 0).float().mean() > 0.9
 
 
-def rank_compiled(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_compiled_gradients_are_the_same(rank, world_size, tmp_path):
     data, breaks, found = models.Pairs(16 * world_size), [], []
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     under_autocast = {**compiled, "bf16_activations": False, "torch_compile_backend": "eager"}
     for options in (under_autocast, compiled):
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
-        found.append(gradients(folder, data=data, **options))
+        found.append(gradients(tmp_path, data=data, **options))
         breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
     assert breaks[1] == breaks[0], "those of DDP"
-    eager = gradients(folder, data=data)
+    eager = gradients(tmp_path, data=data)
     compiled = {name.replace("_orig_mod.", ""): gradient for name, gradient in found[1].items()}
     in_layers = models.clip()
     for layer in (*in_layers.vision_model.encoder.layers, *in_layers.text_model.encoder.layers):
         layer.compile(backend="aot_eager", fullgraph=True)
-    by_layer = gradients(folder, in_layers, data)
+    by_layer = gradients(tmp_path, in_layers, data)
     assert eager.keys() == compiled.keys() == by_layer.keys()
     for name, gradient in eager.items():
         assert relative_error(compiled[name], gradient) < 1e-3, name
         assert relative_error(by_layer[name], gradient) < 1e-3, name
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_compiled_gradients_are_the_same(ranks, tmp_path, world_size):
-    ranks.run(rank_compiled, world_size, str(tmp_path))
 
 
 def test_cached_features_of_a_frozen_tower_are_rounded():

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import yaml
 from filelock import FileLock
 
@@ -96,3 +97,24 @@ def run(*words: Any) -> str:
 def accelerate(config: str) -> list[Any]:
     """The words of `accelerate launch` with one of scripts/configs, for two processes."""
     return ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml", "--main_process_port", 0]
+
+
+def accelerate_launch(*words: Any) -> None:
+    """Runs `accelerate launch` in this process, which `alone` has started, with forks in place of new interpreters."""
+    from accelerate.commands import launch
+    from torch.distributed import run as torchrun
+    from torch.distributed.launcher.api import elastic_launch
+
+    def forked(args: Any) -> None:
+        config, _, _ = torchrun.config_from_args(args)
+        config.start_method = "spawn" if torch.cuda.is_available() else "fork"
+        elastic_launch(config, run_module)(args.training_script, *args.training_script_args)
+
+    with mock.patch.object(torchrun, "run", forked):
+        launch.launch_command(launch.launch_command_parser().parse_args([str(word) for word in words]))
+
+
+def run_module(name: str, *words: str) -> None:
+    """Runs a module as `python -m` does, in this process, which a launcher has started."""
+    with without_os_exit(), mock.patch.object(sys, "argv", [name, *words]):
+        runpy.run_module(name, run_name="__main__", alter_sys=True)

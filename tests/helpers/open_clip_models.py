@@ -156,6 +156,11 @@ if __name__ == "__main__":
     main()
 
 
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def same_of_open_clip(folder: Path, model: Any) -> bool:
     """Whether OpenCLIP's files in a folder have the weights of a model, but for positions that no text reaches."""
     seen, processor = load_open_clip(folder)

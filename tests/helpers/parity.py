@@ -203,8 +203,8 @@ def train(objective: str, variant: str, world_size: int, steps: int, **overrides
 
 def rank_gradients(rank: int, world_size: int, cells: list[tuple], overrides: dict[str, Any]) -> list[Any]:
     results = []
-    for objective, variant, steps in cells:
-        trainer = train(objective, variant, world_size, steps, **overrides)
+    for objective, variant, steps, *own in cells:
+        trainer = train(objective, variant, world_size, steps, **overrides | dict(*own))
         callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Gradients))
         gradients = {name: gradient.cpu() for name, gradient in callback.seen.items()}
         results.append((trainer.state.log_history[0], gradients, trainer.draws.states))
@@ -283,12 +283,13 @@ def check(
 ) -> None:
     """Compares every rank's loss and gradients in every cell with those of one process.
 
+    A cell is an objective, a variant, a number of micro-batches and, if it has some, options of its own.
     The error of a tensor may be ``tolerance`` times its norm plus ``floor`` times the norm of the whole gradient.
     """
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     by_rank = ranks.run(rank_gradients, world_size, cells, overrides, backend=backend, always_ring=True)
     for cell, results in zip(cells, zip(*by_rank, strict=True), strict=True):
-        objective, variant, _ = cell
+        objective, variant, *_ = cell
         draws = {key: state for _, _, states in results for key, state in states.items()}
         loss, expected = truth(objective, variant, draws, device)
         whole = torch.stack([g.norm() for g in expected.values()]).norm()

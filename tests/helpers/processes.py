@@ -16,6 +16,7 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -80,7 +81,10 @@ class Ranks:
 
         Raises:
             AssertionError: the function raised an error on some ranks; the message contains their tracebacks.
+            pytest.skip.Exception: there are fewer GPUs than ranks with "nccl".
         """
+        if backend == "nccl" and torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} GPUs")
         while len(self._processes) < world_size:
             parent, child = context().Pipe()
             process = context().Process(target=_serve, args=(child,), daemon=True)
