@@ -98,18 +98,11 @@ def test_processes_have_different_pairs_and_the_same_weights(ranks, tmp_path):
 
 
 def rank_resumes(rank, world_size, folder, output, workers=0):
-    for stop, options in (
-        (3, {"dataloader_num_workers": workers}),
-        (6, {"offload_inputs": True}),
-        (
-            4,
-            {
-                "stream": stream_of(folder, samples_per_epoch=35),
-                "max_steps": -1,
-                "num_train_epochs": 9 / 4 * world_size,
-            },
-        ),
-    ):
+    epochs = {"stream": stream_of(folder, samples_per_epoch=35), "num_train_epochs": 9 / 4 * world_size}
+    cases = [(3, {}), (6, {"offload_inputs": True}), (4, {**epochs, "max_steps": -1})]
+    if workers:
+        cases = [(3, {"dataloader_num_workers": workers})]
+    for stop, options in cases:
         stop_options = {**options, "save_steps": stop}
         whole = train(folder, output, 9, f"whole-{rank}", save_strategy="no", **options)
         train(folder, output, 9, f"parts-{rank}", callbacks=[StopAt(stop)], **stop_options)

@@ -78,8 +78,9 @@ class Draws(TrainerCallback):
         self._watches = not of_training
         self.states: dict[bytes, list[Tensor]] = {}
         self._embeds: dict[bytes, tuple[Tensor, Tensor]] = {}
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after, with_kwargs=True)
+        before, after = map(torch.compiler.disable, (self._before, self._after))  # of a compiled model as well
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_hook(after, with_kwargs=True)
 
     @staticmethod
     def _key(kwargs: dict[str, Any]) -> bytes:
