@@ -68,8 +68,6 @@ def averaged(seen: list[list[Tensor]], decay: float) -> list[Tensor]:
 def rank_average(rank: int, world_size: int, folder: str, wrapper: str) -> None:
     """The model ends with the average of all steps; evaluations and saves in between do not change the training."""
     options = WRAPPERS[wrapper]
-    if wrapper == "zero":  # transformers takes bf16 for a matter of GPUs, but DeepSpeed does not
-        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     plain, watched = Weights(), Weights()
     trainer_of(
         f"{folder}/plain", plain, **{**options, "ema_decay": None, "ema_device": None, "save_strategy": "no"}
@@ -102,17 +100,6 @@ def rank_average(rank: int, world_size: int, folder: str, wrapper: str) -> None:
     for before, now in zip(watched.seen[2:], again.seen, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(last, whole(resumed.model), strict=True))
-
-
-@pytest.mark.parametrize("wrapper", wrapped(WRAPPERS))
-def test_the_average_is_that_of_the_definition_and_resumed_to_the_bit(request, tmp_path, wrapper, backend):
-    groups = request.getfixturevalue("ranks" if wrapper in ("ddp", "muon") else "fresh_ranks")
-    groups.run(rank_average, 2, str(tmp_path), wrapper, backend=backend, always_ring=True)
-    saved = models.tf.CLIPModel.from_pretrained(tmp_path / "last")
-    checkpoint = (
-        models.tf.CLIPModel.from_pretrained(tmp_path / "whole/checkpoint-4") if wrapper != "fsdp shards" else saved
-    )
-    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), checkpoint.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("changes", [{}, {"freeze": "image"}, {"load_best_model_at_end": True}])
@@ -184,8 +171,6 @@ def test_a_roll_back_restores_the_trained_weights_and_the_average(tmp_path, spli
 def rank_off_and_on(rank: int, world_size: int, folder: str, wrapper: str) -> None:
     """An average that ends leaves the weights that were trained, and a later one begins with these."""
     options = {**WRAPPERS[wrapper], "max_steps": 6, "save_steps": 2, "lr_scheduler_type": "constant"}
-    if wrapper == "zero":
-        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     off = {**options, "ema_decay": None, "ema_device": None}
     plain, before, between, after = (Weights() for _ in range(4))
     trainer_of(f"{folder}/plain", plain, **{**off, "save_strategy": "no"}).train()
@@ -203,12 +188,24 @@ def rank_off_and_on(rank: int, world_size: int, folder: str, wrapper: str) -> No
         torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def rank_both(rank: int, world_size: int, folder: str, wrapper: str) -> None:
+    if wrapper == "zero":  # transformers takes bf16 for a matter of GPUs, but DeepSpeed does not
+        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    rank_average(rank, world_size, folder, wrapper)
+    rank_off_and_on(rank, world_size, f"{folder}/off and on", wrapper)
+
+
 @pytest.mark.parametrize("wrapper", wrapped(WRAPPERS))
-def test_an_average_that_ends_leaves_the_trained_weights_and_a_later_one_begins_with_them(
+def test_the_average_is_that_of_the_definition_resumes_to_the_bit_and_leaves_the_trained_weights_when_it_ends(
     request, tmp_path, wrapper, backend
 ):
     groups = request.getfixturevalue("ranks" if wrapper in ("ddp", "muon") else "fresh_ranks")
-    groups.run(rank_off_and_on, 2, str(tmp_path), wrapper, backend=backend, always_ring=True)
+    groups.run(rank_both, 2, str(tmp_path), wrapper, backend=backend, always_ring=True)
+    saved = models.tf.CLIPModel.from_pretrained(tmp_path / "last")
+    checkpoint = (
+        models.tf.CLIPModel.from_pretrained(tmp_path / "whole/checkpoint-4") if wrapper != "fsdp shards" else saved
+    )
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), checkpoint.parameters(), strict=True))
 
 
 def test_an_average_that_an_earlier_version_left_in_a_checkpoint_is_not_used(tmp_path, monkeypatch):

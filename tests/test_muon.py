@@ -136,18 +136,6 @@ def test_the_command_prints_the_groups_and_its_card_names_them(small, tmp_path, 
 # ---- Resuming, other numbers of processes ----
 
 
-def test_a_stopped_training_goes_on_to_the_bit(tmp_path):
-    options = {**MUON, **SAVING}
-    whole = trainer_for(tmp_path / "whole", models.clip(0.3), **options)
-    whole.train()
-    stopped = trainer_for(tmp_path / "stopped", models.clip(0.3), **options, callbacks=[StopAt(2)])
-    stopped.train()
-    resumed = trainer_for(tmp_path / "stopped", models.clip(0.3, seed=7), **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.steps_trained == 2
-    assert torch.equal(parameters(resumed), parameters(whole))
-
-
 @pytest.mark.parametrize("first", [{}, MUON], ids=["from-adamw", "from-muon"])
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, first):
     options = {**first, **SAVING, "max_steps": 2}
