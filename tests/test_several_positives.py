@@ -1,6 +1,5 @@
 """`contrastive_loss` with ids of images and texts, and with negative texts: losses and gradients as defined."""
 
-import functools
 import itertools
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from hf_infcl import contrastive_loss, kernels, reference
 from hf_infcl.kernels import torch_backend
 from hf_infcl.loss.strategies import STRATEGIES
 
-WIDTH, BIAS = 24, -3.0
+WIDTH = 24
 
 
 def embeddings(rows: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -68,22 +67,15 @@ def batch(kind: str, world_size: int, n: int, dtype: torch.dtype = torch.float64
     return [{name: part[rank] for name, part in parts.items()} for rank in range(world_size)]
 
 
-@functools.cache
-def truth_of(
-    kind: str, objective: str, world_size: int, n: int, scale: float, dtype: torch.dtype
-) -> tuple[list[dict[str, Any]], Tensor, dict[str, Tensor]]:
-    """The arguments of each rank, and in float64 the loss and the gradients of the whole batch."""
-    arguments = batch(kind, world_size, n, dtype)
-    whole = {name: torch.cat([part[name] for part in arguments]) for name in arguments[0]}
-    whole = {name: t.double() if t.is_floating_point() else t for name, t in whole.items()}
-    return arguments, *run(whole, scale, BIAS, objective=objective, loss_of=reference.contrastive_loss)
-
-
 def rank_contract(rank: int, world_size: int, cases: list[tuple]) -> None:
     """Like `rank_contract` of test_contrastive.py: the mean gradient over the ranks is that of the whole batch."""
     for kind, objective, strategy, n, scale, dtype in cases:
-        arguments, truth, expected = truth_of(kind, objective, world_size, n, scale, dtype)
-        loss, gradients = run(arguments[rank], scale, BIAS, objective=objective, strategy=strategy)
+        arguments = batch(kind, world_size, n, dtype)
+        whole = {name: torch.cat([part[name] for part in arguments]) for name in arguments[0]}
+        whole = {name: t.double() if t.is_floating_point() else t for name, t in whole.items()}
+        bias = -3.0
+        truth, expected = run(whole, scale, bias, objective=objective, loss_of=reference.contrastive_loss)
+        loss, gradients = run(arguments[rank], scale, bias, objective=objective, strategy=strategy)
         where = (kind, objective, strategy, n, scale, dtype, rank, world_size)
         tolerance = (1e-5 if dtype == torch.float32 else 1e-13) * max(1, scale / 10)
         assert relative_error(loss, truth) < tolerance, where
