@@ -1,5 +1,6 @@
 """What holds for all tests. Their fixtures are in helpers/fixtures.py."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
@@ -16,4 +17,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Imports the fixtures, but not into the process that only deals the tests out to others: they take seconds."""
     deals_out = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
     if not deals_out:
+        gc.disable()  # a third of the imports and of the collection of the tests would be searches for garbage
         config.pluginmanager.import_plugin("helpers.fixtures")
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()

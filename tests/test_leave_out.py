@@ -1,7 +1,5 @@
 """`leave_out` finds pairs that do not belong together, on any number of processes and after resumes."""
 
-import multiprocessing
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from helpers import models
 from helpers.concepts import Concepts, linear
-from helpers.processes import context, without_tf32
+from helpers.processes import without_tf32
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import arguments, killed_at, trainer_for
+from helpers.trainers import arguments, trainer_for
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, default_collate
@@ -396,22 +394,6 @@ def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):
     assert known.min() > 2
     assert (averages._visits[:512] >= known).all()
     assert selection_of(made).border == selection_of(noisy).border
-
-
-def killed(folder: str) -> None:
-    saves = {"save_strategy": "steps", "save_steps": 30}
-    trainer(folder, Concepts(wrong=0.3), leave_out="noisy", callbacks=[killed_at(36)], **saves).train()
-
-
-def test_a_killed_training_resumes_to_the_bit(noisy, tmp_path):
-    process: multiprocessing.Process = context().Process(target=killed, args=(str(tmp_path),))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
-    made = trainer(tmp_path, Concepts(wrong=0.3), leave_out="noisy")
-    made.train(resume_from_checkpoint="auto")
-    assert made.steps_trained == 18
-    assert torch.equal(weights(made), weights(noisy))
 
 
 def test_another_selection_is_a_change_of_the_run(noisy, tmp_path):

@@ -3,10 +3,9 @@
 import importlib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import transformers
 from helpers import models, processors
 from helpers.demo import mistake
+from helpers.processes import alone
 from helpers.shards import write_tars
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -347,38 +347,39 @@ def test_a_set_without_a_global_batch_is_told_before_what_to_choose(small_model,
     assert "An epoch" not in said
 
 
-PLUGGED = """
-import sys
-from dataclasses import dataclass
-from hf_infcl.options import keeping_options
-from hf_infcl.options.declaring import option
+def plan_with_a_further_option(model: Path) -> None:
+    for name in [name for name in sys.modules if name.startswith(("hf_infcl.options", "hf_infcl.tools"))]:
+        del sys.modules[name]  # they are imported again, and find the option
+    from hf_infcl.options import keeping_options
+    from hf_infcl.options.declaring import option
 
-@dataclass
-class Dosed(keeping_options.KeepingOptions):
-    dose: float | None = option(help="How much.", decides=True)
+    @dataclass
+    class Dosed(keeping_options.KeepingOptions):
+        dose: float | None = option(help="How much.", decides=True)
 
-keeping_options.KeepingOptions = Dosed  # as if it were declared there
-from hf_infcl.tools import cli
-from hf_infcl.tools.planning.costs import EFFECTS, GIB, Cost, Effect
+    keeping_options.KeepingOptions = Dosed  # as if it were declared there
+    from hf_infcl.tools import cli
+    from hf_infcl.tools.planning.costs import EFFECTS, GIB, Cost, Effect
 
-words = ["plan", "--model", sys.argv[1], "--global_batch", "64", "--dose", "3"]
-cli.main(words=words)
-EFFECTS["dose"] = Effect()
-cli.main(words=words)
-EFFECTS["dose"] = Effect(lambda counts, choice, value: Cost(weights=value * GIB))
-cli.main(words=words)
-EFFECTS["dose"] = Effect(model=lambda encoder, value: encoder.freeze("image"))
-cli.main(words=words)
-"""
+    words = ["plan", "--model", str(model), "--global_batch", "64", "--dose", "3"]
+    cli.main(words=words)
+    for effect in (
+        Effect(),
+        Effect(lambda counts, choice, value: Cost(weights=value * GIB)),
+        Effect(model=lambda encoder, value: encoder.freeze("image")),
+    ):
+        EFFECTS["dose"] = effect
+        cli.main(words=words)
 
 
 def test_an_option_is_planned_by_its_one_row_in_the_table(small_model):
     """Nothing else of the planner is touched, and the declaration does not know of it."""
-    run = subprocess.run([sys.executable, "-c", PLUGGED, small_model], capture_output=True, text=True, check=True)
-    assert [" --dose 3.0" in line for line in re.findall("^Choose  .*$", run.stdout, re.MULTILINE)] == [0, 1, 1, 1]
-    _, free, costly, _ = map(float, re.findall(r"([\d.]+)  weights and gradients", run.stdout))
+    code, printed = alone(plan_with_a_further_option, small_model)
+    assert code == 0, printed
+    assert [" --dose 3.0" in line for line in re.findall("^Choose  .*$", printed, re.MULTILINE)] == [0, 1, 1, 1]
+    _, free, costly, _ = map(float, re.findall(r"([\d.]+)  weights and gradients", printed))
     assert costly - free == pytest.approx(3, abs=0.011)
-    assert [trained == "all" for trained in re.findall(r"parameters, (.*) of them trained", run.stdout)] == [1, 1, 1, 0]
+    assert [trained == "all" for trained in re.findall(r"parameters, (.*) of them trained", printed)] == [1, 1, 1, 0]
 
 
 def test_texts_put_together_take_memory_and_save_time(counted):

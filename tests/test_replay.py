@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import models
-from helpers.demo import infcl
+from helpers.demo import copy_rows, infcl
 from helpers.parity import FLOOR, MODELS, TOLERANCE, Gradients
 from helpers.processors import clip_processor
 from helpers.shards import number_of, png, write_tars
@@ -290,11 +290,12 @@ def rank_resumes(rank: int, world_size: int, folder: str, kinds: tuple[str, str]
         for kind, numbers in zip(kinds, (NEW, OLD), strict=True)
     ]
     # The new pairs of a table are 12 or 6 global batches, the old ones 13 or 6.
-    options = {"dataloader_num_workers": workers, "max_steps": -1, "num_train_epochs": 1.5 * world_size}
+    epochs, last = (1.5, 18) if world_size == 1 else (2, 12)
+    options = {"dataloader_num_workers": workers, "max_steps": -1, "num_train_epochs": epochs}
     if kinds[0] == "stream":
-        options |= {"max_steps": 18}
+        options |= {"max_steps": last}
     whole, steps = train(f"{folder}/whole", *sets, **options, save_strategy="no")
-    assert whole.state.global_step == 18
+    assert whole.state.global_step == last
     train(f"{folder}/parts", *sets, **options, save_steps=7, callbacks=[StopAt(7)])
     torch.manual_seed(rank + 7)
     resumed, rest = train(f"{folder}/parts", *sets, f"{folder}/parts/checkpoint-7", **options)
@@ -382,8 +383,9 @@ def test_new_pairs_that_cannot_be_mixed_are_refused(tmp_path):
 
 
 def test_the_command_replays_old_pairs_and_tells_of_a_guard_that_is_trained_on(small, demo, tmp_path, capsys):
-    old = ["--replay_dataset", demo / "digits", "--replay_share", 0.25, "--replay_as", "own"]
-    infcl(*small, *old, "--guard_dataset", tmp_path / "pairs", demo / "digits", "--guard_split", "train")
+    copy_rows(demo / "digits/train", tmp_path / "digits/train", 30, first=20)
+    old = ["--replay_dataset", tmp_path / "digits", "--replay_share", 0.25, "--replay_as", "own"]
+    infcl(*small, *old, "--guard_dataset", tmp_path / "pairs", tmp_path / "digits", "--guard_split", "train")
     printed = capsys.readouterr().out
     assert "2 of these pairs are old (0.25, after rounding)." in printed
     assert re.search(r"Warning: 26 of 26 images of guard1_pairs, .*, are also trained on", printed)

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import csv
+import functools
 import importlib
 import json
 import os
@@ -178,6 +179,7 @@ def test_global_batch_compares_like_with_like(script, monkeypatch, tmp_path):
     comparison = script("global_batch")
     monkeypatch.setattr(comparison, "SIZES", {"train": 1024, "validation": 40, "test": 60})
     monkeypatch.setattr(comparison, "EPOCHS", 2)
+    monkeypatch.setattr(comparison, "small_clip", functools.partial(comparison.small_clip, width=16, layers=1))
     comparison.data.cache_clear()
     runs = [comparison.train(method, 1e-3, 0)[-1] for method in comparison.METHODS]
     (*_, again) = comparison.train(comparison.GLOBAL, 1e-3, 1)
@@ -219,6 +221,14 @@ def test_a_row_names_its_commit(script, monkeypatch):
     assert common.environment(torch.device("cpu"))["commit"] == "abc1234"
 
 
+def measure(benchmark: Any, *words: Any) -> list[dict[str, str]]:
+    """Runs a module of benchmarks/ in this process; returns the rows, if --output is the last option."""
+    parser = argparse.ArgumentParser()
+    benchmark.add_arguments(parser)
+    benchmark.run(parser.parse_args([*map(str, words)]))
+    return rows_of(words[-1]) if "--output" in words else []
+
+
 def benchmark(*words: str) -> None:
     """Runs benchmark.py as the main program of this process."""
     sys.path.insert(0, str(SCRIPTS))
@@ -254,11 +264,8 @@ def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path):
 
 
 def test_benchmark_ring_measures_several_captions(script, tmp_path):
-    ring, parser = script("benchmarks.ring"), argparse.ArgumentParser()
-    ring.add_arguments(parser)
     words = ["--per-gpu-batch-sizes", 8, "--dims", 16, "--dtype", "float32", "--milliseconds", 5, "--captions", 3]
-    ring.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "ring.csv")]))
-    rows = rows_of(tmp_path / "ring.csv")
+    rows = measure(script("benchmarks.ring"), *words, "--output", tmp_path / "ring.csv")
     assert [row["implementation"] for row in rows] == ["no communication, 3 captions", "hf_infcl, 3 captions"]
     assert all(float(row["ms"]) > 0 and not row["note"] for row in rows), rows
 
@@ -274,11 +281,10 @@ def test_benchmark_memory_runs_without_torchrun_too(tmp_path):
 
 
 def test_benchmark_step_trains_each_way(script, tmp_path):
-    words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--output", tmp_path / "step.csv"]
-    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
-    step.add_arguments(parser)
-    step.run(parser.parse_args([*map(str, words), "--accumulation-steps", "2", "--warmup", "1"]))
-    on_two("step", *words, "--global-batch-sizes", 12, "--warmup", 0, "--pixel-dtype", "uint8")
+    words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1]
+    output = ["--output", tmp_path / "step.csv"]
+    measure(script("benchmarks.step"), *words, "--accumulation-steps", 2, "--warmup", 1, *output)
+    on_two("step", *words, "--global-batch-sizes", 12, "--warmup", 0, "--pixel-dtype", "uint8", *output)
     rows = rows_of(tmp_path / "step.csv")
     assert {row["implementation"] for row in rows if row["comparison"] == "overhead"} >= {
         *("Trainer", "hf_infcl", "hf_infcl retain all", "hf_infcl freeze image", "OpenCLIP accumulation"),
@@ -302,28 +308,26 @@ def test_benchmark_step_leaves_a_share_out_from_the_first_step_on(script):
 def test_benchmark_step_measures_each_batch_and_length_of_texts(script, tmp_path):
     words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--warmup", 1]
     words += ["--accumulation-steps", 2, 3, "--text-tokens", 4, 6, "--implementations", "hf_infcl"]
-    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
-    step.add_arguments(parser)
-    step.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "step.csv")]))
+    step = script("benchmarks.step")
+    rows = measure(step, *words, "--output", tmp_path / "step.csv")
     names = "text_tokens", "accumulation_steps", "batch_size", "implementation"
-    assert [tuple(row[name] for name in names) for row in rows_of(tmp_path / "step.csv")] == [
+    assert [tuple(row[name] for name in names) for row in rows] == [
         (tokens, steps, batch, name)
         for tokens in ("4", "6")
         for steps, batch in (("2", "4"), ("3", "6"))
         for name in ("Trainer", "hf_infcl")
     ]
     with pytest.raises(SystemExit, match="--profile takes one value of each"):
-        step.run(parser.parse_args([*map(str, words), "--profile", str(tmp_path)]))
+        measure(step, *words, "--profile", tmp_path)
 
 
 def test_benchmark_step_measures_each_image_size_and_share_of_patches(script, tmp_path):
-    words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--output", tmp_path / "step.csv"]
-    words += ["--accumulation-steps", 2, "--warmup", 1, "--implementations", "hf_infcl", "OpenCLIP accumulation"]
-    step, training, parser = script("benchmarks.step"), script("benchmarks.training"), argparse.ArgumentParser()
-    step.add_arguments(parser)
+    words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--accumulation-steps", 2]
+    words += ["--warmup", 1, "--implementations", "hf_infcl", "OpenCLIP accumulation"]
+    step, training, output = script("benchmarks.step"), script("benchmarks.training"), tmp_path / "step.csv"
     with pytest.raises(SystemExit, match="12 is no multiple of the patches of tiny, which are of 8 pixels"):
-        step.run(parser.parse_args([*map(str, words), "--image-size", "16", "12"]))
-    assert not (tmp_path / "step.csv").exists(), "it refuses before it measures"
+        measure(step, *words, "--image-size", 16, 12, "--output", output)
+    assert not output.exists(), "it refuses before it measures"
 
     lengths: set[tuple[str, int]] = set()
     train = training.train
@@ -336,8 +340,7 @@ def test_benchmark_step_measures_each_image_size_and_share_of_patches(script, tm
         return train(kind, model, *args, **options)
 
     with mock.patch.object(training, "train", watched):
-        step.run(parser.parse_args([*map(str, words), "--image-size", "16", "32", "--patch-dropout", "0", "0.5"]))
-    rows = rows_of(tmp_path / "step.csv")
+        rows = measure(step, *words, "--image-size", 16, 32, "--patch-dropout", 0, 0.5, "--output", output)
     assert [(row["image_size"], row["patch_dropout"], row["implementation"]) for row in rows] == [
         (size, share, name)
         for size in ("16", "32")
@@ -367,11 +370,11 @@ def test_benchmark_step_measures_what_it_is_asked_for(script, asked, measured):
 
 
 def test_benchmark_step_measures_texts_in_larger_micro_batches(script, tmp_path):
-    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
-    step.add_arguments(parser)
+    step = script("benchmarks.step")
     words = ["--model", "tiny", "--micro-batch-size", 2, "--accumulation-steps", 4, "--texts", "--text-tokens", 6]
-    step.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "step.csv")]))
-    rows = rows_of(tmp_path / "step.csv")
+    once = functools.partial(step.common.slowest_seconds, budget=0)
+    with mock.patch.object(step.common, "slowest_seconds", lambda run, device, budget: once(run, device)):
+        rows = measure(step, *words, "--output", tmp_path / "step.csv")
     assert [(row["accumulation_steps"], row["micro_batch_size"], row["implementation"]) for row in rows] == [
         ("4", "2", f"texts in {passes} micro-batches, {keep} graphs kept") for passes, keep in ((4, 1), (4, 4), (1, 1))
     ]
@@ -385,9 +388,7 @@ def tokens_of(args: Any, given: Any) -> int:
 
 def test_benchmark_step_profiles_the_phases_of_a_step(script, tmp_path):
     words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 2, "--accumulation-steps", 2]
-    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
-    step.add_arguments(parser)
-    step.run(parser.parse_args([*map(str, words), "--warmup", "1", "--profile", str(tmp_path)]))
+    measure(script("benchmarks.step"), *words, "--warmup", 1, "--profile", tmp_path)
     table = (tmp_path / "phases.md").read_text(encoding="utf-8")
     times = {name.strip(): float(ms) for name, ms in re.findall(r"\| ([a-z ,]+) \| ([0-9.]+) \|", table)}
     phases = ["data", "first pass", "loss", "second pass", "clipping", "optimizer", "scheduler, zeroing"]
@@ -414,11 +415,8 @@ def test_benchmark_optimizer_compares_steps(tmp_path):
 
 
 def test_benchmark_evaluation_compares_with_the_forward(script, tmp_path):
-    evaluation, parser = script("benchmarks.evaluation"), argparse.ArgumentParser()
-    evaluation.add_arguments(parser)
     words = ["--model", "tiny", "--images", 16, "--classes", 3, "--templates", 2, "--batch", 4, "--workers", 0]
-    evaluation.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "evaluation.csv")]))
-    workers, *rows = rows_of(tmp_path / "evaluation.csv")
+    workers, *rows = measure(script("benchmarks.evaluation"), *words, "--output", tmp_path / "evaluation.csv")
     assert (workers["implementation"], workers["dtype"]) == ("workers, jpeg", "")
     assert float(workers["per_second"]) > 0
     ways = ("forward", "evaluate, jpeg", "evaluate, pool")
@@ -517,11 +515,11 @@ def test_tables_need_no_rows_and_the_committed_ones_are_those_of_the_committed_r
 
 
 def test_benchmark_data_measures_each_way_to_a_batch(script, tmp_path):
-    data, parser = script("benchmarks.data"), argparse.ArgumentParser()
-    data.add_arguments(parser)
-    words = ["--rounds", "1", "--images", "12", "--batch", "4", "--parts", "worker", "tar", "--output"]
-    data.run(parser.parse_args([*words, str(tmp_path / "data.csv")]))
-    rows = {row["implementation"]: row for row in rows_of(tmp_path / "data.csv")}
+    data, words = script("benchmarks.data"), ["--rounds", 1, "--images", 12, "--batch", 4, "--parts", "worker", "tar"]
+    few = functools.partial(data.write_tars, samples=40, shards=1)
+    with mock.patch.object(data, "write_tars", lambda folder, files, *sizes: few(folder, files)):
+        found = measure(data, *words, "--output", tmp_path / "data.csv")
+    rows = {row["implementation"]: row for row in found}
     assert {"OpenCLIP, training", "hf_infcl, center crop", "hf_infcl, random crop", "tarfile"} <= rows.keys()
     assert all(float(row["ms"]) > 0 for row in rows.values())
     assert (tmp_path / "data.png").exists()

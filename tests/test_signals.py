@@ -42,6 +42,12 @@ def training(folder: Path, seed: int = 0, **options: Any) -> InfCLTrainer:
     return trainer_for(folder, models.clip(dropout=0.3, seed=seed), models.Pairs(37), **{**OPTIONS, **options})
 
 
+def trained(folder: Path) -> InfCLTrainer:
+    run = training(folder)
+    run.train()
+    return run
+
+
 def end_of(run: InfCLTrainer) -> tuple[list[dict[str, Any]], list[Tensor]]:
     """What was logged, and the weights and the optimizer's moments."""
     logged = [entry for entry in run.state.log_history if {"loss", "eval_loss"} & entry.keys()]
@@ -63,9 +69,8 @@ def train_until_killed(folder: Path, after: int) -> None:
 
 
 @pytest.mark.parametrize(("after", "saved"), [(3, 2), (4, 4), (5, 4)])
-def test_a_training_that_is_killed_around_a_change_of_the_batch_loses_nothing(tmp_path, after, saved):
-    whole = training(tmp_path / "whole")
-    whole.train()
+def test_a_training_that_is_killed_around_a_change_of_the_batch_loses_nothing(tmp_path, once, after, saved):
+    whole = once("whole", lambda: trained(tmp_path / "whole"))
     assert [entry["global_batch_size"] for entry in end_of(whole)[0]] == [4, 4, 4, 4, 8, 8, 16]
     process = context().Process(target=train_until_killed, args=(tmp_path / "parts", after))
     process.start()
@@ -80,8 +85,7 @@ def test_a_training_that_is_killed_around_a_change_of_the_batch_loses_nothing(tm
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_a_signal_to_one_rank_in_the_last_step_of_a_batch_loses_nothing(rank, world_size, tmp_path):
-    whole = training(Path(tmp_path, "whole"))
-    whole.train()
+    whole = trained(Path(tmp_path, "whole"))
     for after in (3, 5):  # in the last steps of the first and of the second batch
         asked = [Signal(signal.SIGTERM, after)] if rank == world_size - 1 else []
         with pytest.raises(Preempted):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import multiprocessing
 import pickle
 import re
 import tarfile
@@ -12,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from helpers.processes import context
 from helpers.shards import number_of, pair, png, write_tar
 from torch.utils.data import DataLoader
 
@@ -268,9 +268,8 @@ def test_images_stay_in_the_shards_and_are_read_by_any_process(tmp_path):
     assert [number_of(item) for item in DataLoader(dataset, batch_size=None, num_workers=2)] == numbers[::2]
     assert number_of(pickle.loads(pickle.dumps(dataset))[5]) == numbers[10]
     assert dict(dataset.file_sizes()) == dict.fromkeys(range(20), len(png(300)))
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=_numbers, args=(dataset, results))
+    results = context().Queue()
+    process = context().Process(target=_numbers, args=(dataset, results))
     process.start()
     assert results.get(timeout=120) == numbers[::2]
     process.join()

@@ -27,6 +27,7 @@ DEVICE = "cpu" if triton_tiling.INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if triton_tiling.INTERPRETED else [torch.bfloat16])
 # The unavoidable error of a product with rounded coefficients; for float32, the error that the parts leave.
 FLOOR = {torch.float32: 5e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+SEVERAL = 70 if triton_tiling.INTERPRETED else 150  # pairs of several tiles
 OBJECTIVES = ["softmax", "sigmoid"]
 NAMES = ("loss", "image gradient", "text gradient", "scale gradient", "bias gradient")
 
@@ -166,7 +167,7 @@ def test_ids_of_images_and_texts(dtype: torch.dtype, objective: str) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("batch", "dim"), [(7, 40), (70 if triton_tiling.INTERPRETED else 150, 48)])  # several tiles
+@pytest.mark.parametrize(("batch", "dim"), [(7, 40), (SEVERAL, 48)])
 def test_without_descriptors(
     batch: int, dim: int, dtype: torch.dtype, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,11 +272,11 @@ def test_any_strides(objective: str) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_small_workspace(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = pairs(150, 16, torch.float16)
-    whole = check(x, y, objective=objective, pair_ids=halves(150))
-    monkeypatch.setattr(backend, "CHUNK_COLUMNS", 128)
+    x, y = pairs(SEVERAL, 16, torch.float16)
+    whole = check(x, y, objective=objective, pair_ids=halves(SEVERAL))
+    monkeypatch.setattr(backend, "CHUNK_COLUMNS", 2 * triton_tiling.tiling_for(torch.device(DEVICE), 1).tile)
     monkeypatch.setattr(backend, "WORKSPACE_BYTES", 1)
-    parts = check(x, y, objective=objective, pair_ids=halves(150))
+    parts = check(x, y, objective=objective, pair_ids=halves(SEVERAL))
     for name, a, b in zip(NAMES[:3], whole, parts, strict=False):
         assert relative_error(a, b.double()) < 1e-3, name
 

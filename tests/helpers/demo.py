@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,6 +47,15 @@ def all_digits(base: Path) -> Path:
             runpy.run_path(str(SCRIPTS / "make_digits.py"), run_name="__main__")
 
     return made_once(base, "all-digits", make)
+
+
+def copy_rows(folder: Path, to: Path, count: int, first: int = 0) -> None:
+    """Copies so many images of a folder and their rows of its metadata."""
+    to.mkdir(parents=True)
+    lines = (folder / "metadata.jsonl").read_text().splitlines()[first : first + count]
+    (to / "metadata.jsonl").write_text("\n".join(lines))
+    for line in lines:
+        shutil.copy(folder / json.loads(line)["file_name"], to)
 
 
 def infcl(*words: Any, draws: bool = False) -> None:

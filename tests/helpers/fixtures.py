@@ -19,7 +19,7 @@ elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
     first = int(worker.removeprefix("gw")) % len(gpus)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
-from .demo import all_digits, made_once
+from .demo import all_digits, copy_rows, made_once
 from .hub import Hub, hub_for_this_process
 from .processes import FreshRanks, Ranks, leave_out_of_collections
 
@@ -76,13 +76,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(demo: Path, tmp_path: Path) -> list[Any]:
     """The words of a training of 2 epochs with 3 steps each."""
-    (tmp_path / "pairs/train").mkdir(parents=True)
-    (tmp_path / "pairs/test").mkdir()
     for split, count in (("train", 26), ("test", 12)):
-        lines = (demo / f"digits/{split}/metadata.jsonl").read_text().splitlines()[:count]
-        (tmp_path / f"pairs/{split}/metadata.jsonl").write_text("\n".join(lines))
-        for line in lines:
-            shutil.copy(demo / f"digits/{split}" / json.loads(line)["file_name"], tmp_path / f"pairs/{split}")
+        copy_rows(demo / "digits" / split, tmp_path / "pairs" / split, count)
     words = ["train", "--model", demo / "clip-init", "--dataset", tmp_path / "pairs", "--output_dir", tmp_path / "out"]
     return [
         *words,

@@ -1,6 +1,8 @@
 """Small models from configs, and batches for them: nothing here is downloaded or trained."""
 
-from collections.abc import Iterator
+import copy
+import functools
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,24 @@ VISION = {
 }
 
 
+def made_once(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives copies of the first model with the same arguments, and leaves torch's random state as building one does."""
+
+    @functools.cache
+    def built(*args: Any, **kwargs: Any) -> tuple[Any, int, torch.Tensor]:
+        return build(*args, **kwargs), torch.initial_seed(), torch.get_rng_state()
+
+    @functools.wraps(build)
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        model, seed, state = built(*args, **kwargs)
+        torch.manual_seed(seed)  # that of GPUs as well
+        torch.set_rng_state(state)
+        return copy.deepcopy(model)
+
+    return copied
+
+
+@made_once
 def clip(dropout: float = 0.0, seed: int = 0, end: int = VOCABULARY - 1) -> tf.CLIPModel:
     """A CLIP whose texts end with this token, as those of `Pairs`; `processors.tokenizer` ends them with `END`."""
     torch.manual_seed(seed)
@@ -43,6 +63,7 @@ def clip(dropout: float = 0.0, seed: int = 0, end: int = VOCABULARY - 1) -> tf.C
     return tf.CLIPModel(config)
 
 
+@made_once
 def siglip(dropout: float = 0.0, seed: int = 0) -> tf.SiglipModel:
     torch.manual_seed(seed)
     config = tf.SiglipConfig(
