@@ -124,7 +124,7 @@ def test_sizes_that_do_not_grow_are_refused(tmp_path, words):
         (models.clip, "8:0.5 24", {"image_size": 32}, "ends with 24, and image_size is 32"),
         (
             *(models.clip, "8:0.5 16", {"freeze": "image", "cache_features": "features"}),
-            "cache_features keeps the features of images of one size",
+            "exclude each other: the cache has the features of images of one size",
         ),
         (models.BUILD["aimv2"], "8:0.5 16", {}, r"\(type 'aimv2_vision_model'\) does not offer"),
         (models.BUILD["siglip2"], "8:0.5 16", {}, "takes images of any size"),

@@ -206,7 +206,7 @@ def test_sharded_training_equals_one_process_and_goes_on_to_the_bit(fresh_ranks,
     ("options", "message"),
     [
         ({"optimizer": "sgd"}, "optimizer must be one of None, 'muon', got 'sgd'"),
-        ({"muon_learning_rate": 1e-3}, "muon_learning_rate would have no effect without optimizer='muon'"),
+        ({"muon_learning_rate": 1e-3}, "muon_learning_rate=0.001 has no effect without optimizer=muon. Pass both"),
         ({**MUON, "optim": "sgd"}, "'adamw_torch_fused' or 'adamw_torch', not with optim='sgd'"),
         ({**MUON, "muon_learning_rate": -1.0}, "muon_learning_rate must be a finite number of at least 0, got -1.0"),
         ({**MUON, "optim_args": "momentun=0.9"}, r"takes momentum \(float\) and ns_steps \(int\).*'momentun=0.9'"),

@@ -37,7 +37,13 @@ class Small:
     )
     layers: int = option(default=2, help="How many.", decides=True, within=FROM_1)
     side: str = option(default="both", help="Which.", decides=True, choices=("both", "left"), needs="dose")
-    place: str | None = option(help="Where.", decides=False, one_machine=True, choices=lambda: ["cpu"])
+    place: str | None = option(
+        help="Where.",
+        decides=False,
+        one_machine=True,
+        choices=lambda: ["cpu"],
+        excludes={"side=left": "there is no room", "dose": "it works alone"},
+    )
 
 
 @dataclass
@@ -70,11 +76,14 @@ def test_facts_do_not_disturb_the_parser_of_transformers():
         ({"dose": 1.0, "side": "right"}, "side must be one of 'both', 'left', got 'right'"),
         ({"place": "gpu"}, "place must be one of None, 'cpu', got 'gpu'"),
         ({"side": "left"}, "side=left has no effect without dose. Pass both or none"),
+        ({"dose": 1.0, "side": "left", "place": "cpu"}, "place=cpu and side=left exclude each other: there is no room"),
+        ({"dose": 2.0, "place": "cpu"}, "place=cpu and dose=2 exclude each other: it works alone. Omit one of both"),
     ],
 )
 def test_values_are_checked_by_what_is_declared(values, message):
     check_values(Small())
-    check_values(Small(dose=1.0, layers=3, side="left", place="cpu"))
+    check_values(Small(dose=1.0, layers=3, side="left"))
+    check_values(Small(dose=0.0, place="cpu"))
     with pytest.raises(ValueError, match=message):
         check_values(Small(**values))
 

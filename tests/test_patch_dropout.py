@@ -80,7 +80,10 @@ def test_one_s_own_towers_are_refused(tmp_path):
         ({"patch_dropout": -0.1}, "patch_dropout must be a number of at least 0 and less than 1, got -0.1"),
         ({"patch_dropout": 0.5, "full_tokens_last": 2}, "full_tokens_last must be a number from 0 to 1, got 2"),
         ({"full_tokens_last": 0.1}, "full_tokens_last=0.1 has no effect without patch_dropout"),
-        ({"patch_dropout": 0.5, "freeze": "image"}, "patch_dropout=0.5 would have no effect, because freeze='image'"),
+        (
+            {"patch_dropout": 0.5, "freeze": "image"},
+            "patch_dropout=0.5 and freeze=image exclude each other: a frozen tower",
+        ),
     ],
 )
 def test_shares_that_make_no_sense_are_refused(tmp_path, options, message):

@@ -248,7 +248,7 @@ def test_options_of_one_file_that_exclude_each_other_are_refused(tmp_path, capsy
     for words in ([], ["--learning_rate", "1e-3"], ["--freeze", "image", "--patch_dropout", "0.5"]):
         with pytest.raises(SystemExit):
             built("train", tmp_path / "mine.yaml", *words)
-        assert "patch_dropout=0.5 would have no effect" in capsys.readouterr().err
+        assert "patch_dropout=0.5 and freeze=image exclude each other" in capsys.readouterr().err
 
 
 def check_trained(out: Path, pairs: int) -> None:

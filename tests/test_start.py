@@ -194,7 +194,10 @@ def test_a_resumed_training_keeps_to_the_start_and_not_to_the_checkpoint(tmp_pat
     ("options", "message"),
     [
         ({"keep_features": -1.0}, "keep_features must be a finite number of at least 0, got -1.0"),
-        ({"keep_weights": 1.0, "weight_decay": 0.1}, "keep_weights=1 pulls the weights to the start, weight_decay"),
+        (
+            {"keep_weights": 1.0, "weight_decay": 0.1},
+            "keep_weights=1 and weight_decay=0.1 exclude each other: the one pulls",
+        ),
         ({"keep_weights": 1.0, "optim": "schedule_free_adamw"}, "of which schedule-free optimizers have two sets"),
     ],
     ids=["negative", "decay", "schedule-free"],

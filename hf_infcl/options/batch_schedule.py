@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .combinations import SCHEDULES_BY_METRIC
-from .declaring import ExclusiveOptionsError
+from .declaring import ExclusiveOptionsError, spelled
 from .stages import read_stages, same_words
 
 
@@ -131,7 +131,7 @@ def check_batch_schedule(args: Any) -> None:
             "which the micro-batches of each step follow. Set it to 1, the default.",
             *("gradient_accumulation_steps", "global_batch_schedule"),
         )
-    by_metric = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in SCHEDULES_BY_METRIC
+    by_metric = spelled(args.lr_scheduler_type) in SCHEDULES_BY_METRIC
     if by_metric and args.learning_rate_batch_size is not None:
         raise ExclusiveOptionsError(
             "learning_rate_batch_size cannot follow global_batch_schedule while the learning rate depends on a metric. "

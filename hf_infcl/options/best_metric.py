@@ -8,12 +8,13 @@ from typing import Any
 from ..data import ZeroShotDataset
 from ..evaluation.metrics import metrics_of_kind
 from .combinations import SCHEDULES_BY_METRIC
+from .declaring import spelled
 from .metric_sums import parse_terms
 
 
 def use_of_metric(options: Any) -> str | None:
     """The option for which Trainer looks up a metric after every evaluation, or None if there is no such option."""
-    schedule = getattr(options.lr_scheduler_type, "value", options.lr_scheduler_type)
+    schedule = spelled(options.lr_scheduler_type)
     uses = {
         "early_stopping_patience": options.early_stopping_patience is not None,
         "load_best_model_at_end": options.load_best_model_at_end,

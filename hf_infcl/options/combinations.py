@@ -8,14 +8,13 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
-from .declaring import ExclusiveOptionsError
+from .declaring import ExclusiveOptionsError, spelled
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's
 
-OF_MUON = ("muon_learning_rate", "muon_parameters", "adamw_parameters")
 NO_DEEPSPEED = (
     "optimizer='muon' orthogonalises whole matrices, but DeepSpeed's ZeRO gives an optimizer flat parts of all "
     "parameters together. Use DDP, or --fsdp to shard the parameters, or leave optimizer out."
@@ -48,33 +47,13 @@ def check_combinations(args: Any) -> None:
         interval = getattr(args, steps)
         if getattr(args, strategy) == "steps" and interval is not None and not interval > 0:
             raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
-    if args.early_stopping_patience is not None and args.eval_strategy == "no":
-        raise ExclusiveOptionsError(
-            "early_stopping_patience counts evaluations, of which eval_strategy='no' makes none. Choose "
-            "eval_strategy='epoch' or 'steps'.",
-            *("early_stopping_patience", "eval_strategy"),
-        )
     _check_best_checkpoint(args)
-    if args.bf16 and args.fp16:
-        raise ExclusiveOptionsError("At most one of fp16 and bf16 can be True.", "bf16", "fp16")
-    if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
+    if args.on_divergence == "roll_back" and (args.save_strategy == "no" or args.save_only_model):
         raise ExclusiveOptionsError(
-            f"dataloader_prefetch_factor={args.dataloader_prefetch_factor} has no effect with "
-            "dataloader_num_workers=0, because no worker loads ahead. Leave it out, or set more workers.",
-            *("dataloader_prefetch_factor", "dataloader_num_workers"),
+            "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than 'no', "
+            "and leave save_only_model off.",
+            *("on_divergence", "save_only_model", "save_strategy"),
         )
-    if args.on_divergence == "roll_back":
-        if args.divergence_factor is None:
-            raise ExclusiveOptionsError(
-                "on_divergence='roll_back' needs a divergence_factor, for example 3.",
-                *("on_divergence", "divergence_factor"),
-            )
-        if args.save_strategy == "no" or args.save_only_model:
-            raise ExclusiveOptionsError(
-                "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than "
-                "'no', and leave save_only_model off.",
-                *("on_divergence", "save_only_model", "save_strategy"),
-            )
     _check_cache_folder(args)
     several = args.gradient_accumulation_steps > 1 or args.global_batch_schedule is not None
     option = "gradient_accumulation_steps" if args.global_batch_schedule is None else "global_batch_schedule"
@@ -103,7 +82,7 @@ def check_combinations(args: Any) -> None:
 
 def _check_best_checkpoint(args: Any) -> None:
     """Raises a ValueError if the best checkpoint cannot be loaded, because not every checkpoint is evaluated."""
-    saved, evaluated = (str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy))
+    saved, evaluated = spelled(args.save_strategy), spelled(args.eval_strategy)
     if not args.load_best_model_at_end or saved == "best":
         return
     if saved != evaluated:
@@ -124,12 +103,6 @@ def _check_best_checkpoint(args: Any) -> None:
 
 def _check_parts(args: Any) -> None:
     """Checks the options that apply to parts of the model."""
-    if args.patch_dropout and args.freeze == "image":
-        raise ExclusiveOptionsError(
-            f"patch_dropout={args.patch_dropout:g} would have no effect, because freeze='image' runs the image tower "
-            "in evaluation mode. Omit one of both.",
-            *("patch_dropout", "freeze"),
-        )
     names = [name for name in ("image_learning_rate", "text_learning_rate") if getattr(args, name) is not None]
     for name in names:
         if name.startswith(str(args.freeze)):
@@ -150,13 +123,7 @@ def _check_parts(args: Any) -> None:
             "its own way. Leave one of them out.",
             *(*of_parts, "optim_target_modules"),
         )
-    if args.keep_weights and args.weight_decay:
-        raise ExclusiveOptionsError(
-            f"keep_weights={args.keep_weights:g} pulls the weights to the start, weight_decay={args.weight_decay:g} to "
-            "zero. Choose one of both.",
-            *("weight_decay", "keep_weights"),
-        )
-    if args.keep_weights and "schedule_free" in str(getattr(args.optim, "value", args.optim)):
+    if args.keep_weights and "schedule_free" in spelled(args.optim):
         raise ExclusiveOptionsError(
             "keep_weights pulls the weights that a step changes, of which schedule-free optimizers have two sets. "
             "Choose another optimizer.",
@@ -194,7 +161,7 @@ def _check_effects(args: Any) -> None:
             "be saved. Choose eval_strategy='epoch' or 'steps'.",
             *("save_strategy", "eval_strategy"),
         )
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    schedule = spelled(args.lr_scheduler_type)
     if args.warmup_steps and schedule in WITHOUT_WARM_UP:
         instead = " Choose 'constant_with_warmup'." if schedule == "constant" else " Leave it out."
         raise ExclusiveOptionsError(
@@ -214,7 +181,7 @@ def _check_effects(args: Any) -> None:
         raise ExclusiveOptionsError(
             f"{unused[0]} has no effect without {names[0]}=True. Pass both or none.", *unused, *names
         )
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    optimizer = spelled(args.optim)
     if args.optim_target_modules is not None and not optimizer.startswith(("galore", "apollo")):
         raise ExclusiveOptionsError(
             f"optim_target_modules has no effect with optim={optimizer!r}: only GaLore and APOLLO project the "
@@ -224,15 +191,10 @@ def _check_effects(args: Any) -> None:
 
 
 def _check_optimizer(args: Any) -> None:
-    """Checks the options that ``optimizer="muon"`` needs or excludes."""
+    """Checks the options that ``optimizer="muon"`` excludes."""
     if args.optimizer is None:
-        if unused := [name for name in OF_MUON if getattr(args, name) is not None]:
-            raise ExclusiveOptionsError(
-                f"{' and '.join(unused)} would have no effect without optimizer='muon'. Pass both or none.",
-                *(*unused, "optimizer"),
-            )
         return
-    name = str(getattr(args.optim, "value", args.optim))
+    name = spelled(args.optim)
     if name not in ("adamw_torch", "adamw_torch_fused"):
         raise ExclusiveOptionsError(
             f"optimizer='muon' updates the parameters that are no matrices with 'adamw_torch_fused' or 'adamw_torch', "
@@ -357,7 +319,7 @@ def check_support(args: Any) -> None:
             f"include_for_metrics may have 'inputs' only, got {', '.join(map(repr, sorted(unknown)))}: batches "
             "have no losses, and metrics of the whole set include its loss anyway."
         )
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    optimizer = spelled(args.optim)
     if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
         raise ValueError(
             f"optim={optimizer!r} changes the weights in every backward, that is between the micro-batches of a "

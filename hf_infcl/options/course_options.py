@@ -45,6 +45,7 @@ class CourseOptions:
         default="stop",
         decides=False,
         choices=("stop", "roll_back"),
+        needs="divergence_factor",
     )
     resume_from_checkpoint: str | None = option(
         "The folder of a checkpoint, or 'auto' for the newest complete one in output_dir and a new start if there is "
@@ -67,6 +68,7 @@ class CourseOptions:
         decides=False,
         short_help=HelpPlace("Length", 30),
         within=FROM_1,
+        excludes={"eval_strategy=no": "there would be no evaluations to count"},
     )
     # A loss that is not finite stops the training, so the log must show it unfiltered.
     logging_nan_inf_filter: bool = option(

@@ -6,7 +6,7 @@ Nothing here imports torch, so that the help and mistakes on the command line ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -73,6 +73,12 @@ class HelpPlace:
             raise ValueError(f"heading must be one of {', '.join(HEADINGS)}, got {self.heading!r}.")
 
 
+def spelled(value: object) -> str:
+    """The value of an option as on the command line."""
+    value = getattr(value, "value", value)  # of a member of an Enum
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the package has to know of an option, besides its type, default and help."""
@@ -84,6 +90,7 @@ class Facts:
     choices: Collection[str] | Callable[[], Collection[str]] = ()
     within: Range | None = None  # the numbers that it may be, besides None where that is the default
     needs: str = ""  # another option without which it has no effect, as "name" or "name=value"
+    excludes: Mapping[str, str] = field(default_factory=dict)  # options, in the same form, that contradict it, and why
     # Its row in a model card, where it has another value than its default; after a colon the words of the row, with {}
     # for the value. Empty for none.
     card: str = ""

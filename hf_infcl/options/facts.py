@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
-from .declaring import ExclusiveOptionsError, Facts, declared_facts
+from .declaring import ExclusiveOptionsError, Facts, declared_facts, spelled
 from .theirs import facts_of_theirs
 
 
@@ -16,7 +16,7 @@ def facts_by_name(kind: Any) -> dict[str, Facts]:
 
 
 def check_values(options: Any) -> None:
-    """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs."""
+    """Raises a ValueError if an option has a value that it may not have, or that other options do not go with."""
     facts_of_all = facts_by_name(options)
     for one in fields(options):
         name, facts = one.name, facts_of_all[one.name]
@@ -29,12 +29,23 @@ def check_values(options: Any) -> None:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         if facts.within is not None and not (value is None and one.default is None):
             facts.within.check(name, value)
-        if facts.needs and not is_default:
-            needed, _, wanted = facts.needs.partition("=")
-            needed_value = getattr(options, needed)
-            if (str(needed_value) != wanted) if wanted else not needed_value:
-                message = f"{name}={value} has no effect without {facts.needs}. Pass both or none."
-                raise ExclusiveOptionsError(message, name, needed)
+        if is_default:
+            continue
+        if facts.needs and not _holds(options, facts.needs):
+            message = f"{name}={spelled(value)} has no effect without {facts.needs}. Pass both or none."
+            raise ExclusiveOptionsError(message, name, facts.needs.partition("=")[0])
+        for excluded, why in facts.excludes.items() if value else ():
+            if _holds(options, excluded):
+                other = excluded.partition("=")[0]
+                found = f"{name}={spelled(value)} and {other}={spelled(getattr(options, other))}"
+                raise ExclusiveOptionsError(f"{found} exclude each other: {why}. Omit one of both.", name, other)
+
+
+def _holds(options: object, condition: str) -> bool:
+    """Whether an option is set, by its "name", or has a value, as "name=value"."""
+    name, _, wanted = condition.partition("=")
+    value = getattr(options, name)
+    return spelled(value) == wanted if wanted else bool(value)
 
 
 def changed_options(options: Any, declared: type[Any]) -> dict[str, Any]:

@@ -57,8 +57,3 @@ def check_image_sizes(args: Any) -> None:
             "images of the size of the model: give both the same one.",
             *("image_size", "image_size_schedule"),
         )
-    if args.cache_features is not None:
-        raise ExclusiveOptionsError(
-            "cache_features keeps the features of images of one size. Leave it or image_size_schedule out.",
-            *("cache_features", "image_size_schedule"),
-        )

@@ -23,6 +23,7 @@ class KeepingOptions:
         decides=True,
         within=FINITE,
         card="pull to the weights of the start",
+        excludes={"weight_decay": "the one pulls the weights to the start, the other to zero"},
     )
     cache_features: str | None = option(
         "Folder for the outputs of what does not train, computed once for all epochs. That is the frozen image tower "

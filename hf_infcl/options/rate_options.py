@@ -69,12 +69,17 @@ class RateOptions:
         "with the batch alike.",
         decides=True,
         within=FINITE,
+        needs="optimizer=muon",
     )
     muon_parameters: list[str] | None = option(
-        "With optimizer=muon: regular expressions for names of further parameters that Muon trains.", decides=True
+        "With optimizer=muon: regular expressions for names of further parameters that Muon trains.",
+        decides=True,
+        needs="optimizer=muon",
     )
     adamw_parameters: list[str] | None = option(
-        "With optimizer=muon: regular expressions for names of matrices that AdamW trains.", decides=True
+        "With optimizer=muon: regular expressions for names of matrices that AdamW trains.",
+        decides=True,
+        needs="optimizer=muon",
     )
     ema_decay: float | None = option(
         "Evaluate and save a moving average of the weights with this decay, such as 0.999. It takes the place of the "

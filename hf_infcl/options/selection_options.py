@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .declaring import ExclusiveOptionsError, HelpPlace, option
+from .declaring import HelpPlace, option
 
 NOISY = "noisy"
 
@@ -19,11 +19,16 @@ class SelectionOptions:
         "three times, so they need several epochs.",
         decides=True,
         short_help=HelpPlace("Data", 110),
+        excludes={
+            "gradient_noise_steps": "it compares a micro-batch with the global batch, which would train other numbers "
+            "of pairs",
+            "contrastive_weight=0": "it switches off the loss from which pairs would be left out",
+        },
     )
 
 
 def check_selection(args: Any) -> None:
-    """Raises a ValueError for a selection of pairs that is unknown or cannot be combined with another option."""
+    """Raises a ValueError for a selection of pairs that is unknown."""
     if args.leave_out is None:
         return
     args.leave_out = str(args.leave_out)
@@ -35,16 +40,4 @@ def check_selection(args: Any) -> None:
         raise ValueError(
             f"leave_out must be {NOISY!r}, or the share of the pairs to leave out, more than 0 and less than 1, got "
             f"{args.leave_out!r}."
-        )
-    if args.gradient_noise_steps is not None:
-        raise ExclusiveOptionsError(
-            f"gradient_noise_steps compares a micro-batch with the global batch, but leave_out={args.leave_out!r} "
-            "trains other numbers of pairs in each of them. Omit one of both.",
-            *("gradient_noise_steps", "leave_out"),
-        )
-    if args.contrastive_weight == 0:
-        raise ExclusiveOptionsError(
-            f"leave_out={args.leave_out!r} leaves pairs out of the contrastive loss, which contrastive_weight=0 "
-            "switches off. Omit one of both.",
-            *("leave_out", "contrastive_weight"),
         )

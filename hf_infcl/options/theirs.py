@@ -75,6 +75,7 @@ _FACTS = {
     ),
     "bf16": Facts(
         decides=True,
+        excludes={"fp16": "at most one of them can be True"},
         short_help=HelpPlace("Precision and speed", 10),
         help_in_command="Compute in bfloat16; the weights stay fp32.",
     ),
@@ -143,7 +144,7 @@ _FACTS = {
     # ---- Others ----
     "adam_beta": Facts(decides=True, within=SHARE),
     "adam_epsilon": Facts(decides=True, within=FINITE),
-    "dataloader_prefetch_factor": Facts(decides=False, one_machine=True, within=FROM_1),
+    "dataloader_prefetch_factor": Facts(decides=False, one_machine=True, within=FROM_1, needs="dataloader_num_workers"),
     "ddp_timeout": Facts(decides=False, within=Range(Real, "a number of at least 1", lambda value: value >= 1)),
     "hub_model_id": Facts(
         decides=False,

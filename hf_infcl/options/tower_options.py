@@ -45,6 +45,7 @@ class TowerOptions:
         "Positions are interpolated in each forward, so what is saved is always of the full size.",
         decides=True,
         card="sizes of the images, each with its share of the samples",
+        excludes={"cache_features": "the cache has the features of images of one size"},
     )
     patch_dropout: float | None = option(
         "Share of the patches of each image to leave out at random, such as 0.5 (FLIP, arXiv 2212.00794). Evaluations "
@@ -52,6 +53,7 @@ class TowerOptions:
         decides=True,
         within=SHARE,
         card="share of the patches of an image that training left out",
+        excludes={"freeze=image": "a frozen tower runs in evaluation mode, in which no patch is left out"},
     )
     full_tokens_last: float | None = option(
         "With patch_dropout: share of the samples, at the end, that see all patches.",

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..optimizers import MuonAdamW, parameter_groups
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import NO_DEEPSPEED
+from ..options.declaring import spelled
 from ..options.muon_options import muon_settings
 from ..processes.collectives import Processes
 
@@ -72,7 +73,7 @@ def create_muon(
         args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
-        fused=getattr(args.optim, "value", args.optim) == "adamw_torch_fused",
+        fused=spelled(args.optim) == "adamw_torch_fused",
         processes=None if accelerator.distributed_type == DistributedType.FSDP else Processes(),
         **muon_settings(args.optim_args),
     )

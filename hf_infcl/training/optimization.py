@@ -21,7 +21,7 @@ from ..encoders.sharding import reshard
 from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped, without_average
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
-from ..options.declaring import ExclusiveOptionsError
+from ..options.declaring import ExclusiveOptionsError, spelled
 from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
 from .muon import create_muon
@@ -108,9 +108,9 @@ def errors_of_options(args: InfCLTrainingArguments, kind: str, further: str, mad
     try:
         yield
     except (TypeError, ValueError, KeyError) as error:
-        name = getattr(getattr(args, kind), "value", getattr(args, kind))
         raise ValueError(
-            f"{kind}={name!r} with {further}={getattr(args, further)!r} makes no {made}: {cause(error)}."
+            f"{kind}={spelled(getattr(args, kind))!r} with {further}={getattr(args, further)!r} makes no {made}: "
+            f"{cause(error)}."
         ) from error
 
 
@@ -156,7 +156,7 @@ def check_optimizer_options(
         vars(variant).update(changes)
         return optimizer_for(variant)
 
-    optimizer = getattr(args.optim, "value", args.optim)
+    optimizer = spelled(args.optim)
     defaults = {option.name: option.default for option in fields(args) if option.name in ADAM_OPTIONS}
     changed = [name for name, default in defaults.items() if getattr(args, name) != default]
     if unused := [name for name in changed if settings(**{name: defaults[name]}) == settings()]:

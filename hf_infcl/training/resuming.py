@@ -25,6 +25,7 @@ from ..loading.replay import Replayed, is_own
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import recorded
 from ..options.arguments import InfCLTrainingArguments
+from ..options.declaring import spelled
 from ..options.facts import facts_by_name
 from ..processes.collectives import Processes
 from ..windows.setup import Setup
@@ -40,7 +41,7 @@ def make_run(setup: Setup) -> Run:
     """The properties of a training that a checkpoint must share to be resumed."""
     args, model, data = setup.args, setup.encoder.model, setup.data
     kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
-    optimizer = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")  # of the same state
+    optimizer = spelled(args.optim).removesuffix("_fused")  # of the same state
     optimizer = optimizer if args.optimizer is None else f"{args.optimizer} and {optimizer}"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Run(
