@@ -94,7 +94,14 @@ def test_the_start_runs_once_per_row(tmp_path, monkeypatch, options):
     runs.clear()
     torch.testing.assert_close(trained(cached=True), plain, rtol=0, atol=1e-6)
     assert not runs
-    monkeypatch.setattr(feature_cache.CachedStart, "__getitem__", lambda self, row: self.dataset[row])
+
+    def without_start(items: feature_cache.CachedItems, row: int) -> dict[str, Any]:
+        item = whole(items, row)
+        del item["at_start"]
+        return item
+
+    whole = feature_cache.CachedItems.__getitem__
+    monkeypatch.setattr(feature_cache.CachedItems, "__getitem__", without_start)
     assert (trained(cached=True) - plain).norm() == 0
     assert len(runs) == 8, "without the cache, the copy runs"
 

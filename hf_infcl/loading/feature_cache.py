@@ -36,54 +36,38 @@ logger = logging.get_logger(__name__)
 ROWS_OF_SHARD = 4096
 
 
-class CachedImages(Dataset[dict[str, Any]]):
-    """The pairs of an `ImageTextDataset` with the features of a frozen tower instead of the images.
-
-    Item i is the dataset's item i with ``image`` replaced by ``image_features`` [H] fp32.
+class CachedItems(Dataset[dict[str, Any]]):
+    """The items of an `ImageTextDataset` with what a frozen model has returned for them.
 
     Args:
-        pairs: the dataset that provides captions and pair ids. Its `set_epoch` is called along with this one's.
-        features: the bytes of the features, one row for each row of ``pairs``, as written by `cached`.
+        pairs: the dataset.
+        images: the features of a frozen tower, by row. An item then has ``image_features`` [H] fp32 in place of
+            ``image``, which is not read.
+        start: the embeddings of the start of a training, by row: of its image and of all its captions. An item then
+            also has ``at_start`` [1 + captions, D] fp32, of its image and of its own captions.
     """
 
-    def __init__(self, pairs: ImageTextDataset, features: datasets.Dataset) -> None:
-        self.dataset, self._features = pairs, features
+    def __init__(
+        self, pairs: ImageTextDataset, images: datasets.Dataset | None = None, start: datasets.Dataset | None = None
+    ) -> None:
+        self.dataset, self._images, self._start = pairs, images, start
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def set_epoch(self, epoch: int) -> None:
-        self.dataset.set_epoch(epoch)
-
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {**self.image_input(row), **self.dataset.without_image(row)}
+        item = self.dataset[row] if self._images is None else self.image_input(row) | self.dataset.without_image(row)
+        if self._start is None:
+            return item
+        captions = self.dataset.captions(row)
+        embeds = _read(self._start, row).view(1 + len(captions), -1)
+        return {**item, "at_start": embeds[[0, *(1 + captions.index(caption) for caption in item["caption"])]]}
 
     def image_input(self, row: int) -> dict[str, Any]:
         """What the image tower, or what follows on it, gets for a row."""
-        return {"image_features": _read(self._features, row)}
-
-
-class CachedStart(Dataset[dict[str, Any]]):
-    """The items of a dataset with the embeddings of the start of a training.
-
-    Item i is the dataset's item i with ``at_start`` [1 + captions, D] fp32, of its image and of its captions. The
-    features of a row are the bytes of the embeddings of its image and of all its captions.
-    """
-
-    def __init__(self, items: ImageTextDataset | CachedImages, features: datasets.Dataset) -> None:
-        self.dataset, self._features = items, features
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        item, captions = self.dataset[row], wrapped_pairs(self.dataset).captions(row)
-        embeds = _read(self._features, row).view(1 + len(captions), -1)
-        return {**item, "at_start": embeds[[0, *(1 + captions.index(caption) for caption in item["caption"])]]}
-
-
-def wrapped_pairs(items: ImageTextDataset | CachedImages) -> ImageTextDataset:
-    return items.dataset if isinstance(items, CachedImages) else items
+        if self._images is None:
+            return {"image": self.dataset.image(row)}
+        return {"image_features": _read(self._images, row)}
 
 
 def cached(
@@ -204,16 +188,15 @@ def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, d
 class FeatureInputs(Dataset[dict[str, Any]]):
     """What features are computed from: the images of a dataset, or images and all their captions."""
 
-    def __init__(self, items: ImageTextDataset | CachedImages, *, captions: bool) -> None:
+    def __init__(self, items: CachedItems, *, captions: bool) -> None:
         self._items, self._captions = items, captions
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        items = self._items
-        image = items.image_input(row) if isinstance(items, CachedImages) else {"image": items.image(row)}
-        return image | ({"caption": wrapped_pairs(items).captions(row)} if self._captions else {})
+        captions = {"caption": self._items.dataset.captions(row)} if self._captions else {}
+        return self._items.image_input(row) | captions
 
 
 def _is_whole(path: Path) -> bool:

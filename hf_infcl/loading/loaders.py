@@ -11,6 +11,7 @@ from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.utils import slice_tensors
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers.trainer_utils import has_length
 
 from ..data import ContrastiveCollator, ImageTextStream
 from ..data.collator import DataCollator
@@ -25,7 +26,7 @@ from ..processes.preemption import heed_parent_alone
 from ..windows.setup import Setup
 from .batch_checks import check_batch
 from .batch_plan import BatchPlan
-from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
+from .feature_cache import CachedItems, FeatureInputs, cached, check_cacheable
 from .positions import make_plan
 from .replay import Replayed, is_own
 from .teacher_inputs import TrainingCollator
@@ -170,6 +171,12 @@ def check_keyed(dataset: object, args: InfCLTrainingArguments) -> None:
             f"{type(dataset).__name__} have no keys. Train on a dataset with a length or an ImageTextStream, or leave "
             "it out."
         )
+
+
+def rows_of_table(data: Any) -> int | None:
+    """The rows of a training set, without old pairs; None for a stream."""
+    new = data.datasets[0] if isinstance(data, Replayed) else data
+    return len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
 
 
 def without_epochs(dataset: Any) -> Any:
@@ -326,13 +333,14 @@ def with_cached_features(
     where = {"folder": str(args.cache_features), "collator": collator, "dtype": accelerator.mixed_precision}
     where |= {"agree": interruptions.agree, "batch_size": args.per_device_train_batch_size}
     where |= {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
-    dataset, content = pairs, pairs.image_fingerprint()
+    items, content, of_tower = CachedItems(pairs), pairs.image_fingerprint(), None
     with random_state_kept(args.device):  # the training is the same if the features are there already
         if tower is not None:
-            inputs = FeatureInputs(pairs, captions=False)
-            dataset = CachedImages(pairs, cached(content, inputs, tower=tower.eval(), encode=images, **where))
+            inputs = FeatureInputs(items, captions=False)
+            of_tower = cached(content, inputs, tower=tower.eval(), encode=images, **where)
+            items = CachedItems(pairs, of_tower)
         if start is not None:
             content += f" {pairs.caption_column} {collator.text_fingerprint()}"
-            inputs = FeatureInputs(dataset, captions=True)
-            dataset = CachedStart(dataset, cached(content, inputs, tower=start.model, encode=embeddings, **where))
-    return dataset
+            inputs = FeatureInputs(items, captions=True)
+            items = CachedItems(pairs, of_tower, cached(content, inputs, tower=start.model, encode=embeddings, **where))
+    return items

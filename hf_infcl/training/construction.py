@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import IterableDataset
-from transformers.trainer_utils import has_length
 
 from ..checkpoints.lock import check_writable
 from ..checkpoints.model_files import check_formats
@@ -21,9 +18,6 @@ from ..loading.loaders import check_data_seed, check_keyed, check_planned, set_s
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
-from ..windows.extensions import Extension
-from ..windows.setup import Setup
-from ..windows.start import Start
 
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
 
@@ -123,22 +117,6 @@ def check_overrides(kind: type, base: type) -> None:
             f"InfCLTrainer draws the rows of a global batch itself and would never call {kind.__name__}."
             "_get_train_sampler. Override get_train_dataloader, or choose a train_sampling_strategy."
         )
-
-
-def make_setup(
-    encoder: DualEncoder,
-    accelerator: Accelerator,
-    args: Any,
-    start: Start | None,
-    data: Any,
-    collator: Any,
-    extensions: Sequence[Extension] = (),
-) -> Setup:
-    """The `Setup` of a training. Its ``equal_ids`` is the argument, or else what the training set needs."""
-    equal_ids = args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
-    new = data.datasets[0] if isinstance(data, Replayed) else data
-    rows = len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
-    return Setup(encoder, accelerator, args, equal_ids, start, data, collator, extensions, rows)
 
 
 def make_collator(

@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoints import model_files as files
 from ..checkpoints import pushes
+from ..data.wrapped import most_captions
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
@@ -36,7 +37,7 @@ from ..windows.extensions import Extension
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
-from .construction import check_overrides, checked_arguments, make_collator, make_setup
+from .construction import check_overrides, checked_arguments, make_collator
 from .ending import saved_early
 from .evaluating import Evaluator
 from .loop_events import Decisions, add_own_callbacks, replaced
@@ -205,8 +206,10 @@ class InfCLTrainer(Trainer):
     @property
     def setup(self) -> Setup:
         """What the parts have in common."""
-        of_run = self.args, self._start, self.train_dataset, self.data_collator, self._extensions
-        return make_setup(self.dual_encoder, self.accelerator, *of_run)
+        data, collator, extensions = self.train_dataset, self.data_collator, self._extensions
+        equal_ids = self.args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
+        of_run: Any = self.args, equal_ids, self._start, data, collator, extensions, loaders.rows_of_table(data)
+        return Setup(self.dual_encoder, self.accelerator, *of_run)
 
     @property
     def batch_plan(self) -> BatchPlan:

@@ -21,11 +21,16 @@ class Start:
     """The start of a training: a frozen copy of the model, if it ``embeds``, or else copies of its trained weights.
 
     What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy. The model
-    is unwrapped, and has not been trained yet.
+    is unwrapped, and has not been trained yet. A copy that ``embeds`` is the `Teacher` of ``keep_features``.
 
     Raises:
         ValueError: the training is DeepSpeed's.
     """
+
+    width: int | None = None  # that of the student
+    options: Mapping[str, Any] = {}  # the run knows the start
+    inputs = None
+    words = "the model before the training"
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, *, embeds: bool) -> None:
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -54,13 +59,19 @@ class Start:
     def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
         """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
 
-        The copies of frozen towers do not run: ``frozen_outputs`` are what the model's have returned.
+        They may be in the inputs (``cache_features``). The copies of frozen towers do not run: ``frozen_outputs`` are
+        what the model's have returned.
         """
+        if "start_images" in inputs:
+            return inputs["start_images"], inputs["start_texts"]
         assert self.encoder is not None
         # A forward writes the projection into the output that it gets, which the second pass needs as it is.
         outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
         with torch.no_grad(), self._accelerator.autocast():
             return self.encoder.embed(self.encoder.model, inputs, outputs)
+
+    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError  # it knows all pairs
 
     def pull(
         self, optimizer: torch.optim.Optimizer, model: Callable[[], nn.Module], names: Collection[str], strength: float

@@ -166,22 +166,4 @@ class KeptFeatures(TeacherDistance):
     card: Mapping[str, str] = {}  # its option has a row
 
     def __init__(self, start: Start, weight: float) -> None:
-        super().__init__([StartAsTeacher(start)], weight)
-
-
-class StartAsTeacher:
-    """The `Teacher` of ``keep_features``, whose embeddings may be in the batch (``cache_features``)."""
-
-    def __init__(self, start: Start) -> None:
-        self._start, self.width = start, None
-        self.options: Mapping[str, Any] = {}  # the run knows the start
-        self.inputs: Inputs | None = None
-        self.words = "the model before the training"
-
-    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        if "start_images" in inputs:
-            return inputs["start_images"], inputs["start_texts"]
-        return self._start.embed(inputs, frozen_outputs)
-
-    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError  # it knows all pairs
+        super().__init__([start], weight)

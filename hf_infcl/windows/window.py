@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -169,46 +170,23 @@ class WindowLoss:
         if taking_part is not None:
             pairs = pairs.only(taking_part)
             replayed = None if replayed is None else replayed[taking_part]
+        loss = partial(
+            contrastive_loss,
+            logit_scale=logit_scale,
+            logit_bias=logit_bias,
+            objective=self.objective,
+            strategy=self.strategy,
+            backend=self.backend,
+        )
         if replayed is None:
-            return self._of_pairs(pairs, logit_scale, logit_bias)
-        new, old = (self._of_pairs(pairs.only(part), logit_scale, logit_bias) for part in (~replayed, replayed))
+            return loss(**pairs.arguments(self.equal_ids))
+        new, old = (loss(**pairs.only(part).arguments(self.equal_ids)) for part in (~replayed, replayed))
         window.part_losses = [new.detach(), old.detach()]
         share = replayed.float().mean().item()
         if taking_part is not None:  # the processes may have different numbers of pairs
             counts = Processes().agree([int(replayed.sum()), len(replayed)])
             share = sum(number for number, _ in counts) / sum(number for _, number in counts)
         return torch.lerp(new, old, share)
-
-    def _of_pairs(self, pairs: _Pairs, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
-        images, texts, caption_image, pair_ids = pairs
-        device = texts.device
-        negatives = texts[:0]
-        if caption_image is not None:
-            order = caption_image.argsort(stable=True)  # negative captions first
-            count = int((caption_image < 0).sum())
-            sorted_texts = texts[order.to(device)]
-            negatives, texts = sorted_texts[:count], sorted_texts[count:]
-            caption_image = caption_image[order[count:]]
-        ids: dict[str, Any] = {}
-        if self.equal_ids == "exclude":
-            if pair_ids is not None:
-                ids = {"pair_ids": pair_ids.to(device)}
-        else:
-            assert pair_ids is not None
-            image_ids = pair_ids.to(device)
-            text_ids = image_ids if caption_image is None else image_ids[caption_image.to(device)]
-            ids = {"image_ids": image_ids, "text_ids": text_ids}
-        return contrastive_loss(
-            images,
-            texts,
-            logit_scale,
-            logit_bias,
-            objective=self.objective,
-            strategy=self.strategy,
-            backend=self.backend,
-            negative_texts=negatives,  # even if this process has none, because another process may have some
-            **ids,
-        )
 
 
 class _Pairs(NamedTuple):
@@ -218,6 +196,26 @@ class _Pairs(NamedTuple):
     texts: Tensor  # [texts, D]
     caption_image: Tensor | None  # as `Window.caption_image`
     pair_ids: Tensor | None  # [images] int64
+
+    def arguments(self, equal_ids: str) -> dict[str, Any]:
+        """The embeddings and ids for `hf_infcl.contrastive_loss`, the captions in the order of their images."""
+        images, texts, caption_image, pair_ids = self
+        device = texts.device
+        negatives = texts[:0]
+        if caption_image is not None:
+            order = caption_image.argsort(stable=True)  # negative captions first
+            count = int((caption_image < 0).sum())
+            sorted_texts = texts[order.to(device)]
+            negatives, texts = sorted_texts[:count], sorted_texts[count:]
+            caption_image = caption_image[order[count:]]
+        # With negatives even if this process has none, because another process may have some.
+        embeddings = {"image_embeds": images, "text_embeds": texts, "negative_texts": negatives}
+        ids = None if pair_ids is None else pair_ids.to(device)
+        if equal_ids == "exclude":
+            return {**embeddings, "pair_ids": ids}
+        assert ids is not None
+        text_ids = ids if caption_image is None else ids[caption_image.to(device)]
+        return {**embeddings, "image_ids": ids, "text_ids": text_ids}
 
     def only(self, chosen: Tensor) -> _Pairs:
         """Those of some images, [images] bool on the CPU, with their captions and all negative ones."""
