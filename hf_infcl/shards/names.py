@@ -37,18 +37,16 @@ def dots_in(key: str, extensions: Collection[str]) -> str:
     )
 
 
-def apart(stems: Iterable[str]) -> str:
-    """A sentence if files of one sample do not follow each other; ``stems`` are their samples, in their order."""
-    last, ended = "", set()
-    for stem in stems:
-        if stem and stem != last:
-            if stem in ended:
-                return (
-                    f" The files of a sample must follow each other, but those of {shown(stem)} are apart. "
-                    "`tar --sort=name` packs them so."
-                )
-            ended.add(stem)
-            last = stem
+def apart(keys: Iterable[str]) -> str:
+    """A sentence if files of one sample do not follow each other, so that a key begins another sample as well."""
+    ended = set()
+    for key in keys:
+        if key in ended:
+            return (
+                f" The files of a sample must follow each other, but those of {shown(key)} are apart. "
+                "`tar --sort=name` packs them so."
+            )
+        ended.add(key)
     return ""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +18,7 @@ from .names import IMAGE_EXTENSIONS, apart, dots_in, few, sample_key, shown
 from .opening import open_shard
 from .tar_layout import BLOCK, DamagedShardError, split_name, tar_members, tar_samples, truncated
 from .tar_tables import tar_table
+from .values import json_object
 
 if TYPE_CHECKING:
     import datasets
@@ -79,7 +79,7 @@ class TarReader:
             problem = f"{missing} {there}{dots_in(key, sample)}"
             if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
-        raise ValueError(f"{problem}{apart(_stems(urls[0]))}")
+        raise ValueError(f"{problem}{apart(_keys(urls[0]))}")
 
     def _find(self, columns: Columns, sample: dict[str, bytes], fields: Mapping[str, object]) -> str:
         """Finds the files and JSON fields of a sample that hold the columns.
@@ -158,29 +158,16 @@ class TarReader:
 
     def names(self, url: str) -> Iterator[str]:
         """The key of each sample, after one pass over the headers."""
-        with open_shard(url, buffer=BLOCK) as file:
-            stems = (split_name(name)[0] for _, name, _, _ in tar_members(file, url, 0))
-            yield from (stem for stem, _ in itertools.groupby(stems) if stem)
+        yield from (key for _, key in _beginnings(url))
 
     def pieces(self, url: str, parts: int) -> list[tuple[int, int | None]]:
         """(position, stop) of ``parts`` pieces with equally many samples, after one pass over the headers."""
-        starts: list[int] = []
-        key: str | None = None
-        with open_shard(url, buffer=BLOCK) as file:
-            for start, name, _, _ in tar_members(file, url, 0):
-                stem = split_name(name)[0]
-                if stem and stem != key:
-                    starts.append(start)
-                    key = stem
-        return _pieces(url, starts, parts)
+        return _pieces(url, [start for start, _ in _beginnings(url)], parts)
 
 
 def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
     """The fields of a sample's JSON; raises a ValueError for anything but a JSON object."""
-    fields = json.loads(sample["json"]) if "json" in sample else {}
-    if not isinstance(fields, dict):
-        raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
-    return fields
+    return json_object(sample["json"]) if "json" in sample else {}
 
 
 def _images(sample: dict[str, bytes]) -> list[str]:
@@ -192,10 +179,21 @@ def _dotted(extensions: Iterable[str]) -> str:
     return few(f".{extension}" for extension in extensions)
 
 
-def _stems(url: str) -> Iterator[str]:
-    with suppress(DamagedShardError), open_shard(url, buffer=BLOCK) as file:
-        for _, name, _, _ in tar_members(file, url, 0):
-            yield split_name(name)[0]
+def _beginnings(url: str) -> Iterator[tuple[int, str]]:
+    """(position, key) of each sample of a tar file, in one pass over the headers."""
+    key = ""
+    with open_shard(url, buffer=BLOCK) as file:
+        for start, name, _, _ in tar_members(file, url, 0):
+            stem = split_name(name)[0]
+            if stem and stem != key:
+                key = stem
+                yield start, key
+
+
+def _keys(url: str) -> Iterator[str]:
+    """The keys up to where the file is damaged, if it is."""
+    with suppress(DamagedShardError):
+        yield from (key for _, key in _beginnings(url))
 
 
 # ---- Parquet ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from .members import member_url, register
 from .names import IMAGE_EXTENSIONS
 from .opening import content_tag, digest, open_shard
 from .tar_layout import DamagedShardError, tar_samples
-from .values import ERRORS, describe_cause, is_unicode, shortened
+from .values import ERRORS, describe_cause, is_unicode, json_object, shortened
 
 if TYPE_CHECKING:
     import datasets
@@ -180,10 +179,7 @@ def _fill(
             elif isinstance(content, _Unread):
                 row[extension], errors[extension] = None, f"its {content.size:,} bytes are no caption"
             elif extension == "json":
-                known = json.loads(content)
-                if not isinstance(known, dict):
-                    raise ValueError(f"its .json holds a {type(known).__name__}, not an object")
-                for field, value in _flat(known, errors):
+                for field, value in _flat(json_object(content), errors):
                     column = f"json.{field}" if field in sample or _holds_image(field, image_column) else field
                     indexed.fields.add(column)
                     row[column] = value

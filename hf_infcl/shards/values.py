@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
+from typing import Any
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
 ERRORS = "__errors__"
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The fields of an object; raises a ValueError for any other JSON, and for what is none."""
+    fields = json.loads(content)
+    if not isinstance(fields, dict):
+        raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
+    return fields
 
 
 def is_unicode(text: str) -> bool:
