@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ def save_weights(
     output_dir: str | None,
     state_dict: dict[str, Tensor] | None,
     save: Callable[[str | None, dict[str, Tensor] | None], None],
-    processor: Any,
+    processor: object,
     repository: str | None,
-    collator: Any,
+    collator: object,
 ) -> None:
     """Saves weights in the shapes of transformers, on each machine if asked for, and what Trainer does not save.
 
@@ -117,7 +118,7 @@ def save_checkpoint(
     output_dir: str,
     record: RunRecord,
     states: Mapping[str, object],
-    state: Any,
+    state: TrainerState,
     args: InfCLTrainingArguments,
     save: Callable[[], None],
     push: Callable[[str], None],
@@ -194,7 +195,9 @@ def saves_shards(accelerator: Accelerator) -> bool:
     return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
 
 
-def save_whole(model: Any, accelerator: Accelerator, args: InfCLTrainingArguments, save: Callable[..., None]) -> None:
+def save_whole(
+    model: nn.Module | None, accelerator: Accelerator, args: InfCLTrainingArguments, save: Callable[..., None]
+) -> None:
     """Lets ``save`` write the whole state dict if FSDP2 writes its checkpoints in shards; collective.
 
     With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
@@ -214,7 +217,7 @@ def intervals_told_once() -> Iterator[None]:
     """
     loggers = [logging.get_logger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
 
-    def is_other(record: Any) -> bool:
+    def is_other(record: LogRecord) -> bool:
         return "do not match the ones in the `trainer_state.json`" not in record.getMessage()
 
     unsaid: Any = is_other

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -138,7 +138,14 @@ class Pushes:
             shutil.rmtree(snapshot, ignore_errors=True)
 
     def _push_folder(
-        self, repository: str, folder: Path, message: str, place: str | None = None, **options: Any
+        self,
+        repository: str,
+        folder: Path,
+        message: str,
+        place: str | None = None,
+        *,
+        ignore: Sequence[str] = (),
+        delete: Sequence[str] = (),
     ) -> None:
         """Pushes a folder into a folder of the repository, or into its root."""
         self._hub.upload_folder(
@@ -148,7 +155,8 @@ class Pushes:
             commit_message=message,
             token=self._args.hub_token,
             revision=self._args.hub_revision,
-            **options,
+            ignore_patterns=list(ignore) or None,
+            delete_patterns=list(delete) or None,
         )
 
     def _start(self, step: int, repository: str, push: Callable[[], None], stays: Path | None = None) -> Future[None]:
@@ -228,8 +236,7 @@ class Pushes:
             if repository() is None:
                 create()
             self.push_missing(repository())
-            patterns: dict[str, Any] = {"ignore_patterns": list(NOT_PUSHED), "delete_patterns": list(delete) or None}
-            self._push_folder(str(repository()), Path(folder), message, **patterns)
+            self._push_folder(str(repository()), Path(folder), message, ignore=NOT_PUSHED, delete=delete)
         except Exception as error:  # of the Hub's client, of its HTTP library or of the file system
             name, options = repository(), [f"--exclude '{pattern}'" for pattern in NOT_PUSHED]
             if self._args.hub_revision is not None:

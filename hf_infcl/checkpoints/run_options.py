@@ -115,7 +115,7 @@ class OptimizerOptions:
         record: the options as JSON values, for a checkpoint.
     """
 
-    def __init__(self, optimizer: Any, scheduler: Any = None, earlier: OptimizerOptions | None = None) -> None:
+    def __init__(self, optimizer: object, scheduler: object = None, earlier: OptimizerOptions | None = None) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         self._optimizer = optimizer
         self._groups: list[dict[str, Any]]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
@@ -89,7 +90,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
         return False  # there is no other one, whichever epoch begins
 
-    def pass_over(self, rows: Callable[[], Any]) -> bool:
+    def pass_over(self, rows: Callable[[], Tensor]) -> bool:
         """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
         return False  # other data has all its samples, and does not ask which ones to pass over
 

@@ -238,7 +238,7 @@ def loader_of_stream(
     )
 
 
-def with_lasting_workers(dataloader: Any) -> Any:
+def with_lasting_workers(dataloader: DataLoader) -> DataLoader:
     """Trainer's loader of an evaluation, whose workers no signal but that of their parent ends."""
     loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's, or torch's
     loader.worker_init_fn = heed_parent_alone

@@ -67,7 +67,7 @@ def make_plan(
     )
 
 
-def _rows_of_pass(data: Any) -> int | None:
+def _rows_of_pass(data: object) -> int | None:
     """The rows of a pass over a training set, with replay over its new pairs; None if it is not known."""
     if isinstance(data, int):
         return data

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .declaring import ExclusiveOptionsError, Facts, declared_facts, spelled
 from .theirs import facts_of_theirs
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def facts_by_name(kind: Any) -> dict[str, Facts]:
+
+def facts_by_name(kind: DataclassInstance | type[DataclassInstance]) -> dict[str, Facts]:
     """The facts of each field of a dataclass of options, or of an instance of one."""
     return {one.name: declared_facts(one) or facts_of_theirs(one.name) for one in fields(kind)}
 
 
-def check_values(options: Any) -> None:
+def check_values(options: DataclassInstance) -> None:
     """Raises a ValueError if an option has a value that it may not have, or that other options do not go with."""
     facts_of_all = facts_by_name(options)
     for one in fields(options):
@@ -48,7 +51,7 @@ def _holds(options: object, condition: str) -> bool:
     return spelled(value) == wanted if wanted else bool(value)
 
 
-def changed_options(options: Any, declared: type[Any]) -> dict[str, Any]:
+def changed_options(options: object, declared: type[DataclassInstance]) -> dict[str, Any]:
     """The values of those options of a dataclass that do not have their default, by name."""
     changed = {}
     for one in fields(declared):
@@ -58,7 +61,7 @@ def changed_options(options: Any, declared: type[Any]) -> dict[str, Any]:
     return changed
 
 
-def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:
+def values_of_card(args: DataclassInstance) -> Iterator[tuple[str, str, Any]]:
     """(name, row, value) of each option that is set and has a row in a model card."""
     facts = facts_by_name(args)
     for name, value in changed_options(args, type(args)).items():

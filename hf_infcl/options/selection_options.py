@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .declaring import HelpPlace, option
+
+if TYPE_CHECKING:
+    from .arguments import InfCLTrainingArguments
 
 NOISY = "noisy"
 
@@ -27,7 +30,7 @@ class SelectionOptions:
     )
 
 
-def check_selection(args: Any) -> None:
+def check_selection(args: InfCLTrainingArguments) -> None:
     """Raises a ValueError for a selection of pairs that is unknown."""
     if args.leave_out is None:
         return

@@ -6,7 +6,7 @@ import argparse
 import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _TABLE = ("name", "split", "image_column")
@@ -34,7 +34,7 @@ class SetName(str):
     facts: Mapping[str, Any]
 
 
-def set_named(option: str, value: str | Mapping[str, Any]) -> SetName:
+def set_named(option: str, value: str | Mapping[str, object]) -> SetName:
     """The set that an option names, as a text with its facts behind a question mark, or as a mapping with its path.
 
     A question mark stays part of the name where such a file exists, where no ``fact=`` follows it, as in the pattern
@@ -96,7 +96,7 @@ def _read(place: str, name: str, value: object) -> Any:
     raise ValueError(f"{place} must be {kind}, got {value!r}.")
 
 
-def _listed(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 

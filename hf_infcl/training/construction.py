@@ -11,6 +11,7 @@ from torch import nn
 from ..checkpoints.lock import check_writable
 from ..checkpoints.model_files import check_formats
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..data.collator import DataCollator
 from ..data.transforms import set_image_size
 from ..data.wrapped import all_parts, check_has_end, most_captions
 from ..encoders.dual_encoder import DualEncoder
@@ -22,7 +23,9 @@ from ..options.rate_options import RATES
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
 
 
-def checked_arguments(model: nn.Module | None, args: Any, data_collator: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def checked_arguments(
+    model: nn.Module | None, args: object, data_collator: DataCollator | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Refuses what an `InfCLTrainer` cannot train, before Trainer's constructor fails with a less clear error.
 
     Args:
@@ -42,9 +45,9 @@ def checked_arguments(model: nn.Module | None, args: Any, data_collator: Any, kw
     """
     if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
         kwargs = {**kwargs, "processing_class": data_collator.processor}  # so that it is saved beside the model
-    kwargs = _with_replay(args, kwargs)
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
+    kwargs = _with_replay(args, kwargs)
     _check_processes(args)
     if model is not None:
         DualEncoder(model)  # raises an error for any other model
@@ -80,7 +83,7 @@ def _check_processes(args: InfCLTrainingArguments) -> None:
         )
 
 
-def _check_data(args: InfCLTrainingArguments, data_collator: Any, kwargs: Mapping[str, object]) -> None:
+def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None, kwargs: Mapping[str, object]) -> None:
     pairs, evaluated = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
     sets = list(evaluated.values()) if isinstance(evaluated, Mapping) else [evaluated]
     unprepared = (ImageTextDataset, ImageTextStream, ZeroShotDataset)
@@ -120,8 +123,12 @@ def check_overrides(kind: type, base: type) -> None:
 
 
 def make_collator(
-    model: nn.Module | None, processor: Any, data_collator: Any, default: Any, args: InfCLTrainingArguments
-) -> Any:
+    model: nn.Module | None,
+    processor: Any,
+    data_collator: DataCollator | None,
+    default: DataCollator,
+    args: InfCLTrainingArguments,
+) -> DataCollator:
     """The collator that was passed, or one over the processor, or the default; sets its sizes and the processor's."""
     collator, image_size = default if data_collator is None else data_collator, args.image_size
     if data_collator is None and processor is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
@@ -33,20 +34,27 @@ class EarlyStopping(EarlyStoppingCallback):
         self._first_step = -1  # a resumed training may repeat the evaluation of its first step
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float] | None = None,
+        **kwargs: object,
     ) -> None:
         if state.global_step == self._first_step:
             return
-        self._measured |= metrics
-        value = value_of(args.metric_for_best_model, self._measured)
+        self._measured |= metrics or {}
+        metric = str(args.metric_for_best_model)
+        value = value_of(metric, self._measured)
         if value is not None:
             self._measured = {}
-            super().on_evaluate(args, state, control, {key_of(args.metric_for_best_model): value}, **kwargs)
+            super().on_evaluate(args, state, control, {key_of(metric): value}, **kwargs)
 
 
-def _count(state: Any) -> int:
+def _count(state: TrainerState) -> int:
     """The evaluations without improvement before the training was resumed."""
-    saved = state.stateful_callbacks.get(EarlyStopping.__name__, {}) if state.global_step else {}
+    kept: Any = state.stateful_callbacks
+    saved = kept.get(EarlyStopping.__name__, {}) if state.global_step else {}
     count: int = saved.get("attributes", {}).get("early_stopping_patience_counter", 0)
     return count
 

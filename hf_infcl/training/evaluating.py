@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -80,7 +80,7 @@ class Evaluator:
     def __init__(
         self,
         setup: Setup,
-        processing_class: Any,
+        processing_class: object,
         prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
         notices: CaptionNotices,
         state: TrainerState,
@@ -212,7 +212,7 @@ class Evaluator:
         output.metrics.update(of_main_process(output.metrics))
         return output
 
-    def _take_apart(self, batch: Any) -> Any:
+    def _take_apart(self, batch: object) -> Any:
         self._of_batch = evaluation.taken_apart(batch)
         return self._of_batch[0]
 
@@ -244,7 +244,7 @@ class Evaluator:
             self.found = evaluation.checked_ranks(predictions, labels, len(self._classifier))
         return evaluation.measured(self.found)
 
-    def _recognise(self, labels: Any) -> None:
+    def _recognise(self, labels: object) -> None:
         """Forgets what another set of the same name had before the training, where a resumed one evaluates anew."""
         arrays = labels if isinstance(labels, tuple) else (labels,)
         content = b"".join(torch.as_tensor(array).cpu().numpy().tobytes() for array in arrays)
@@ -356,7 +356,7 @@ class Evaluator:
         return torch.as_tensor(array, device=self._args.device)
 
 
-def _texts_kept(dataloader: Any) -> AbstractContextManager[None]:
+def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:
     """The context in which a loader's collator is a `WithTextsOnHost`, except for a stream that is sent to others."""
     loader = getattr(dataloader, "base_dataloader", dataloader)
     if isinstance(dataloader, DataLoaderDispatcher) or not isinstance(loader, DataLoader):
@@ -376,7 +376,7 @@ def check_same_size(dataset: object, prefix: str) -> None:
         )
 
 
-def of_main_process(metrics: dict[str, Any]) -> dict[str, float]:
+def of_main_process(metrics: Mapping[str, object]) -> dict[str, float]:
     """The numbers of rank 0. They decide on checkpoints, the learning rate and the end, but rounding may differ."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
     main_numbers: dict[str, float] = json.loads(Processes().gather_objects(json.dumps(numbers))[0])

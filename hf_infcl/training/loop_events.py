@@ -160,7 +160,7 @@ class Decisions:
 
 
 @contextmanager
-def replaced(trainer: Any, **values: object) -> Iterator[None]:
+def replaced(trainer: object, **values: object) -> Iterator[None]:
     """The context in which Trainer's methods find these values in attributes of a trainer."""
     before = {name: getattr(trainer, name) for name in values}
     for name, value in values.items():

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.utils.data import IterableDataset
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
@@ -231,7 +232,7 @@ class Resumption:
 
     @contextmanager
     def optimizer_loaded(
-        self, setup: Setup, optimization: Optimization, optimizer: Optimizer | None, schedule: Any
+        self, setup: Setup, optimization: Optimization, optimizer: Optimizer | None, schedule: LRScheduler | None
     ) -> Iterator[None]:
         """The context in which the states of optimizer and schedule are loaded; their options stay those of this run.
 
@@ -301,7 +302,9 @@ class Resumption:
         trained = record is not None and record.samples_seen != record.step * args.global_batch_size
         return bool(self.stages) or trained
 
-    def rest(self, args: InfCLTrainingArguments, loader: Any, plan: BatchPlan, values: Any) -> tuple[Any, ...]:
+    def rest(
+        self, args: InfCLTrainingArguments, loader: DataLoader, plan: BatchPlan, values: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         """Trainer's initial values for what is left of the training; see `loop_values`."""
         self.begin, values = loop_values(args, loader, plan, self.record, values, changed=self.changed(args))
         return values

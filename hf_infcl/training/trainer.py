@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoints import model_files as files
 from ..checkpoints import pushes
+from ..data.collator import DataCollator
 from ..data.wrapped import most_captions
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
@@ -87,7 +88,7 @@ class InfCLTrainer(Trainer):
         self,
         model: nn.Module | None = None,
         args: InfCLTrainingArguments | None = None,
-        data_collator: Any = None,
+        data_collator: DataCollator | None = None,
         **kwargs: Any,
     ) -> None:
         args = InfCLTrainingArguments() if args is None else args

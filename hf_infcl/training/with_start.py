@@ -46,8 +46,8 @@ class AverageWithStart:
     def __init__(
         self,
         trainer: InfCLTrainer,
-        gains: Mapping[str, Any],
-        guards: Mapping[str, Sequence[Any]],
+        gains: Mapping[str, object],
+        guards: Mapping[str, Sequence[object]],
         *,
         alpha: float | None = None,
         path: str = "line",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -145,7 +146,7 @@ class NumberChecks:
             first = next(p for p in model.parameters() if p.requires_grad)
             first.grad = torch.full_like(first, math.inf)
 
-    def before_optimizer_step(self, optimizer: Any) -> None:
+    def before_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Keeps accelerate's optimizer and Trainer's schedule where they are if the window is skipped."""
         if self._accelerator.scaler is not None:
             self._scale = self._accelerator.scaler.get_scale()
@@ -154,7 +155,7 @@ class NumberChecks:
             self._accelerator.gradient_state._set_sync_gradients(not self.skipped.skipping)
             optimizer._is_overflow = self.skipped.skipping  # Trainer then leaves the schedule as it is
 
-    def after_optimizer_step(self, optimizer: Any) -> None:
+    def after_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Counts the window as trained, or as skipped by the scaler of fp16."""
         self._accelerator.gradient_state._set_sync_gradients(True)
         scale = math.inf
