@@ -438,16 +438,14 @@ def test_a_full_disk_costs_one_checkpoint_only(tmp_path, limit, caplog):
 
 
 def test_a_training_goes_back_to_a_checkpoint_once(tmp_path):
-    saves, loaded = saver(last="resumed from"), []
-    saves.go_back([loaded.append, loaded.append], "It diverged.")
-    assert loaded == ["resumed from", "resumed from"]
+    saves = saver(last="resumed from")
+    assert saves.go_back("It diverged.") == "resumed from"
     with pytest.raises(ValueError, match=r"^It diverged\. There is no checkpoint to go back to"):
-        saves.go_back([loaded.append], "It diverged.")
+        saves.go_back("It diverged.")
     saves.save(str(tmp_path), 2, RECORD, write_files)
-    saves.go_back([loaded.append], "It diverged.")
-    assert loaded[2:] == [str(tmp_path / "checkpoint-2")]
+    assert saves.go_back("It diverged.") == str(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match="has already gone back to it"):
-        saves.go_back([loaded.append], "It diverged.")
+        saves.go_back("It diverged.")
 
 
 class Starve(TrainerCallback):

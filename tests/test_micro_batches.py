@@ -106,7 +106,7 @@ def test_deepspeed_needs_both_sizes(tmp_path):
 def test_sharded_weights_are_not_tried(tmp_path):
     def search(**options: Any) -> tuple[int, str, str]:
         trainer = trainer_for(tmp_path, **{**FREE, **options})
-        searched = trainer.setup, None, trainer.get_train_dataloader, trainer._prepare_inputs
+        searched = trainer.setup, None, trainer.get_train_dataloader
         with (
             mock.patch.object(finding, "memory_is_known", return_value=True),
             mock.patch.object(type(trainer.accelerator), "distributed_type", "FSDP"),
@@ -280,7 +280,7 @@ def test_a_trial_changes_nothing(tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, forward = torch.get_rng_state(), model.forward
     with mock.patch.object(finding, "memory_is_known", return_value=True):
-        finding.find_micro_batches(trainer.setup, None, trainer.get_train_dataloader, trainer._prepare_inputs)
+        finding.find_micro_batches(trainer.setup, None, trainer.get_train_dataloader)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert model.forward == forward

@@ -22,6 +22,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import Position
 from hf_infcl.loading.notices import CaptionNotices
 from hf_infcl.loading.positions import resumed_position
+from hf_infcl.options.batch_schedule import EqualBatches
 from hf_infcl.training import progress, resuming
 from hf_infcl.training.ending import saved_early
 from hf_infcl.training.evaluating import Evaluator
@@ -33,8 +34,8 @@ from hf_infcl.windows.setup import Setup
 
 def evaluator_of(folder: Any, equal_ids: str = "exclude", **options: Any) -> tuple[Evaluator, DualEncoder]:
     encoder, args = DualEncoder(models.clip()), arguments(folder, **options)
-    setup = Setup(encoder, Accelerator(cpu=True), args, equal_ids)
-    return Evaluator(setup, None, lambda batch: batch, CaptionNotices(), TrainerState()), encoder
+    setup = Setup(encoder, Accelerator(cpu=True), args, equal_ids, lambda batch: batch)
+    return Evaluator(setup, None, CaptionNotices(), TrainerState()), encoder
 
 
 def evaluated(evaluator: Evaluator, data: Any) -> EvalLoopOutput:
@@ -178,7 +179,7 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     state = TrainerState(stateful_callbacks={})
     assert trained_seconds(state) == 0.0
     state.stateful_callbacks["train_seconds"] = 5.0
-    part = Progress(10, lambda step: 1000 + 8 * (step - 10), trained_seconds(state))
+    part = Progress(10, EqualBatches(8, steps=20, begin=10, earlier=1000), trained_seconds(state))
     assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 1000, "train_seconds": 5.0}
     now[0] += 4
     logs = part.logs(12, torch.device("cpu"))

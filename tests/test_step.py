@@ -26,9 +26,8 @@ def step_of(folder: Any, model: nn.Module, **options: Any) -> WindowStep:
     accelerator = Accelerator(cpu=True)
     prepare_model(model, args, accelerator)
     return WindowStep(
-        Setup(DualEncoder(model), accelerator, args, "exclude"),
+        Setup(DualEncoder(model), accelerator, args, "exclude", lambda batch: batch),
         model,
-        prepare_inputs=lambda batch: batch,
         rows_of_dataset=lambda places: [10 + row for _, row in places],
         roll_back=lambda reason: None,
         phases=Phases(),

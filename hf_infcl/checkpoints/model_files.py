@@ -164,10 +164,10 @@ def _restore_end_of_text(encoder: DualEncoder) -> None:
         encoder.base.config.text_config.eos_token_id = trained
 
 
-def load_states(load: Callable[[dict[str, Any]], None], checkpoint: str | None) -> None:
-    """Lets the extensions of the step, which ``load`` them, go on from their states in a checkpoint that has some."""
+def read_states(checkpoint: str | None) -> dict[str, Any]:
+    """The states of the step's extensions in a checkpoint, by their names; empty if it has none."""
     path = Path(checkpoint or "", STATES_NAME)
-    load(torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {})
+    return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
 
 
 @contextmanager
@@ -195,17 +195,9 @@ def saves_shards(accelerator: Accelerator) -> bool:
     return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
 
 
-def save_whole(
-    model: nn.Module | None, accelerator: Accelerator, args: InfCLTrainingArguments, save: Callable[..., None]
-) -> None:
-    """Lets ``save`` write the whole state dict if FSDP2 writes its checkpoints in shards; collective.
-
-    With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
-    """
-    if saves_shards(accelerator):
-        state = accelerator.get_state_dict(model)
-        if args.should_save:
-            save(state_dict=state)
+def whole_state(model: nn.Module | None, accelerator: Accelerator) -> dict[str, Tensor] | None:
+    """The whole state dict if FSDP2 writes its checkpoints in shards, which Trainer then does not save; collective."""
+    return accelerator.get_state_dict(model) if saves_shards(accelerator) else None
 
 
 @contextmanager

@@ -104,10 +104,10 @@ class Checkpoints:
         if self._completes:
             rotate(newest.folder.parent, self._limit, [newest.folder, *keep])
 
-    def go_back(self, loads: Sequence[Callable[[str], object]], reason: str) -> None:
-        """Restores the last checkpoint, written or resumed from, but none twice.
+    def go_back(self, reason: str) -> str:
+        """The folder of the last checkpoint, written or resumed from, to be restored; none twice.
 
-        Each of ``loads`` restores a part of the training from its folder. The ``reason`` is a sentence.
+        The ``reason`` is a sentence.
 
         Raises:
             ValueError: there is no checkpoint, or the training has already gone back to it.
@@ -119,8 +119,7 @@ class Checkpoints:
                 "the learning rate, or look at the data."
             )
         logger.warning(f"{reason} The training goes back to {last} and continues with the data that follows.")
-        for load in loads:
-            load(last)
+        return last
 
 
 @contextmanager

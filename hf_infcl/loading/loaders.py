@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from ..data import ContrastiveCollator, ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
-from ..data.wrapped import all_parts, check_has_end, has_epochs, set_epoch
+from ..data.wrapped import all_parts, check_has_end, has_epochs, most_captions, set_epoch
 from ..encoders.dual_encoder import images_of
 from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
@@ -173,6 +173,11 @@ def check_keyed(dataset: object, args: InfCLTrainingArguments) -> None:
         )
 
 
+def needed_ids(args: InfCLTrainingArguments, data: object) -> str:
+    """``equal_ids``, or else what the training set needs."""
+    return args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
+
+
 def rows_of_table(data: Any) -> int | None:
     """The rows of a training set, without old pairs; None for a stream."""
     new = data.datasets[0] if isinstance(data, Replayed) else data
@@ -292,9 +297,7 @@ def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
     return isinstance(texts, Tensor) and isinstance(images, Tensor) and len(texts) > len(images)
 
 
-def with_cached_features(
-    setup: Setup, prepare_inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]], interruptions: Interruptions
-) -> Any:
+def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
     """The training set with what ``args.cache_features`` has, if it is set, and computes what it lacks; collective.
 
     These are the outputs of a frozen image tower instead of the images, and with ``keep_features`` the embeddings of
@@ -308,7 +311,7 @@ def with_cached_features(
         return pairs
     if isinstance(pairs, Replayed):
         parts = [replace(setup, data=part) for part in pairs.datasets]
-        return pairs.with_datasets([with_cached_features(part, prepare_inputs, interruptions) for part in parts])
+        return pairs.with_datasets([with_cached_features(part, interruptions) for part in parts])
     collator = training_collator(setup.collator, setup.args)
     encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
     interruptions.phases.enter("computing features")
@@ -321,12 +324,12 @@ def with_cached_features(
     def images(batch: dict[str, Tensor]) -> list[Tensor]:
         interruptions.phases.note_progress()
         with torch.no_grad(), accelerator.autocast():
-            return list(encoder.image_features(prepare_inputs(batch)).cpu())
+            return list(encoder.image_features(setup.prepare_inputs(batch)).cpu())
 
     def embeddings(batch: dict[str, Tensor]) -> list[Tensor]:
         interruptions.phases.note_progress()
         assert start is not None
-        of_images, of_texts = (one.cpu() for one in start.embed(prepare_inputs(batch), {}))
+        of_images, of_texts = (one.cpu() for one in start.embed(setup.prepare_inputs(batch), {}))
         counts = torch.bincount(batch.get("caption_image", torch.arange(len(of_images)))).tolist()
         return [torch.cat((image[None], texts)) for image, texts in zip(of_images, of_texts.split(counts), strict=True)]
 

@@ -37,7 +37,6 @@ def find_micro_batches(
     setup: Setup,
     record: RunRecord | None,
     batches_of: Callable[[], Iterable[Mapping[str, Tensor]]],
-    prepare_inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]],
 ) -> int:
     """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs`` of the arguments; collective.
 
@@ -101,7 +100,7 @@ def find_micro_batches(
     if not agree(batch is not None):  # which the training will say
         return args.per_device_train_batch_size
     with failures_announced():
-        trials = Trials(setup, batch, longest, padding, prepare_inputs=prepare_inputs, pairs=pairs)
+        trials = Trials(setup, batch, longest, padding, pairs=pairs)
         trial = Trial(
             args.per_device_train_batch_size,
             1 if texts == "auto" else int(texts),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,11 +56,10 @@ class Trials:
         longest: int | None,
         padding: Mapping[str, int] | None,
         *,
-        prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
         pairs: int,
     ) -> None:
         self._setup, self._pairs, self._padding = setup, pairs, padding
-        self._batch, self._prepare_inputs = _with_longest_texts(batch, longest), prepare_inputs
+        self._batch = _with_longest_texts(batch, longest)
         self._grouped, self._fitted = Processes().grouped, True
 
     def __call__(self, trial: Trial) -> tuple[int, int]:
@@ -102,7 +101,6 @@ class Trials:
         step = WindowStep(
             replace(self._setup, args=args, extensions=changing),
             self._setup.encoder.model,
-            prepare_inputs=self._prepare_inputs,
             rows_of_dataset=lambda places: [],
             roll_back=lambda reason: None,
             phases=Phases(),

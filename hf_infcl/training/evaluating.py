@@ -81,14 +81,13 @@ class Evaluator:
         self,
         setup: Setup,
         processing_class: object,
-        prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
         notices: CaptionNotices,
         state: TrainerState,
     ) -> None:
         self._encoder, self._accelerator, self._args = setup.encoder, setup.accelerator, setup.args
         self._objective, self._equal_ids = setup.objective, setup.equal_ids
         self._collator, self._processing_class = setup.collator, processing_class
-        self._prepare_inputs, self._notices = prepare_inputs, notices
+        self._prepare_inputs, self._notices = setup.prepare_inputs, notices
         self._at_start, self._logged = state.global_step == 0, state.log_history
         # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
         kept: Any = state.stateful_callbacks

@@ -15,6 +15,7 @@ from transformers.utils.logging import tqdm
 
 from ..loading.batch_plan import BatchPlan
 from ..options.arguments import InfCLTrainingArguments
+from ..options.batch_schedule import Course
 
 _SECONDS = "train_seconds"
 # Steps after the warm-up that show nothing yet: a training from random weights may begin to learn after a hundred.
@@ -36,13 +37,13 @@ class Progress:
 
     Args:
         step: the number of trained optimizer steps at the start.
-        samples: the pairs trained before a step of this training, also in global batches of other sizes.
+        course: the pairs trained before each step of this training, also in global batches of other sizes.
         earlier: the seconds of the training before, if it was interrupted; see `trained_seconds`.
     """
 
-    def __init__(self, step: int, samples: Callable[[int], int], earlier: float = 0.0) -> None:
+    def __init__(self, step: int, course: Course, earlier: float = 0.0) -> None:
         now = time.perf_counter()
-        self._first_step, self.samples = step, samples
+        self._first_step, self.samples = step, course.samples_before
         self._began = now - earlier
         self._last_log = now, step
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch

@@ -17,7 +17,6 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from ..checkpoints import model_files as files
 from ..checkpoints import pushes
 from ..data.collator import DataCollator
-from ..data.wrapped import most_captions
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
@@ -149,8 +148,8 @@ class InfCLTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         batches = partial(loaders.checked_batches, self.get_train_dataloader, self.setup.equal_ids)
-        searched: Any = self.setup, self.resumption.record, batches, self._prepare_inputs
-        self._train_batch_size = find_micro_batches(*searched)  # once gradient checkpointing is set up
+        # Once gradient checkpointing is set up.
+        self._train_batch_size = find_micro_batches(self.setup, self.resumption.record, batches)
         return super()._inner_training_loop(*args, **kwargs)
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
@@ -163,12 +162,12 @@ class InfCLTrainer(Trainer):
         if makes_loader and self.training_data.source.stream is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader()
-        self.progress = Progress(self.state.global_step, course.samples_before, trained_seconds(self.state))
-        hooks: Any = {"prepare_inputs": self._prepare_inputs, "roll_back": self._roll_back}
-        hooks |= {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
-        self.window_step = WindowStep(self.setup, self.model_wrapped, record, **hooks, course=course)
+        self.progress = Progress(self.state.global_step, course, trained_seconds(self.state))
+        hooks: Any = {"roll_back": self._roll_back, "rows_of_dataset": self.training_data.rows_at}
+        hooks |= {"phases": self.interruptions.phases, "course": course}
+        self.window_step = WindowStep(self.setup, self.model_wrapped, record, **hooks)
         self.training_data.passed_over = self.window_step.passed_over
-        files.load_states(self.window_step.load_state_dict, self.resumption.checkpoint)
+        self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
@@ -207,10 +206,9 @@ class InfCLTrainer(Trainer):
     @property
     def setup(self) -> Setup:
         """What the parts have in common."""
-        data, collator, extensions = self.train_dataset, self.data_collator, self._extensions
-        equal_ids = self.args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
-        of_run: Any = self.args, equal_ids, self._start, data, collator, extensions, loaders.rows_of_table(data)
-        return Setup(self.dual_encoder, self.accelerator, *of_run)
+        data, equal_ids = self.train_dataset, loaders.needed_ids(self.args, self.train_dataset)
+        of_data: Any = self._start, data, self.data_collator, self._extensions, loaders.rows_of_table(data)
+        return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids, self._prepare_inputs, *of_data)
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -257,7 +255,7 @@ class InfCLTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """A new training loader, which begins where the training does, and may be looked into."""
-        pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
+        pairs = loaders.with_cached_features(self.setup, self.interruptions)
         if pairs is None or not loaders.is_own(pairs):
             return self._training_loader()
         collator = loaders.training_collator(self.data_collator, self.args)
@@ -343,7 +341,7 @@ class InfCLTrainer(Trainer):
 
     @property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.setup, self.processing_class, self._prepare_inputs, self.caption_notices, self.state)
+        return Evaluator(self.setup, self.processing_class, self.caption_notices, self.state)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: object = None
@@ -404,16 +402,18 @@ class InfCLTrainer(Trainer):
 
     def _roll_back(self, reason: str) -> None:
         """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.go_back`."""
-        loads = self._load_from_checkpoint, self._load_optimizer_and_scheduler, self._load_scaler
-        states = partial(files.load_states, self.window_step.load_state_dict)
-        self.checkpoints.go_back([*loads, states], reason)
+        checkpoint = self.checkpoints.go_back(reason)
+        for load in (self._load_from_checkpoint, self._load_optimizer_and_scheduler, self._load_scaler):
+            load(checkpoint)
+        self.window_step.load_state_dict(files.read_states(checkpoint))
         switch_weights(self.optimizer, "train")  # the checkpoint's may be an average
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards; see `save_whole`."""
+        """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards; see `whole_state`."""
         switch_weights(self.optimizer, "eval")
-        if self.checkpoints.partial_dir is None:
-            files.save_whole(self.model, self.accelerator, self.args, partial(self._save, output_dir))
+        state = None if self.checkpoints.partial_dir else files.whole_state(self.model, self.accelerator)
+        if state is not None and self.args.should_save:
+            self._save(output_dir, state)
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

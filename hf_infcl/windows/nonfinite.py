@@ -13,6 +13,8 @@ from ..processes.collectives import Processes, by_rank
 _MOST_NAMES = 8  # in a message
 _KINDS = ("image embeddings", "text embeddings")
 
+RowsOfDataset = Callable[[Sequence[tuple[int, int]]], list[int]]
+
 
 def finite_rows(features: Iterable[Tensor]) -> list[Tensor]:
     """For each tensor [rows, ...] whether the values of each row are finite, [rows] bool."""
@@ -22,7 +24,7 @@ def finite_rows(features: Iterable[Tensor]) -> list[Tensor]:
 def describe_rows(
     finite: Sequence[Tensor],
     sizes: Sequence[Sequence[int]],
-    rows_of_dataset: Callable[[Sequence[tuple[int, int]]], list[int]],
+    rows_of_dataset: RowsOfDataset,
 ) -> str:
     """The rows of all processes' windows with values that are not finite, as a phrase; collective.
 

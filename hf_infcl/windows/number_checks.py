@@ -15,13 +15,11 @@ from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
 from ..passes.grad_cache import CachedWindow
-from .nonfinite import all_finite, describe_rows, of_all_ranks, parameters_not_finite
+from .nonfinite import RowsOfDataset, all_finite, describe_rows, of_all_ranks, parameters_not_finite
 from .skipping import SkippedWindows
 from .window import MicroBatch, Window
 
 logger = logging.get_logger(__name__)
-
-RowsOfDataset = Callable[[Sequence[tuple[int, int]]], list[int]]
 
 
 def check_supported(accelerator: Accelerator, skip_nonfinite: int, on_divergence: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class Setup:
     accelerator: Accelerator
     args: InfCLTrainingArguments
     equal_ids: str  # "exclude" or "positive"; see `InfCLTrainingArguments`
+    prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]]  # moves a batch to the device and normalises its images
     start: Start | None = None  # the weights that the model had before the training, if it is to stay near them
     data: Any = None  # the training set
     collator: Any = None  # the data collator

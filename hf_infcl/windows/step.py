@@ -27,8 +27,8 @@ from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
 from .extensions import NO_ROWS, Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .gradient_noise import GradientNoise
 from .memory import WindowMemory
-from .nonfinite import finite_rows
-from .number_checks import NumberChecks, RowsOfDataset
+from .nonfinite import RowsOfDataset, finite_rows
+from .number_checks import NumberChecks
 from .observers import LossParts, PositiveCosines, TowerNorms
 from .selection import WithoutNoisyPairs, tell_if_too_short
 from .setup import Setup
@@ -54,7 +54,6 @@ class WindowStep:
         model: nn.Module,
         record: RunRecord | None = None,
         *,
-        prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
         rows_of_dataset: RowsOfDataset,
         roll_back: Callable[[str], None],
         phases: Phases,
@@ -96,7 +95,6 @@ class WindowStep:
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
         self._temperature = Temperature(setup, self._wrapper, warns=course is not None and course.steps > 0)
-        self._prepare_inputs = prepare_inputs
 
     # ---- The step ----
 
@@ -198,7 +196,7 @@ class WindowStep:
         self._phases.note_progress()
         if window.encoded == 1:
             self.memory.collect_after_compiling()
-        inputs = self._prepare_inputs(window.inputs(micro_batch))
+        inputs = self._setup.prepare_inputs(window.inputs(micro_batch))
         changes = of_kind(self.extensions, StepChange)
         for change in changes:
             inputs = change.inputs(inputs)
