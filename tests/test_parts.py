@@ -179,7 +179,7 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     state = TrainerState(stateful_callbacks={})
     assert trained_seconds(state) == 0.0
     state.stateful_callbacks["train_seconds"] = 5.0
-    part = Progress(10, EqualBatches(8, steps=20, begin=10, earlier=1000), trained_seconds(state))
+    part = Progress(10, EqualBatches(8, steps=20, begin=9, earlier=992), trained_seconds(state))
     assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 1000, "train_seconds": 5.0}
     now[0] += 4
     logs = part.logs(12, torch.device("cpu"))
