@@ -27,13 +27,7 @@ from ..shards.values import describe_cause
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb, least_side
-from .pairs import (
-    PairSource,
-    check_captions_per_image,
-    check_negative_captions,
-    content_pair_id,
-    usable_captions,
-)
+from .pairs import PairSource, check_captions_per_image, check_negative_captions, content_pair_id, usable_captions
 from .stream_batches import Shares, StreamBatches
 
 logger = logging.getLogger(__name__)

@@ -118,11 +118,7 @@ def cached(
         rows = range(number * ROWS_OF_SHARD, min(len(inputs), (number + 1) * ROWS_OF_SHARD))
         logger.info(f"Computing the features of rows {rows.start} to {rows.stop - 1} of {len(inputs)}.")
         loader = DataLoader(
-            Subset(inputs, rows),
-            batch_size,
-            collate_fn=collator,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
+            Subset(inputs, rows), batch_size, collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory
         )
         _write(shards[number], [row for batch in loader for row in encode(batch)])
 

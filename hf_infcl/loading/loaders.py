@@ -207,12 +207,7 @@ def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[T
 
 
 def loader_of_stream(
-    dataset: IterableDataset,
-    collate: DataCollator,
-    args: InfCLTrainingArguments,
-    batch_size: int,
-    *,
-    is_training: bool,
+    dataset: IterableDataset, collate: DataCollator, args: InfCLTrainingArguments, batch_size: int, *, is_training: bool
 ) -> DataLoader:
     """A loader of a dataset without a length: full batches only in training, every row once in an evaluation.
 

@@ -138,11 +138,8 @@ def loop_values(
         position is None.
     """
     epochs, windows, examples, _, batch, micro_batches, steps = values
-    accumulation, is_training_loader, is_sized = (
-        args.gradient_accumulation_steps,
-        isinstance(loader, TrainingLoader),
-        has_length(loader),
-    )
+    accumulation, is_sized = args.gradient_accumulation_steps, has_length(loader)
+    is_training_loader = isinstance(loader, TrainingLoader)
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if is_sized and is_stream:
         windows = max(1, len(loader) // accumulation)

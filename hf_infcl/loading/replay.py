@@ -141,12 +141,7 @@ class Replayed(IterableDataset[Any]):
                 )
 
     def batches(
-        self,
-        plan: BatchPlan,
-        collate: DataCollator,
-        *,
-        states: Sequence[Mapping[str, Any]] = (),
-        **where: Any,
+        self, plan: BatchPlan, collate: DataCollator, *, states: Sequence[Mapping[str, Any]] = (), **where: Any
     ) -> MixedRows:
         """The micro-batches of one process; see `MixedRows` and `make_micro_batches` for the arguments."""
         self.check()

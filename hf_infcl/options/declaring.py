@@ -14,16 +14,7 @@ from typing import Any
 _FACTS = "facts"  # the key of an option's `Facts` in the metadata of its field
 
 # The headings of the short help of a training, in their order.
-HEADINGS = (
-    "Data",
-    "Model",
-    "Batch",
-    "Length",
-    "Rates",
-    "Precision and speed",
-    "Evaluation",
-    "Logging and saving",
-)
+HEADINGS = ("Data", "Model", "Batch", "Length", "Rates", "Precision and speed", "Evaluation", "Logging and saving")
 
 
 class ExclusiveOptionsError(ValueError):

@@ -49,13 +49,7 @@ def options_in(path: Path) -> dict[str, tuple[Any, Any]]:
     except yaml.MarkedYAMLError as error:  # its text has an excerpt of the file, which might be a token
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ValueError(f"{path} is not YAML: line {line}: {error.problem}.") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:  # PyYAML raises all these
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # PyYAML raises them
         raise ValueError(f"{path} cannot be read: {type(error).__name__}.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must map names of options to values, but it holds a {type(values).__name__}.")

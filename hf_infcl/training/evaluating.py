@@ -77,13 +77,7 @@ class Evaluator:
             number of its images and the resampled values of its score; later it compares with them.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        processing_class: object,
-        notices: CaptionNotices,
-        state: TrainerState,
-    ) -> None:
+    def __init__(self, setup: Setup, processing_class: object, notices: CaptionNotices, state: TrainerState) -> None:
         self._encoder, self._accelerator, self._args = setup.encoder, setup.accelerator, setup.args
         self._objective, self._equal_ids = setup.objective, setup.equal_ids
         self._collator, self._processing_class = setup.collator, processing_class
@@ -324,10 +318,7 @@ class Evaluator:
         with torch.no_grad():
             if self._equal_ids == "positive":
                 image_ids = pair_ids[0] if pair_ids else torch.arange(len(images), device=images.device)
-                captions, ids_of = (
-                    texts,
-                    {"image_ids": image_ids, "text_ids": image_ids[text_image]},
-                )
+                captions, ids_of = texts, {"image_ids": image_ids, "text_ids": image_ids[text_image]}
             else:
                 captions = texts[counts.cumsum(0) - counts]  # the first of each image
                 ids_of = {"pair_ids": pair_ids[0]} if pair_ids else {}

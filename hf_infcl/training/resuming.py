@@ -310,11 +310,7 @@ class Resumption:
         return values
 
     def first_position(
-        self,
-        state: TrainerState,
-        args: InfCLTrainingArguments,
-        lengths: tuple[int, int, int],
-        counted: tuple[int, int],
+        self, state: TrainerState, args: InfCLTrainingArguments, lengths: tuple[int, int, int], counted: tuple[int, int]
     ) -> tuple[int, int]:
         """The completed epochs, and the batches of the next one that Trainer's loop has trained.
 

@@ -21,11 +21,7 @@ def finite_rows(features: Iterable[Tensor]) -> list[Tensor]:
     return [feature.isfinite().flatten(1).all(1) for feature in features]
 
 
-def describe_rows(
-    finite: Sequence[Tensor],
-    sizes: Sequence[Sequence[int]],
-    rows_of_dataset: RowsOfDataset,
-) -> str:
+def describe_rows(finite: Sequence[Tensor], sizes: Sequence[Sequence[int]], rows_of_dataset: RowsOfDataset) -> str:
     """The rows of all processes' windows with values that are not finite, as a phrase; collective.
 
     Args:

@@ -14,11 +14,7 @@ MULTIPLE = 8  # of tokens to which micro-batches are padded: few shapes, which s
 
 
 def deal_texts(
-    batches: list[dict[str, Any]],
-    padding: Mapping[str, int] | None,
-    at_once: int = 1,
-    *,
-    last_has_texts: bool = True,
+    batches: list[dict[str, Any]], padding: Mapping[str, int] | None, at_once: int = 1, *, last_has_texts: bool = True
 ) -> Tensor | None:
     """Gives the texts of each ``at_once`` micro-batches of a window to one of them, the longest to its first one.
 
