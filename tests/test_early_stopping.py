@@ -87,7 +87,7 @@ def test_the_best_checkpoint_is_that_of_the_largest_sum(tmp_path):
     ("options", "message"),
     [
         ({"early_stopping_patience": 0}, "early_stopping_patience must be a whole number of at least 1, got 0"),
-        ({"early_stopping_patience": 2}, "eval_strategy='no' makes none"),
+        ({"early_stopping_patience": 2}, "and eval_strategy=no exclude each other: there would be no evaluations"),
         ({"metric_for_best_model": "a_acc1 + b_loss"}, "b_loss is better the smaller it is. Give it a minus"),
         ({"metric_for_best_model": ""}, "metric_for_best_model is empty"),
     ],

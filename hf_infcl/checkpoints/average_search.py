@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..evaluation.metrics import HIGH, LOW, score, score_if_measured
-
-if TYPE_CHECKING:
-    import datasets
 
 ALPHAS = tuple(step / 10 for step in range(11))
 ROUNDING = 1e-9  # so that a loss of exactly the tolerance is within it
@@ -92,7 +89,7 @@ def chosen(measured: Sequence[Measured], tolerance: float) -> Measured:
     return min(alike, key=lambda one: (one.loss or 0.0, one.alpha))
 
 
-def halves(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+def halves(rows: Any) -> tuple[Any, Any]:
     """A guard set, a `datasets.Dataset`, in two halves of random rows: one to choose by, one to report on.
 
     They are always the same.

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .batch_options import DIVISION
 from .batch_schedule import BatchSchedule
 from .declaring import ExclusiveOptionsError
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from .arguments import InfCLTrainingArguments
-
 UNTRIED = 32  # the most pairs of a micro-batch where the memory is not known, as on a CPU
 _LEAST = 0.25  # of the pairs that fit: with smaller micro-batches a device is far from its rate
 
 
-def divide_global_batch(
-    args: InfCLTrainingArguments | Namespace, size: int, micro_batch: int | None, accumulation: int | None
-) -> None:
+def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulation: int | None) -> None:
     """Sets the micro-batch and the accumulation of a training so that they make up its ``global_batch_size``.
 
     Args:
@@ -66,14 +59,14 @@ def divide_global_batch(
     args.per_device_train_batch_size, args.gradient_accumulation_steps = micro_batch, rows // micro_batch
 
 
-def _untried(args: InfCLTrainingArguments | Namespace) -> int:
+def _untried(args: Any) -> int:
     """The micro-batch that nobody has tried: the last word on a CPU, and until the first step on a GPU."""
     if args.device.type == "cpu":
         return largest_micro_batch(args, possible_micro_batches(args), UNTRIED)
     return max((n for n in possible_micro_batches(args) if n <= UNTRIED), default=1)
 
 
-def possible_micro_batches(args: InfCLTrainingArguments | Namespace, *, exceeds: bool = False) -> list[int]:
+def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
     """The micro-batches that divide every global batch of a training equally, in rising order.
 
     Args:
@@ -91,7 +84,7 @@ def possible_micro_batches(args: InfCLTrainingArguments | Namespace, *, exceeds:
     return sorted(n for n in divisors if n <= most and all(rows % min(n, rows) == 0 for rows in per_process))
 
 
-def largest_micro_batch(args: InfCLTrainingArguments | Namespace, possible: Sequence[int], most: int) -> int:
+def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
     """The largest of `possible_micro_batches` with at most this many pairs.
 
     Raises:

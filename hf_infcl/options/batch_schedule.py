@@ -6,16 +6,11 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .combinations import SCHEDULES_BY_METRIC
 from .declaring import ExclusiveOptionsError, spelled
 from .stages import read_stages, same_words
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from .arguments import InfCLTrainingArguments
 
 
 class Course:
@@ -93,7 +88,7 @@ class BatchSchedule:
         return cls(*read_stages("global_batch_schedule", words, *of, "256:0.25 512:0.25 1024"))
 
     @classmethod
-    def of_arguments(cls, args: InfCLTrainingArguments | Namespace) -> BatchSchedule:
+    def of_arguments(cls, args: Any) -> BatchSchedule:
         """The schedule of ``global_batch_schedule``; without this option, a single stage."""
         words = args.global_batch_schedule
         return cls((args.global_batch_size,), ()) if words is None else cls.of(words)
@@ -124,7 +119,7 @@ def divided_batch(size: int, micro_batch: int, processes: int) -> tuple[int, int
     return micro_batch, rows // micro_batch
 
 
-def check_batch_schedule(args: InfCLTrainingArguments) -> None:
+def check_batch_schedule(args: Any) -> None:
     """Raises a ValueError for a ``global_batch_schedule`` that is none, or that other options contradict."""
     if args.global_batch_schedule is None:
         return

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..data import ZeroShotDataset
 from ..evaluation.metrics import metrics_of_kind
@@ -12,11 +11,8 @@ from .combinations import SCHEDULES_BY_METRIC
 from .declaring import spelled
 from .metric_sums import parse_terms
 
-if TYPE_CHECKING:
-    from .arguments import InfCLTrainingArguments
 
-
-def use_of_metric(options: InfCLTrainingArguments | Namespace) -> str | None:
+def use_of_metric(options: Any) -> str | None:
     """The option for which Trainer looks up a metric after every evaluation, or None if there is no such option."""
     schedule = spelled(options.lr_scheduler_type)
     uses = {
@@ -29,7 +25,7 @@ def use_of_metric(options: InfCLTrainingArguments | Namespace) -> str | None:
     return next((use for use, asked in uses.items() if asked), None)
 
 
-def check_metric_of_training(options: InfCLTrainingArguments, evaluated: object) -> None:
+def check_metric_of_training(options: Any, evaluated: object) -> None:
     """Raises a ValueError if a training would look up a metric that its evaluations do not measure."""
     use = use_of_metric(options)
     if use is not None and options.eval_strategy != "no":

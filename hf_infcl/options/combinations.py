@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 from .declaring import ExclusiveOptionsError, spelled
-
-if TYPE_CHECKING:
-    from .arguments import InfCLTrainingArguments
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
@@ -36,7 +33,7 @@ DECIDED_BY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
-def check_combinations(args: InfCLTrainingArguments) -> None:
+def check_combinations(args: Any) -> None:
     """Raises a ValueError for options that contradict each other, or of which one would have no effect."""
     if args.max_steps == 0:
         raise ValueError("max_steps must be more than 0, or -1 to train num_train_epochs, got 0.")
@@ -83,7 +80,7 @@ def check_combinations(args: InfCLTrainingArguments) -> None:
     _check_optimizer(args)
 
 
-def _check_best_checkpoint(args: InfCLTrainingArguments) -> None:
+def _check_best_checkpoint(args: Any) -> None:
     """Raises a ValueError if the best checkpoint cannot be loaded, because not every checkpoint is evaluated."""
     saved, evaluated = spelled(args.save_strategy), spelled(args.eval_strategy)
     if not args.load_best_model_at_end or saved == "best":
@@ -104,7 +101,7 @@ def _check_best_checkpoint(args: InfCLTrainingArguments) -> None:
         )
 
 
-def _check_parts(args: InfCLTrainingArguments) -> None:
+def _check_parts(args: Any) -> None:
     """Checks the options that apply to parts of the model."""
     names = [name for name in ("image_learning_rate", "text_learning_rate") if getattr(args, name) is not None]
     for name in names:
@@ -144,7 +141,7 @@ def _check_parts(args: InfCLTrainingArguments) -> None:
             setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
 
 
-def _check_effects(args: InfCLTrainingArguments) -> None:
+def _check_effects(args: Any) -> None:
     """Raises a ValueError for options that would have no effect, because of another option."""
     if args.texts_together > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
         raise ExclusiveOptionsError(
@@ -193,7 +190,7 @@ def _check_effects(args: InfCLTrainingArguments) -> None:
         )
 
 
-def _check_optimizer(args: InfCLTrainingArguments) -> None:
+def _check_optimizer(args: Any) -> None:
     """Checks the options that ``optimizer="muon"`` excludes."""
     if args.optimizer is None:
         return
@@ -208,7 +205,7 @@ def _check_optimizer(args: InfCLTrainingArguments) -> None:
         raise ExclusiveOptionsError(NO_DEEPSPEED, "optimizer", "deepspeed")
 
 
-def check_texts_at_once(args: InfCLTrainingArguments) -> None:
+def check_texts_at_once(args: Any) -> None:
     """Raises a ValueError if ``texts_at_once`` would have no effect among several processes.
 
     To be called when the processes are set up, since their number is not known before.
@@ -222,7 +219,7 @@ def check_texts_at_once(args: InfCLTrainingArguments) -> None:
         )
 
 
-def _check_cache_folder(args: InfCLTrainingArguments) -> None:
+def _check_cache_folder(args: Any) -> None:
     """Raises a ValueError if a push of ``output_dir`` would upload the cached features."""
     if args.cache_features is None or args.output_dir is None:
         return
@@ -235,7 +232,7 @@ def _check_cache_folder(args: InfCLTrainingArguments) -> None:
         )
 
 
-def check_command(data: Any, args: InfCLTrainingArguments) -> None:
+def check_command(data: Any, args: Any) -> None:
     """Raises an ExclusiveOptionsError for options of `infcl train` that contradict each other."""
     if data.overwrite_output_dir and args.resume_from_checkpoint:
         raise ExclusiveOptionsError(
@@ -259,7 +256,7 @@ def check_command(data: Any, args: InfCLTrainingArguments) -> None:
         _check_cached(data, args)
 
 
-def check_replay(data: Any, args: InfCLTrainingArguments) -> None:
+def check_replay(data: Any, args: Any) -> None:
     """Raises an ExclusiveOptionsError for options of old pairs without any."""
     if data.replay_dataset:
         return
@@ -271,7 +268,7 @@ def check_replay(data: Any, args: InfCLTrainingArguments) -> None:
         )
 
 
-def _check_cached(data: Any, args: InfCLTrainingArguments) -> None:
+def _check_cached(data: Any, args: Any) -> None:
     """Checks the options by which there is nothing to cache, or no two epochs have the same."""
     keeps, freezes = bool(args.keep_features), args.freeze == "image"
     if not keeps and not freezes:
@@ -298,7 +295,7 @@ def _check_cached(data: Any, args: InfCLTrainingArguments) -> None:
             )
 
 
-def check_support(args: InfCLTrainingArguments) -> None:
+def check_support(args: Any) -> None:
     """Raises a ValueError for options of TrainingArguments that InfCLTrainer does not support."""
     for name, default, reason in (
         ("dataloader_drop_last", False, "it would drop rows of evaluations; training has full batches anyway"),
@@ -337,7 +334,7 @@ def check_support(args: InfCLTrainingArguments) -> None:
         )
 
 
-def check_accelerator(args: InfCLTrainingArguments) -> None:
+def check_accelerator(args: Any) -> None:
     """Raises a ValueError for an ``accelerator_config`` that would change the batches."""
     if getattr(args.accelerator_config, "split_batches", False):
         raise ValueError(

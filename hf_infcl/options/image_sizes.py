@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .batch_schedule import Course
 from .declaring import ExclusiveOptionsError
 from .stages import read_stages, same_words
-
-if TYPE_CHECKING:
-    from .arguments import InfCLTrainingArguments
+from .tower_options import TowerOptions
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class ImageSizes:
         return None if size == self.full else size
 
 
-def check_image_sizes(args: InfCLTrainingArguments) -> None:
+def check_image_sizes(args: TowerOptions) -> None:
     """Raises a ValueError for an ``image_size_schedule`` that is none, or that other options contradict."""
     if args.image_size_schedule is None:
         return

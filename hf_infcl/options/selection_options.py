@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .declaring import HelpPlace, option
-
-if TYPE_CHECKING:
-    from .arguments import InfCLTrainingArguments
 
 NOISY = "noisy"
 
@@ -30,7 +26,7 @@ class SelectionOptions:
     )
 
 
-def check_selection(args: InfCLTrainingArguments) -> None:
+def check_selection(args: SelectionOptions) -> None:
     """Raises a ValueError for a selection of pairs that is unknown."""
     if args.leave_out is None:
         return
