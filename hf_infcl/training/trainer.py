@@ -16,7 +16,6 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoints import model_files as files
 from ..checkpoints import pushes
-from ..data.collator import DataCollator
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
@@ -87,7 +86,7 @@ class InfCLTrainer(Trainer):
         self,
         model: nn.Module | None = None,
         args: InfCLTrainingArguments | None = None,
-        data_collator: DataCollator | None = None,
+        data_collator: Any = None,
         **kwargs: Any,
     ) -> None:
         args = InfCLTrainingArguments() if args is None else args
@@ -148,8 +147,7 @@ class InfCLTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         batches = partial(loaders.checked_batches, self.get_train_dataloader, self.setup.equal_ids)
-        # Once gradient checkpointing is set up.
-        self._train_batch_size = find_micro_batches(self.setup, self.resumption.record, batches)
+        self._train_batch_size = find_micro_batches(self.setup, self.resumption.record, batches)  # checkpointing is on
         return super()._inner_training_loop(*args, **kwargs)
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
