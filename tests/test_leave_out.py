@@ -502,6 +502,10 @@ def test_the_share_on_the_card_is_that_of_the_whole_training(noisy):
     state = selection.state_dict()
     again.load_state_dict(state)
     assert again.card == selection.card == {"pairs left out": training_settings(noisy)["pairs left out"]}
+    del state["logged"]  # checkpoints of earlier versions
+    again = WithoutNoisyPairs("noisy", 512)
+    again.load_state_dict(state)
+    assert again.card == {"pairs left out": "those that did not seem to belong together"}
     assert WithoutNoisyPairs("0.3", 512).card == {"pairs left out": "the worst 0.3 of each step"}
 
 

@@ -121,8 +121,9 @@ def test_a_run_resumes_from_its_own_checkpoint_only(checkpoint, monkeypatch):
     ],
 )
 def test_a_resumed_run_goes_on_after_the_pairs_that_were_trained(batch, windows, pairs, expected):
-    record = RunRecord(RUN, epoch=1, windows=3, samples_seen=64, step=7, rows=24)
-    assert resumed_position(record, batch, windows, pairs) == expected
+    for position in ({}, {"rows": 24}):  # earlier versions did not record it
+        record = RunRecord(RUN, epoch=1, windows=3, samples_seen=64, step=7, **position)
+        assert resumed_position(record, batch, windows, pairs) == expected
 
 
 def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
@@ -176,9 +177,8 @@ def test_values_are_replaced_until_the_context_ends():
 def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    state = TrainerState(stateful_callbacks={})
-    assert trained_seconds(state) == 0.0
-    state.stateful_callbacks["train_seconds"] = 5.0
+    history = [{"loss": 1.0, "train_seconds": 3.0}, {"loss": 1.0, "train_seconds": 5.0}, {"eval_loss": 1.0}]
+    state = TrainerState(log_history=history)
     part = Progress(10, EqualBatches(8, steps=20, begin=9, earlier=992), trained_seconds(state))
     assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 1000, "train_seconds": 5.0}
     now[0] += 4
@@ -187,4 +187,4 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     assert (part.steps(12), part.samples(12)) == (2, 1016)
     now[0] += 1
     part.keep_seconds(state)
-    assert trained_seconds(state) == 10.0, "up to now"
+    assert trained_seconds(state) == 10.0, "a checkpoint knows the time since the last log as well"

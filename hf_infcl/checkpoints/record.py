@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 RECORD_NAME = "infcl_run.json"
+# Options that earlier versions did not have or record, and what they were then.
+_LEFT_OUT_BEFORE = {"text_dropout": 0.0, "bf16_activations": False}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of a file in every checkpoint: the run that wrote it, and its progress."""
+    """The content of a file in every checkpoint: the run that wrote it, and its progress.
+
+    In checkpoints of earlier versions, ``step``, ``rows`` and ``micro_batches`` are None.
+    """
 
     run: Run
     epoch: int  # the number of completed passes over the data
@@ -59,10 +64,15 @@ class RunRecord:
     losses: list[float] = field(default_factory=list)  # of the last windows; `SkippedWindows` compares the next ones
     optimizer: dict[str, Any] = field(default_factory=dict)  # `OptimizerOptions.record`; empty if unknown
     samples_seen: int = 0  # pairs trained on, in global batches that may have had several sizes
-    step: int = 0  # the number of optimizer steps
-    rows: int = 0  # the number of pairs trained in the current epoch
+    step: int | None = None  # the number of optimizer steps
+    rows: int | None = None  # the number of pairs trained in the current epoch
     stages: list[Stage] = field(default_factory=list)  # those after the first, each begun by a resume with changes
     micro_batches: dict[str, Any] | None = None  # how the global batch was divided, and on which devices
+
+    @property
+    def rows_of_epoch(self) -> int:
+        """``rows``, also of a checkpoint of an earlier version, whose batch never changed within an epoch."""
+        return self.windows * self.run.global_batch_size if self.rows is None else self.rows
 
     def write(self, checkpoint: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
@@ -70,7 +80,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> RunRecord | None:
-        """The record of a checkpoint; None if it has none because another Trainer wrote it.
+        """The record of a checkpoint; None if it has none because another Trainer or an older version wrote it.
 
         Raises:
             ValueError: the file is damaged; the message names it.
@@ -92,6 +102,6 @@ def differences(before: Run, now: Run) -> Iterator[str]:
         if name != "options" and old != new and not (name in ("content", "optimizer") and "" in (old, new)):
             yield f"{name} was {old!r} and is {new!r}"
     for name, new in now.options.items():
-        old = before.options.get(name, new)
+        old = before.options.get(name, _LEFT_OUT_BEFORE.get(name.rpartition(": ")[2], new))
         if old != new:
             yield f"{name} was {old!r} and is {new!r}"

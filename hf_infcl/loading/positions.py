@@ -33,7 +33,7 @@ def make_plan(
 
     Raises:
         ValueError: as `BatchPlan`; or the batch grows, and neither the data nor the training (``max_steps``) has a
-            length.
+            length; or the checkpoint of a batch that grows does not say its step.
     """
     schedule, rows, steps, at = BatchSchedule.of_arguments(args), _rows_of_pass(data), args.max_steps, BEGIN
     share = replay_share(args.replay_share) if isinstance(data, Replayed) else 0.0
@@ -43,7 +43,7 @@ def make_plan(
                 "global_batch_schedule needs max_steps for data without a length, whose shares it divides."
             )
         if record is not None:
-            at = Position(record.step, record.samples_seen, record.epoch, record.windows, _trained_rows(record))
+            at = _position_of_growing(record)
     else:
         new = args.global_batch_size - round(args.global_batch_size * share)
         windows = sys.maxsize if rows is None else rows // new
@@ -51,7 +51,7 @@ def make_plan(
             at = resumed_position(record, new, windows, rows, _trained_rows(record))
         if steps < 1 and rows is not None:
             steps = math.ceil(args.num_train_epochs * windows)
-            if record is not None and changed:
+            if record is not None and record.step is not None and changed:
                 steps = record.step + max(0, steps - at.epoch * windows - at.windows)
     if args.ignore_data_skip:
         at = replace(at, windows=0, rows=0)
@@ -79,10 +79,19 @@ def _trained_rows(record: RunRecord) -> int:
     """How many rows of the pass under way were trained; with replay, how many new pairs."""
     state, batch = (record.stream or [{}])[0], record.run.global_batch_size
     if "parts" not in state:
-        return record.rows
+        return record.rows_of_epoch
     share = replay_share(record.run.options.get("replay_share"))
-    rows: int = state.get("rows", record.rows * (batch - round(batch * share)) // batch)
+    rows: int = state.get("rows", record.rows_of_epoch * (batch - round(batch * share)) // batch)
     return rows
+
+
+def _position_of_growing(record: RunRecord) -> Position:
+    if record.step is None:
+        raise ValueError(
+            "The checkpoint was written by a version of hf_infcl that did not record its step, from which "
+            "global_batch_schedule goes on. Resume without it, or start a new run from the checkpoint's model."
+        )
+    return Position(record.step, record.samples_seen, record.epoch, record.windows, _trained_rows(record))
 
 
 def resumed_position(
@@ -100,12 +109,12 @@ def resumed_position(
         The position, whose ``windows`` are those that Trainer's loop counts as trained: what they lack of a whole pass
         is left of this one.
     """
-    rows = record.rows if rows is None else rows
+    rows = record.rows_of_epoch if rows is None else rows
     trained = -(-rows // batch) if pairs is None else pairs // batch - max(0, pairs - rows) // batch
     if trained >= windows:
-        return Position(record.step, record.samples_seen, record.epoch + 1)
+        return Position(record.step or 0, record.samples_seen, record.epoch + 1)
     rows = rows if pairs is not None else trained * batch
-    return Position(record.step, record.samples_seen, record.epoch, trained, rows)
+    return Position(record.step or 0, record.samples_seen, record.epoch, trained, rows)
 
 
 def make_course(
@@ -153,7 +162,7 @@ def loop_values(
         at = resumed_position(record, batch, windows if is_sized else sys.maxsize, None)
         begin = replace(at, windows=0, rows=0) if args.ignore_data_skip else at
     elif record is not None:
-        begin = replace(at, rows=0 if args.ignore_data_skip or at.epoch > record.epoch else record.rows)
+        begin = replace(at, rows=0 if args.ignore_data_skip or at.epoch > record.epoch else record.rows_of_epoch)
     elif plan.grows:  # also after the checkpoint of another trainer
         begin = at
     # ---- What is left ----
@@ -163,12 +172,12 @@ def loop_values(
     if is_training_loader:
         steps = plan.steps
         epochs = plan.epochs if is_sized and not is_stream else epochs
-    elif is_sized and record is not None and changed:
+    elif is_sized and record is not None and record.step is not None and changed:
         if args.max_steps < 1:
             steps = record.step + max(0, steps - at.epoch * windows - at.windows)
         if not is_stream:
             epochs = at.epoch + math.ceil((at.windows + steps - record.step) / windows)
-    if not is_sized and record is not None:
+    if not is_sized and record is not None and record.step is not None:
         windows = max(windows, at.windows + steps - record.step)  # of the only pass
         micro_batches = windows * accumulation
     return begin, (epochs, windows, examples, steps * batch, batch, micro_batches, steps)

@@ -150,9 +150,11 @@ def flat_loss(history: Sequence[Mapping[str, Any]], since: int, objective: str, 
 
 
 def trained_seconds(state: TrainerState) -> float:
-    """The seconds of a training, which its checkpoints keep."""
+    """The seconds of a training, which its checkpoints keep; for those of versions that did not, up to the last log."""
     kept: Any = state.stateful_callbacks
-    return float(kept.get(_SECONDS, 0.0))
+    logged = (entry[_SECONDS] for entry in reversed(state.log_history) if _SECONDS in entry)
+    seconds: float = kept[_SECONDS] if _SECONDS in kept else next(logged, 0.0)
+    return seconds
 
 
 class BarOfSamples(ProgressCallback):

@@ -166,7 +166,7 @@ class Resumption:
     def stages(self) -> list[Stage]:
         """The parts of the run after the first, each of which began with changes; the last may be this training."""
         record = self.record
-        if record is None or not self.changes:
+        if record is None or record.step is None or not self.changes:
             return [] if record is None else record.stages
         return [*record.stages, Stage(record.step, record.samples_seen, self.changes)]
 
@@ -299,7 +299,7 @@ class Resumption:
     def changed(self, args: InfCLTrainingArguments) -> bool:
         """Whether the run was ever resumed with changes, or has trained global batches of other sizes."""
         record = self.record
-        trained = record is not None and record.samples_seen != record.step * args.global_batch_size
+        trained = record is not None and record.samples_seen != (record.step or 0) * args.global_batch_size
         return bool(self.stages) or trained
 
     def rest(

@@ -210,12 +210,15 @@ class WithoutNoisyPairs(PairSelection):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)
-        self.border, self._look = state["border"] or None, tuple(state["look"])
-        self._counts, self._logged = list(state["counts"]), list(state["logged"])
-        if state["epoch"] > self._epoch:  # not in a training that rolls back, whose epoch goes on
+        self.border, self._counts = state["border"] or None, list(state["counts"])
+        # ---- What earlier checkpoints lack ----
+        self._logged = list(state.get("logged", self._logged))
+        self._look = tuple(state.get("look", self._look))
+        if state.get("epoch", -1) > self._epoch:  # not in a training that rolls back, whose epoch goes on
             self._epoch, self._passed_over = state["epoch"], self._fitted(state["passed_over"], False)
             self._missing = state["missing"]
-        self._trained = self._fitted(state["trained"], -1)
+        if "trained" in state:
+            self._trained = self._fitted(state["trained"], -1)
 
     def _fitted(self, values: Tensor, new: int) -> Tensor:
         """Values of the rows of a table that had another number of them."""

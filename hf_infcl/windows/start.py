@@ -59,8 +59,11 @@ class Start:
     def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
         """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
 
-        The copies of frozen towers do not run: ``frozen_outputs`` are what the model's have returned.
+        They may be in the inputs (``cache_features``). The copies of frozen towers do not run: ``frozen_outputs`` are
+        what the model's have returned.
         """
+        if "start_images" in inputs:
+            return inputs["start_images"], inputs["start_texts"]
         assert self.encoder is not None
         # A forward writes the projection into the output that it gets, which the second pass needs as it is.
         outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}

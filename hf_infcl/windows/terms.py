@@ -167,8 +167,3 @@ class KeptFeatures(TeacherDistance):
 
     def __init__(self, start: Start, weight: float) -> None:
         super().__init__([start], weight)
-
-    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        if "start_images" in inputs:  # cache_features
-            return inputs["start_images"], inputs["start_texts"]
-        return super().reference(inputs, frozen_outputs)
