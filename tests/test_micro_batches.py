@@ -160,7 +160,7 @@ def test_the_search_finds_what_fits(own, capacity):
     assert found == max(n for n in of_use if memory.taken(Trial(n)) <= capacity)
     assert memory.trials <= 2 + math.ceil(math.log2(len(of_use) + 1))
     count = own // found
-    texts = find_texts_at_once(memory, Trial(found), count, int)
+    texts = find_texts_at_once(memory, Trial(found), count, int, compiled=False)
     assert texts == max(n for n in (1, 2, 4) if n <= max(1, count) and memory.taken(Trial(found, n)) <= capacity)
     memory.trials = 0
     graphs = find_graphs(memory, Trial(found, texts), count, int)
@@ -174,7 +174,8 @@ def test_nothing_fits_and_what_another_process_holds_counts():
     assert find_graphs(memory, Trial(64), 3, int) == 1
     memory = Memory(10**6, 64)
     assert find_micro_batch(memory, Trial(0), [16, 32, 64], 64, lambda n: min(n, 32)) == 32
-    assert find_texts_at_once(memory, Trial(16), 4, lambda n: min(n, 2)) == 2
+    assert find_texts_at_once(memory, Trial(16), 4, lambda n: min(n, 2), compiled=False) == 2
+    assert find_texts_at_once(memory, Trial(16), 4, int, compiled=True) == 1
     assert find_graphs(memory, Trial(16), 4, lambda n: min(n, 3)) == 3
 
 

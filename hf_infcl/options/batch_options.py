@@ -61,7 +61,8 @@ class BatchOptions:
     )
     texts_at_once: str | None = option(
         "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default "
-        "('auto') as many as fit on a GPU, at most 4, which is tried before the first step; 1 of a sharded model.",
+        "('auto') as many as fit on a GPU, at most 4, which is tried before the first step; 1 of a sharded or a "
+        "compiled model.",
         decides=False,
     )
     offload_inputs: bool = option(

@@ -104,7 +104,8 @@ def search(
         trial = replace(trial, micro_batch=find_micro_batch(attempt, trial, sizes, start.rows, int) or sizes[0])
     most = start.rows // trial.micro_batch - (start.gpus > 1)
     if "texts_at_once" in searched:
-        trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, int))
+        texts = find_texts_at_once(attempt, trial, most, int, compiled=start.torch_compile)
+        trial = replace(trial, texts=texts)
     if "retain_graphs" in searched and most > 1:
         trial = replace(trial, graphs=find_graphs(attempt, trial, most, int))
     return choice(trial) if memory(counts, choice(trial)).total <= usable else None
