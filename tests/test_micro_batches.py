@@ -310,7 +310,7 @@ def test_texts_are_put_together_where_they_have_one_length_or_are_padded(tmp_pat
         ({"retain_graphs": "2"}, ("4", "2")),
         ({"texts_at_once": 2}, ("2", "4")),
         ({"texts_at_once": 2, "retain_graphs": "3"}, ("2", "3")),
-        ({"torch_compile": True, "torch_compile_backend": "eager"}, ("1", "auto")),  # launches few kernels; trials are not compiled
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, ("1", "auto")),  # few kernels; no trial
         ({"gradient_noise_steps": 2}, ("1", "4")),
         ({"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16}, ("1", "1")),
     ],
