@@ -502,6 +502,26 @@ def test_short_prompts_are_encoded_several_batches_at_once(tmp_path, monkeypatch
     assert predicted.predictions[:, 1].tolist() == (images @ classifier.T).argmax(1).tolist()
 
 
+def test_a_tokenizer_of_ones_own_may_return_more_than_rows_of_tokens(tmp_path):
+    class Counting(LabelledImages):
+        def tokenize(self, texts):
+            return super().tokenize(texts) | {"lengths": torch.tensor([len(text) for text in texts])}
+
+    class Measuring(ContrastiveCollator):
+        def tokenize(self, texts):
+            return super().tokenize(texts) | {"lengths": torch.tensor([len(text) for text in texts])}
+
+    collators = (
+        (Counting(), LabelledImages(), models.clip()),
+        (Measuring(clip_processor()), ContrastiveCollator(clip_processor()), models.clip(end=END)),
+    )
+    for own, usual, model in collators:
+        options = {"per_device_eval_batch_size": 2}
+        runs = [trainer_for(tmp_path, model, data_collator=one, **options) for one in (own, usual)]
+        found = [run.predict(labelled(5)).predictions[:, 1].tolist() for run in runs]
+        assert found[0] == found[1]
+
+
 def test_few_batches_lie_in_pinned_memory(tmp_path, monkeypatch):
     """Of those that the workers have loaded: torch's thread would pin all of them."""
     pinned: list[int] = []

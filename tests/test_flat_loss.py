@@ -86,13 +86,18 @@ def test_batches_that_grow_and_other_terms():
 
 
 @pytest.mark.parametrize(
-    ("model", "rate", "times"), [(models.clip, 0.0, 1), (models.siglip, 0.0, 1), (models.clip, 1e-2, 0)]
+    ("model", "rate", "equal_ids", "times"),
+    [
+        *((models.clip, 0.0, None, 1), (models.siglip, 0.0, None, 1), (models.clip, 1e-2, None, 0)),
+        (models.clip, 0.0, "positive", 0),  # whose loss of chance is another
+    ],
 )
-def test_a_training_tells_it_once(tmp_path, monkeypatch, model, rate, times):
+def test_a_training_tells_it_once(tmp_path, monkeypatch, model, rate, equal_ids, times):
     monkeypatch.setattr(progress, "_SLOW_START", 8)
     said: list[str] = []
     monkeypatch.setattr(progress.logger, "warning", said.append)
-    trainer = trainer_for(tmp_path, model(), models.Pairs(8), learning_rate=rate, max_steps=24)
+    options = {"learning_rate": rate, "max_steps": 24, "equal_ids": equal_ids}
+    trainer = trainer_for(tmp_path, model(), models.Pairs(8), **options)
     trainer.train()
     assert len(said) == times
     told_at = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]

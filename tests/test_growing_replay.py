@@ -248,9 +248,10 @@ def test_smaller_micro_batches_are_refused_with_a_stream(shards):
 
 
 def test_the_command_replays_in_a_batch_that_grows(small, demo, tmp_path, capsys):
-    old = ["--replay_dataset", demo / "digits", "--replay_share", 0.25, "--global_batch_schedule", "4:0.5", "8"]
-    infcl(*small, *old, "--max_steps", 3)
+    old = ["--replay_dataset", demo / "digits", "--replay_share", 0.5, "--global_batch_schedule", "4:0.5", "8"]
+    infcl(*small, *old, "--max_steps", 3, "--save_strategy", "steps", "--save_steps", 2)  # with a card of each batch
     printed = capsys.readouterr().out
     assert "The global batch grows: 4 pairs for 2 steps, 8 pairs for 1 step" in printed
     logs = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
-    assert [entry["replay_samples"] for entry in logs if "replay_samples" in entry][-1] == 4
+    assert [entry["replay_samples"] for entry in logs if "replay_samples" in entry][-1] == 2 * 2 + 4
+    assert "4 old pairs in each global batch (50.0%)" in (tmp_path / "out/README.md").read_text()

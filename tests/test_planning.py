@@ -437,6 +437,8 @@ def test_the_plan_knows_texts_at_once(small_model, capsys):
     assert "--texts_at_once 4" in three
     args = InfCLTrainingArguments(use_cpu=True, gradient_accumulation_steps=4, texts_at_once=2)
     assert make_choice(args).options == {"texts_at_once": 2}
+    wrong = mistake(capsys, "plan", "--model", small_model, *words, 4, "--texts_at_once", 0)
+    assert "texts_at_once must be 'auto' or an integer of at least 1, got '0'" in wrong
 
 
 def test_the_plan_knows_replay_and_averages(small_model, capsys):

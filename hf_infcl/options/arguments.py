@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from ..processes.preemption import ended_with_launcher
 from .batch_division import divide_global_batch
-from .batch_options import BatchOptions
+from .batch_options import BatchOptions, auto_or_number
 from .batch_schedule import BatchSchedule, Course, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
 from .course_options import CourseOptions
@@ -145,9 +145,7 @@ class InfCLTrainingArguments(
         if min(widths) < 1 or sorted(set(widths)) != widths:
             raise ValueError(f"matryoshka_dims must be whole numbers from 1 on that rise, got {widths}.")
         for name, least in (("retain_graphs", 0), ("texts_at_once", 1)):
-            setattr(self, name, value := str(getattr(self, name)))
-            if value != "auto" and not (value.isdecimal() and int(value) >= least):
-                raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {value!r}.")
+            setattr(self, name, auto_or_number(name, getattr(self, name), least))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without ``hub_token``, because Trainer writes a pickle of the arguments beside every model."""

@@ -9,6 +9,14 @@ from .declaring import FROM_1, HelpPlace, option
 DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
 
 
+def auto_or_number(name: str, value: object, least: int) -> str:
+    """The value of an option as text, which is ``"auto"`` or a whole number; a ValueError says that it is neither."""
+    text = str(value)
+    if text != "auto" and not (text.isdecimal() and int(text) >= least):
+        raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {text!r}.")
+    return text
+
+
 @dataclass
 class BatchOptions:
     global_batch_size: int | None = option(

@@ -272,11 +272,10 @@ class Evaluator:
         def encode(prompts: list[str]) -> Tensor:
             # A few at a time, because Python's garbage collector would go through the lists of many again and again.
             parts = [tokenize(prompts[start : start + size]) for start in range(0, len(prompts), size)]
-            widest = max(part["input_ids"].shape[1] for part in parts)
-            tokens = {
-                name: torch.cat([widened(part[name], widest, padding.get(name, 0)) for part in parts])
-                for name in parts[0]
-            }
+            tokens = parts[0]
+            if len(parts) > 1:
+                widest = max(part["input_ids"].shape[1] for part in parts)
+                tokens = {n: torch.cat([widened(part[n], widest, padding[n]) for part in parts]) for n in tokens}
             check_tokens(tokens["input_ids"], self._encoder.vocabulary)  # on the host, where nothing is waited for
             self._encoder.check_texts(tokens)
             batch = self._prepare_inputs(tokens)
@@ -290,8 +289,9 @@ class Evaluator:
             if isinstance(self._collator, ContrastiveCollator) and (known := self._collator.text_padding) is not None:
                 # A forward of few tokens takes as long as its kernels take to be launched, so one has as many prompts
                 # as have the tokens of a batch of the longest captions.
-                tokens, padding = tokenize([max(prompts, key=len)])["input_ids"].shape[1], known
-                at_once = min(MOST_PROMPTS, max(1, self._collator.max_length // tokens))
+                longest, padding = tokenize([max(prompts, key=len)]), known
+                if longest.keys() <= padding.keys():  # a tokenizer of one's own may return what cannot be padded
+                    at_once = min(MOST_PROMPTS, max(1, self._collator.max_length // longest["input_ids"].shape[1]))
             share = encode_share(prompts, encode, size * at_once)
         texts = gather_rows(share)[: len(prompts)]
         return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))

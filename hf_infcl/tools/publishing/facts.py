@@ -219,7 +219,7 @@ def training_facts(
         pair_id_column=pair_id_column,
         equal_ids=trainer.setup.equal_ids,
         cut_captions=dict(trainer.caption_notices.cut),
-        replayed=trainer.train_dataset.old if isinstance(trainer.train_dataset, Replayed) else 0,
+        replayed=trainer.train_dataset.old_pairs(batch) if isinstance(trainer.train_dataset, Replayed) else 0,
         replay_as=args.replay_as or "negatives",
         frozen=args.freeze,
         steps=state.global_step,
