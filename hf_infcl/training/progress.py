@@ -14,8 +14,9 @@ from transformers.utils import logging
 from transformers.utils.logging import tqdm
 
 from ..loading.batch_plan import BatchPlan
-from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
+from ..windows.setup import Setup
+from ..windows.window import Window
 
 _SECONDS = "train_seconds"
 # Steps after the warm-up that show nothing yet: a training from random weights may begin to learn after a hundred.
@@ -49,15 +50,22 @@ class Progress:
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
         self._looked: int | None = None  # the last step at which the loss was looked at; of a flat one, all have been
 
-    def warn_of_flat_loss(self, state: TrainerState, args: InfCLTrainingArguments, objective: str) -> None:
-        """Tells once if the loss stays that of chance: when half of the training is done, or else at its end."""
-        warmup = args.get_warmup_steps(state.max_steps)
+    def warn_of_flat_loss(self, state: TrainerState, setup: Setup, window: Window) -> None:
+        """Tells once if the loss stays that of chance: when half of the training is done, or else at its end.
+
+        That of chance is known where each image has one caption, which is its only positive.
+        """
+        if not state.is_world_process_zero or setup.equal_ids != "exclude" or window.caption_image() is not None:
+            return
+        args, warmup = setup.args, setup.args.get_warmup_steps(state.max_steps)
         half = warmup + max(_SLOW_START, (state.max_steps - warmup) // 2)
         if state.global_step < (half if self._looked is None else max(state.max_steps, self._looked + 1)):
             return
         self._looked = state.global_step
         since = max(warmup, state.global_step // 2)
-        if words := flat_loss(state.log_history, since, objective, args.learning_rate * args.learning_rate_factor):
+        if words := flat_loss(
+            state.log_history, since, setup.objective, args.learning_rate * args.learning_rate_factor
+        ):
             self._looked = state.max_steps
             logger.warning(words)
 

@@ -332,9 +332,8 @@ class InfCLTrainer(Trainer):
             logs |= self.progress.logs(self.state.global_step, self.args.device)
             logs |= self.training_data.logs()
         super().log(logs, start_time)
-        # The loss of chance is known where each image has one caption, which is the only positive.
-        if "loss" in logs and self.setup.equal_ids == "exclude" and self.training_data.window.caption_image() is None:
-            self.progress.warn_of_flat_loss(self.state, self.args, self.setup.objective)
+        if "loss" in logs:
+            self.progress.warn_of_flat_loss(self.state, self.setup, self.training_data.window)
 
     # ---- Evaluations ----
 
