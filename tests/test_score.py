@@ -208,6 +208,9 @@ def test_excluding(tmp_path):
     for asked in (str(path), ":0.9"):
         with pytest.raises(ValueError, match="exclude must be a ledger and the least probability"):
             rows_kept(data, asked)
+    more = numbered(50)
+    make_ledger(more.content_fingerprint(), np.arange(50), np.arange(50.0)).write(path)
+    assert rows_kept(more, f"{path}:58%").tolist() == list(range(29, 50)), "although 0.58 * 50 is less than 29"
     make_ledger(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
     assert words_of_excluded("a/_ledger.parquet:5%") == ("the 5% with the lowest scores", "_ledger.parquet")
     for asked in ("0.9", "100%"):

@@ -48,10 +48,10 @@ def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
     path, _, number = asked.rpartition(":")
     is_share = number.endswith("%")
     try:
-        least = float(number[:-1]) / 100 if is_share else float(number)
+        least = float(number.removesuffix("%"))
     except ValueError:
         least = -1.0
-    if not path or not 0 < least <= 1:
+    if not path or not 0 < least <= (100 if is_share else 1):
         raise ValueError(
             "exclude must be a ledger and the least probability of the pairs to leave out, more than 0 and at most 1, "
             f"or the share with the lowest scores, such as _ledger.parquet:0.9 or _ledger.parquet:5%, got {asked!r}."
@@ -61,7 +61,8 @@ def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
         keys = [np.empty(0, np.int64)]
         if is_share:
             key, score = (column.to_numpy() for column in file.read(columns=["key", "score"]).columns)
-            keys.append(key[np.argsort(score, kind="stable")[: int(least * len(key))]].astype(np.int64))
+            # In this order, since 0.58 * 50 is less than 29.
+            keys.append(key[np.argsort(score, kind="stable")[: int(least * len(key) / 100)]].astype(np.int64))
         for batch in () if is_share else file.iter_batches(columns=["key", "p_wrong"]):
             key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
             keys.append(key[p_wrong >= least].astype(np.int64))
