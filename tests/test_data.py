@@ -549,7 +549,7 @@ class TestZeroShot:
         return captioned([""] * len(labels)).add_column("label", labels, feature=feature)
 
     def test_items_and_prompts(self):
-        dataset = ZeroShotDataset(self.rows([2, 0, 1]), templates=["a {}.", "{} {0}"])
+        dataset = ZeroShotDataset(self.rows([2, 0, 1]), templates=["a {c}.", "{} {0}"])
         assert [item.keys() for item in dataset] == [{"image", "label"}] * 3
         assert [(row_of(item), item["label"]) for item in dataset] == [(0, 2), (1, 0), (2, 1)]
         assert dataset.class_names == ["cat", "dog", "owl"]

@@ -229,6 +229,7 @@ def test_an_average_that_is_the_start_was_not_trained(tmp_path, tolerance):
     made = facts(average=Averaged(0.0, "line", tolerance), evaluations=[after(0.9, 0.8)])
     said = outcome(made)
     assert said.startswith("This model was not trained: its weights are those before the training, ")
+    assert ("guard_tolerance above" in said) == (tolerance is not None)
     assert ("gains nothing" in said) == (tolerance is not None)
     text = read(made, tmp_path).text
     assert text.startswith(f"\n# my-clip\n\n{said}\n\nIt is a `CLIPModel`. The training described here, with")

@@ -26,6 +26,7 @@ from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
+from hf_infcl.shards.values import letters_of
 from hf_infcl.tools.checking.findings import findings_of_ledger
 from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept, words_of_excluded
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger, probability_wrong
@@ -275,6 +276,12 @@ def test_the_sheet_shows_pictures_and_captions(tmp_path):
     sheet = np.asarray(draw_suspicious(small(), {2: small_jpeg(red)}))
     assert (abs(sheet[10:60, 10:120].astype(int) - [254, 0, 0]) < 9).all(), "the first pair has the lowest score"
     assert (sheet[140:, :260] < 250).any(), "its captions"
+
+
+def test_pictures_have_letters_with_accents():
+    pytest.importorskip("matplotlib")
+    letters = letters_of(12)
+    assert len({bytes(letters.getmask(one)) for one in "uüßжω"}) == 5, "no box in place of any"
 
 
 # ---- Commands ----

@@ -96,6 +96,9 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
     assert after[-1].endswith("25.00%  +12.50 [+5.00, +20.00]")
     (more,) = log(2, **named({"acc1": 0.5}, "zero_shot"))
     assert more.split() == ["zero_shot", "acc1", "50.00%"]
+    saved = log(2, **named(PAIRS)), log(2, **named({"acc1": 0.5}, "zero_shot"))
+    assert [len(lines) for lines in saved] == [6, 1]
+    assert saved[0][0] == "With the weights that are saved:"
     assert log(10, train_runtime=61.0, train_loss=1.5) == ["The training took 61 s; its mean loss was 1.5."]
     state.is_world_process_zero = False
     assert log(10, loss=1.0) == []

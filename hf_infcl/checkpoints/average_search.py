@@ -166,10 +166,11 @@ def not_trained(average: Averaged) -> str:
     """A sentence if the average is the start itself; otherwise nothing."""
     if average.alpha != 0:
         return ""
-    why = "as was asked for (α = 0)"
+    why, advice = "as was asked for (α = 0)", ""
     if average.tolerance is not None:
         why = "since every average with those after it costs a guard more than was tolerated, or gains nothing (α = 0)"
-    return f"This model was not trained: its weights are those before the training, {why}."
+        advice = f" Guards of more rows are less noisy; guard_tolerance above {average.tolerance:g} allows more."
+    return f"This model was not trained: its weights are those before the training, {why}.{advice}"
 
 
 def described(average: Averaged) -> Iterator[str]:
@@ -180,11 +181,11 @@ def described(average: Averaged) -> Iterator[str]:
             yield SPLIT
         if average.tolerance is not None and average.measured[0].loss is not None:
             yield BY_LOSS
-        yield "  ".join(["alpha", "  gained", *(f"{name} ({VALIDATION}, {REST})" for name in guards)])
+        yield "  ".join(["alpha", "trained for", *(f"{name} ({VALIDATION}, {REST})" for name in guards)])
         for one in average.measured:
-            gained = "       -" if one.gained is None else f"{100 * one.gained:7.2f}%"
+            gained = f"{'-' if one.gained is None else f'{100 * one.gained:.2f}%':>11}"
             kept = (f"{100 * one.validation[g]:.2f}%, {100 * one.rest[g]:.2f}%".rjust(len(g) + 20) for g in guards)
-            yield "  ".join([f"{one.alpha:5.2g}", gained, *kept]) + ("  <" if one.alpha == average.alpha else "")
+            yield "  ".join([f"{one.alpha:5.2g}", gained, *kept]) + ("  < chosen" if one.alpha == average.alpha else "")
     if average.batch_norms:
         yield (
             f"The running statistics of {average.batch_norms} batch norms were averaged like the weights. They are not "

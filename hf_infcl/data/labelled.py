@@ -38,7 +38,7 @@ class ZeroShotDataset(ImageDataset):
         label_column: a `ClassLabel` column, or integers; or lists with 0 or 1 for each class.
         class_names: one name per class in the order of the labels; names may repeat. By default, the names of the
             `ClassLabel`; a warning says if these are numbers.
-        templates: prompts, each with one "{}" for the class name.
+        templates: prompts, each with one ``{c}`` (or ``{}``) for the class name.
 
     Raises:
         ValueError: at construction, for a wrong dataset, column, column type or template, for labels without a name,
@@ -75,8 +75,7 @@ class ZeroShotDataset(ImageDataset):
         class_names = list(class_names)
         if known is not None:
             _check_names(class_names, known, label_column)
-        if not templates or isinstance(templates, str) or any(template.count("{}") != 1 for template in templates):
-            raise ValueError(f'templates must be a sequence of prompts with one "{{}}" each, got {templates!r}.')
+        templates = _with_braces(templates)
         if not are_given and all(map(NUMBER.fullmatch, class_names)):
             logger.warning(
                 "The names of the %d classes are numbers, so that the prompts say %r. Unless the images show numbers, "
@@ -142,9 +141,13 @@ def captions_of_classes(
 
     if "caption" in dataset.column_names:
         raise ValueError("There is a column 'caption' already. Leave caption_templates out, or rename that column.")
-    plain = [template.replace("{c}", "{}") for template in templates]
-    if isinstance(templates, str) or not plain or any(template.count("{}") != 1 for template in plain):
-        raise ValueError(f"Captions of classes need templates with one {{c}} each for the class, got {templates!r}.")
+    plain = _with_braces(templates)
+    if label_column not in dataset.column_names:
+        raise ValueError(
+            f"Captions of classes need a column of labels, and there is no {label_column!r}, only "
+            f"{dataset.column_names}. Leave caption_templates out of a set that has captions, or name the labels with "
+            "label_column. The prompts of an evaluation are templates."
+        )
     known = getattr(dataset.features.get(label_column), "names", None)
     if class_names is not None and known is not None:
         class_names = names_by_label(class_names, known)
@@ -186,6 +189,14 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
         order.sort(key=lambda label: int(known[label].lstrip(string.ascii_letters)))
     named = dict(zip(order, names, strict=True))
     return [named[label] for label in range(len(known))]
+
+
+def _with_braces(templates: Sequence[str]) -> list[str]:
+    """The templates with "{}" for the name of the class, for which "{c}" may also stand."""
+    plain = [template.replace("{c}", "{}") for template in templates]
+    if isinstance(templates, str) or not plain or any(template.count("{}") != 1 for template in plain):
+        raise ValueError(f"templates must be a list of texts with one {{c}} each for the class, got {templates!r}.")
+    return plain
 
 
 def _as_read(name: str) -> str:

@@ -59,7 +59,7 @@ class EvaluationOptions:
         short_help=HelpPlace("Evaluation", 30),
     )
     templates: list[str] = command_option(
-        "Prompts with {} for the class, or a file of them; 'a photo of a {}.' by default.",
+        "Prompts with {c} for the class, or a file of them; 'a photo of a {c}.' by default.",
         default=["a photo of a {}."],
         short_help=HelpPlace("Evaluation", 40),
     )

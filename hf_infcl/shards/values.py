@@ -1,10 +1,14 @@
-"""Values that cannot be used, what messages say of them, and texts that are cut."""
+"""Values that cannot be used, what messages say of them, and texts that are cut and drawn."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import textwrap
+from pathlib import Path
 from typing import Any
+
+from PIL import ImageFont
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
 ERRORS = "__errors__"
@@ -42,6 +46,18 @@ def lines_of(text: str, letters: int, most: int) -> list[str]:
     if len(last) > letters - 2:  # at a space, which some languages do not write
         last = last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
     return [*lines[: most - 1], f"{last} …"]
+
+
+def letters_of(size: int) -> Any:
+    """The font of so many pixels that pictures of captions are drawn with.
+
+    It comes with matplotlib, if that is installed: Pillow's own has neither accents nor other scripts.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return ImageFont.load_default(size=size)
+    import matplotlib
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), size)
 
 
 def describe_cause(error: Exception) -> str:

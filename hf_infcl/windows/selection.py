@@ -96,7 +96,7 @@ class WithoutNoisyPairs(PairSelection):
         left, pairs = (one + other for one, other in zip(self._counts, self._logged, strict=True))
         if self.waits_for:
             return {"pairs left out": f"none, because {self.waits_for}"}
-        return {"pairs left out": f"{which}, {left / pairs:.1%} of all" if pairs else which}
+        return {"pairs left out": f"{which}, {left / pairs:.1%} of those seen" if pairs else which}
 
     def select(
         self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None

@@ -107,11 +107,7 @@ def _make_set(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroSh
             f"Each line of {files.folder}/zeroshot_classification_templates.txt must have one {{c}} for the name of "
             f"the class, but there is {wrong[0]!r}."
         )
-    return ZeroShotDataset(
-        rows,
-        class_names=files.lines("classnames.txt"),
-        templates=[template.replace("{c}", "{}") for template in templates],
-    )
+    return ZeroShotDataset(rows, class_names=files.lines("classnames.txt"), templates=templates)
 
 
 def _rows(files: Files) -> datasets.Dataset:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
-from ...shards.values import lines_of
+from ...shards.values import letters_of, lines_of
 from .findings import Finding
 from .looking import SIDE
 from .set_facts import SetFacts
@@ -50,8 +49,7 @@ def _draw_row(
     sheet: Image.Image, top: int, title: str, shown: Sequence[tuple[bytes, str]], cell: tuple[int, int], lines: int
 ) -> None:
     pen = ImageDraw.Draw(sheet)
-    large: Any = ImageFont.load_default(size=14)
-    small: Any = ImageFont.load_default(size=10)
+    large, small = letters_of(13), letters_of(9)
     pen.text((_GAP, top), "".join(lines_of(title, 110, 1)), "black", large)
     for number, (thumbnail, caption) in enumerate(shown):
         row, column = divmod(number, COLUMNS)

@@ -71,6 +71,8 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
         yield f"  {epochs:g} epochs take {number(steps, 'step')}{f' and {duration(steps * mean)}' * is_timed}."
     if 0 < steps < TOO_FEW_STEPS:
         yield "  This is too few steps for a learning rate schedule: lower --global_batch or train longer."
+    if pairs is None and options.dataset and is_timed and options.max_steps <= 0:
+        yield "With --dataset_size, the number of its pairs, a plan also tells the time of an epoch."
 
 
 def _premises(planner: Planner, *, has_adapters: bool) -> Iterator[str]:
@@ -147,11 +149,12 @@ def _times(planner: Planner) -> Iterator[str]:
     times, compiled = planner.times(planner.choice), planner.choice.torch_compile
     phases = ", ".join(f"{phase} {duration(time)}" for phase, time in times.items() if time)
     yield f"\nTime of a step: {duration(sum(times.values()))} ({phases})."
-    if (other := planner.find(compiled=not compiled)) is not None:
+    on_cpu = planner.options.use_cpu  # where the gain of compiling is not known
+    if not on_cpu and (other := planner.find(compiled=not compiled)) is not None:
         time, words = sum(planner.times(other).values()), _words(_options(planner, other)[0])
         yield f"  {'Without' if compiled else 'With'} --torch_compile it is {duration(time)}: {words}"
-    rate = planner.images_per_second
-    yield f"  Each GPU trains up to {rate:,.0f} images per second. `infcl check` says how many workers load as many."
+    rate, device = planner.images_per_second, "This machine" if on_cpu else "Each GPU"
+    yield f"  {device} trains up to {rate:,.0f} images per second. `infcl check` says how many workers load as many."
 
 
 def number(count: int, word: str) -> str:

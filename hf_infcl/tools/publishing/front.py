@@ -69,7 +69,7 @@ def plot_front(measured: Sequence[Measured], alpha: float, path: str | Path) -> 
 
     gained = [one.gained or 0.0 for one in measured]
     bounds = {one.alpha: (one.gained_low, one.gained_high) for one in measured if one.gained_low is not None}
-    draw(axes[0], COLOURS[0], "gained on what was trained for", gained, bounds)
+    draw(axes[0], COLOURS[0], "score on what was trained for", gained, bounds)
     for axis, colour, guard in zip(axes[1:], itertools.cycle(COLOURS[1:]), guards, strict=False):
         bounds = {one.alpha: one.rest_bounds[guard] for one in measured if guard in one.rest_bounds}
         draw(axis, colour, f"kept on {without_formulas(guard)}", [one.rest[guard] for one in measured], bounds)

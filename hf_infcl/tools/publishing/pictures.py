@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ...data import ImageTextDataset, ZeroShotDataset
-from ...shards.values import lines_of
+from ...shards.values import letters_of, lines_of
 from .trained import Trained
 
 PICTURES_FILE = "pictures.png"
@@ -132,7 +131,7 @@ def draw(
         captions: the result of `PicturesCallback.best_captions`.
         right: the captions of each image, of which the first is shown.
     """
-    font = _font()
+    font = letters_of(_LETTERS)
     height = SIDE + 20
     picture = Image.new("RGB", (WIDTH, height * len(images)), "white")
     pen = ImageDraw.Draw(picture)
@@ -153,15 +152,6 @@ def draw(
             pen.text((beside, below), text, colour, font)
             furthest = max(furthest, beside + pen.textlength(text, font))
     return picture.crop((0, 0, min(WIDTH, round(furthest) + 8), picture.height))
-
-
-def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """The font that comes with matplotlib, if it is installed: Pillow's own has neither accents nor other scripts."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return ImageFont.load_default(size=_LETTERS)
-    import matplotlib
-
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), _LETTERS)
 
 
 def _cut(text: str) -> str:

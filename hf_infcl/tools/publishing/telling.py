@@ -50,6 +50,7 @@ class ProgressPrinter(TrainerCallback):
         self._trainer = trainer
         self._last: dict[str, Any] = {}  # the values that were told last
         self._headed: int | None = None  # the step of the last table, to which the next set may belong
+        self._told: set[str] = set()  # the sets in it
         trainer.add_callback(self)
 
     def on_train_begin(
@@ -92,11 +93,16 @@ class ProgressPrinter(TrainerCallback):
         deciding = args.metric_for_best_model or ""
         rows = make_rows(logs, names, before, also=deciding.removeprefix("eval_"))
         lines = table_lines(rows, names)
-        if self._headed == state.global_step:
+        sets = {row[0] for row in rows}
+        is_again = self._headed == state.global_step and not sets.isdisjoint(self._told)  # the best ones, or an average
+        if self._headed == state.global_step and not is_again:
             lines = lines[1:]
         else:
-            lines.insert(0, f"After step {state.global_step:,}:" if state.global_step else "Before the training:")
+            after = "With the weights that are saved:" if is_again else f"After step {state.global_step:,}:"
+            lines.insert(0, after if state.global_step else "Before the training:")
+            self._told = set()
         self._headed = state.global_step
+        self._told |= sets
         for line in lines:
             tqdm.write(line)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
-from ...shards.values import lines_of
+from ...shards.values import letters_of, lines_of
 from .ledger import Ledger
 
 SHOWN = 64  # pairs
 _COLUMNS, _WIDTH, _SIDE, _HEIGHT = 4, 260, 120, 216  # pixels of a cell, and the longer side of its image
-_LETTERS, _BESIDE = 40, 19  # in a line below and beside an image
+_LETTERS, _BESIDE = 36, 18  # in a line below and beside an image
 
 
 def small_jpeg(image: np.ndarray) -> bytes:
@@ -32,7 +31,7 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
     ``pictures`` are the `small_jpeg` of these pairs by their keys, as far as they are known.
     """
     places = ledger.most_suspicious(SHOWN)
-    font: Any = ImageFont.load_default(size=12)
+    font = letters_of(11)
     rows = -(-len(places) // _COLUMNS)
     sheet = Image.new("RGB", (_COLUMNS * _WIDTH, max(1, rows) * _HEIGHT), "white")
     pen = ImageDraw.Draw(sheet)
@@ -44,7 +43,7 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
         name = f"sample {ledger.sample[place]}" if ledger.sample else f"row {key}"
         facts = [f"score {ledger.score[place]:.2f}", f"wrong {ledger.p_wrong[place]:.0%}", *lines_of(name, _BESIDE, 5)]
         pen.text((left + _SIDE + 8, top), "\n".join(facts), "#555555", font)
-        lines = [("#00693e", ledger.caption[place])]
+        lines = [("black", ledger.caption[place])]
         if ledger.text_key[place] != key and (instead := ledger.find_caption(int(ledger.text_key[place]))):
             lines.append(("#b03000", f"prefers: {instead}"))
         below = top + _SIDE + 6
