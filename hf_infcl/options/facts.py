@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, Field, fields
+from typing import Any, ClassVar, Protocol
 
 from .declaring import ExclusiveOptionsError, Facts, declared_facts, spelled
 from .theirs import facts_of_theirs
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+
+class Options(Protocol):
+    """A dataclass of options."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-def facts_by_name(kind: DataclassInstance | type[DataclassInstance]) -> dict[str, Facts]:
+def facts_by_name(kind: Options | type[Options]) -> dict[str, Facts]:
     """The facts of each field of a dataclass of options, or of an instance of one."""
     return {one.name: declared_facts(one) or facts_of_theirs(one.name) for one in fields(kind)}
 
 
-def check_values(options: DataclassInstance) -> None:
+def check_values(options: Options) -> None:
     """Raises a ValueError if an option has a value that it may not have, or that other options do not go with."""
     facts_of_all = facts_by_name(options)
     for one in fields(options):
@@ -51,7 +54,7 @@ def _holds(options: object, condition: str) -> bool:
     return spelled(value) == wanted if wanted else bool(value)
 
 
-def changed_options(options: object, declared: type[DataclassInstance]) -> dict[str, Any]:
+def changed_options(options: object, declared: type[Options]) -> dict[str, Any]:
     """The values of those options of a dataclass that do not have their default, by name."""
     changed = {}
     for one in fields(declared):
@@ -61,7 +64,7 @@ def changed_options(options: object, declared: type[DataclassInstance]) -> dict[
     return changed
 
 
-def values_of_card(args: DataclassInstance) -> Iterator[tuple[str, str, Any]]:
+def values_of_card(args: Options) -> Iterator[tuple[str, str, Any]]:
     """(name, row, value) of each option that is set and has a row in a model card."""
     facts = facts_by_name(args)
     for name, value in changed_options(args, type(args)).items():

@@ -60,18 +60,20 @@ class Clock(transformers.TrainerCallback):
     def recorded(self, loss: Any) -> Any:
         """Wraps the loss, and records what it allocates from its call to its gradients."""
 
-        def measured(images: Tensor, texts: Tensor, scale: Any, bias: Any = None, **options: Any) -> Tensor:
+        def measured(
+            image_embeds: Tensor, text_embeds: Tensor, logit_scale: Any, logit_bias: Any = None, **options: Any
+        ) -> Tensor:
             self.look()
-            before = torch.cuda.memory_allocated() if images.is_cuda else 0
+            before = torch.cuda.memory_allocated() if image_embeds.is_cuda else 0
 
             def ended(gradient: Tensor) -> None:
                 if gradient.is_cuda:
                     self.loss_peak = max(self.loss_peak, torch.cuda.max_memory_allocated() - before)
 
-            for tensor in (images, texts):
+            for tensor in (image_embeds, text_embeds):
                 if tensor.requires_grad:
                     tensor.register_hook(ended)
-            return loss(images, texts, scale, bias, **options)
+            return loss(image_embeds, text_embeds, logit_scale, logit_bias, **options)
 
         return measured
 
