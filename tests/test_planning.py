@@ -164,6 +164,7 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     assert "--gpu must be h100 or h200, whose rates were measured, got 'a100'. For another" in mistake(
         capsys, *command, "--gpu", "a100"
     )
+    assert "global_batch must be a whole number of at least 1, got 0" in mistake(capsys, *command, "--global_batch", 0)
     cli.main(words=[*command, "--freeze", "image", "--gpu_memory", "24"])
     said = capsys.readouterr().out
     (chosen,) = re.findall("^Choose  (.*)$", said, re.MULTILINE)

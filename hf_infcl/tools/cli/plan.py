@@ -20,7 +20,8 @@ def plan(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) 
     """Prints the memory, the time and the options of a training."""
     parser.settle(namespace, user_options)
     asked, namespace.texts_at_once = namespace.texts_at_once, None  # whose windows the plan may have to choose
-    namespace.global_batch = namespace.global_batch or namespace.global_batch_size
+    if namespace.global_batch is None:
+        namespace.global_batch = namespace.global_batch_size
     namespace.global_batch_size = None  # which is of --gpus, not of this process
     parser.build(namespace, user_options, computes=False)
     namespace.texts_at_once = asked
