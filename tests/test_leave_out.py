@@ -493,7 +493,7 @@ def test_the_curves_and_the_card_say_what_was_left_out(noisy, tmp_path):
     assert heights[0] > 1.5 * heights[1], "a panel more"
     share = sum(left_out(noisy)) / len(left_out(noisy))
     assert training_settings(noisy)["pairs left out"] == (
-        f"those that did not seem to belong together, {share:.1%} of all"
+        f"those that did not seem to belong together, {share:.1%} of those seen"
     )
 
 

@@ -493,6 +493,7 @@ def damaged(folder: str, change: Any) -> None:
         ("moved", "has no embeddings.json, so it holds no embeddings of `infcl embed`. Was it moved"),
         ("parquet", "are in the format 'parquet', which cannot be mapped into memory"),
         ("other data", "are of other data than the training set: images were"),
+        ("fewer rows", r"data than the training set: rows of the set were 24 and are 20\. Embed"),
         ("other order", "are of other data than the training set: images were"),
         ("missing rows", r"no stored embedding of a teacher: 1 of the 24 rows of the dataset with columns"),
         ("no old", r"no stored embedding of a teacher: 30 of the 30 rows of the dataset with columns"),
@@ -521,6 +522,8 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
         Path(folder).rename(tmp_path / "elsewhere")
     elif case == "other data":
         data = ImageTextDataset(rows(24, 3))
+    elif case == "fewer rows":
+        data = ImageTextDataset(rows(20))
     elif case == "other order":
         data = ImageTextDataset(rows().shuffle(seed=1))
     elif case == "no old":

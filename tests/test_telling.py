@@ -93,6 +93,7 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
     ]
     after = log(2, **named(PAIRS))
     assert after[0] == "After step 2:"
+    assert [line.split()[:2] for line in after[2:]] == [["pairs", "loss"], ["mean", "recall@1"]]
     assert after[-1].endswith("25.00%  +12.50 [+5.00, +20.00]")
     (more,) = log(2, **named({"acc1": 0.5}, "zero_shot"))
     assert more.split() == ["zero_shot", "acc1", "50.00%"]

@@ -167,7 +167,8 @@ def described_shards(urls: Iterable[str]) -> dict[str, Any]:
 
 def differences(recorded: Mapping[str, object], described: Mapping[str, object], kinds: Iterable[str]) -> str:
     """How a table differs from the one that was embedded, by `described_table` of both; empty if it does not."""
-    names = ["rows", *kinds]
+    # With other rows, images and texts differ as well.
+    names = ["rows"] if recorded.get("rows") != described.get("rows") else kinds
     return ", ".join(
         f"{name} {'were' if name != 'rows' else 'of the set were'} {recorded.get(name)} and are {described.get(name)}"
         for name in names

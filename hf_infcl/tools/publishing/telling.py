@@ -42,7 +42,8 @@ class ProgressPrinter(TrainerCallback):
     """Prints the groups of the optimizer, a line for each log of the training and a table for each evaluation.
 
     A value that stays the same is told once. The tables have the loss and the score of each set, and the metric that
-    decides, if there is one; the rest is in the results. The ``eval_dataset`` of the trainer, if any, is a dict.
+    decides, if there is one; those in the midst of the training leave out the two recalls whose mean is the score. The
+    rest is in the results. The ``eval_dataset`` of the trainer, if any, is a dict.
     """
 
     def __init__(self, trainer: Trained) -> None:
@@ -92,9 +93,13 @@ class ProgressPrinter(TrainerCallback):
                 before |= entry
         deciding = args.metric_for_best_model or ""
         rows = make_rows(logs, names, before, also=deciding.removeprefix("eval_"))
-        lines = table_lines(rows, names)
         sets = {row[0] for row in rows}
         is_again = self._headed == state.global_step and not sets.isdisjoint(self._told)  # the best ones, or an average
+        if 0 < state.global_step < state.max_steps and not is_again:
+            kept = {f"{name}_{metric}" for name, metric, *_ in rows if metric not in SCORES["pairs"]}
+            kept.add(deciding.removeprefix("eval_"))
+            rows = [row for row in rows if f"{row[0]}_{row[1]}" in kept]
+        lines = table_lines(rows, names)
         if self._headed == state.global_step and not is_again:
             lines = lines[1:]
         else:
