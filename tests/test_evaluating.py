@@ -20,14 +20,14 @@ from helpers.processors import END, clip_processor
 from helpers.shards import write_tars
 from helpers.streams import stream_of
 from helpers.trainers import arguments, parameters, trainer_for
-from torch.utils.data import ChainDataset, DataLoader, IterableDataset
+from torch.utils.data import ChainDataset, DataLoader, Dataset, IterableDataset
 from transformers.utils import logging
 
 from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, evaluation, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.evaluation.metrics import score
-from hf_infcl.processes.batches import AnnouncingDataLoader
+from hf_infcl.processes.batches import AnnouncingDataLoader, gather_rows
 from hf_infcl.processes.collectives import OtherRankFailedError
 from hf_infcl.training import evaluating
 
@@ -545,6 +545,49 @@ def test_few_batches_lie_in_pinned_memory(tmp_path, monkeypatch):
     assert ahead[0] >= 10
     assert ahead[1] == 3, "one is being handed over"
     assert [int(batch) for batch in bounded] == list(range(12))
+
+
+class Epochs(Dataset):
+    """Rows that are the epoch in which they are read."""
+
+    def __init__(self) -> None:
+        self.epoch = torch.full((), 7).share_memory_()  # that of a training with the same set
+        self.read = Event()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        epoch = self.epoch.clone()
+        self.read.set()
+        return epoch
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_workers_that_start_early_read_the_epoch_of_the_evaluation(tmp_path, early):
+    data = Epochs()
+    loader = trainer_for(tmp_path).accelerator.prepare(DataLoader(data, num_workers=1, persistent_workers=True))
+    batches = AnnouncingDataLoader(loader, lambda batch: batch)
+    for epoch in range(2):
+        if early:
+            data.read.clear()
+            batches.begin()
+            assert data.read.wait(60)
+        assert [int(batch) for batch in batches] == [epoch] * 4
+        assert isinstance(loader.base_dataloader, DataLoader), "it is as it was"
+
+
+@on_ranks(2)
+def test_no_worker_starts_before_all_processes_shuffle_alike(rank, world_size, tmp_path):
+    trainer = trainer_for(tmp_path, accelerator_config={"use_seedable_sampler": False})
+    loader = DataLoader(range(8), shuffle=True, generator=torch.Generator().manual_seed(rank))
+    batches = AnnouncingDataLoader(trainer.accelerator.prepare(loader), lambda batch: batch)
+    with mock.patch.object(DataLoader, "__iter__", side_effect=AssertionError("it starts")):
+        batches.begin()
+    assert gather_rows(torch.cat(list(batches))).sort().values.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("inputs", [False, True])

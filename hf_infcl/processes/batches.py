@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from .collectives import Processes, failures_announced
 
@@ -42,50 +42,72 @@ class AnnouncingDataLoader:
     """A data loader that announces its errors to all processes; each process calls `Processes.agree` once per batch.
 
     Args:
-        dataloader: the loader.
+        dataloader: torch's or accelerate's loader.
         each: is given each batch when it is asked for, and returns what takes its place.
     """
 
     def __init__(self, dataloader: Any, each: Callable[[Any], Any]) -> None:
         self._dataloader, self._each = dataloader, each
-        self._torch_loader: Any = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's has one within
-        self._begun: Any = None  # its iterator
+        self._is_of_accelerate = hasattr(dataloader, "base_dataloader")  # it has torch's within
+        self._workers = _EarlyLoader(dataloader.base_dataloader if self._is_of_accelerate else dataloader)
 
     def begin(self) -> None:
-        """Starts the workers of the next iteration, and does not wait for a batch of theirs."""
+        """Starts the workers of the next iteration, and does not wait for a batch of theirs.
+
+        Workers that need random numbers in common start when the first batch is asked for.
+        """
         with failures_announced():
-            self._begun = iter(self._torch_loader)
-        # Otherwise torch's thread would pin all batches that the workers have loaded ahead, and allocate memory for
-        # each, of up to twice its size, because the sizes of pinned blocks are powers of two.
-        if isinstance(ready := getattr(self._begun, "_data_queue", None), queue.Queue):
-            ready.maxsize = _PINNED
+            if self._is_of_accelerate:
+                if self._dataloader.rng_types:  # accelerate first makes all processes shuffle alike
+                    return
+                self._dataloader.set_epoch(self._dataloader.iteration)  # as accelerate does for the first batch
+            self._workers.begin()
 
     def __iter__(self) -> Iterator[Any]:
-        if self._begun is None:
-            self.begin()
-        batches, self._begun = self._begun, None
-        with failures_announced():
-            if self._torch_loader is not self._dataloader:
-                batches = self._moved(batches)
-            batch = next(batches, None)
-        while batch is not None:
-            yield self._each(batch)
+        batches = self._on_device() if self._is_of_accelerate else iter(self._workers)
+        while True:
             with failures_announced():
                 batch = next(batches, None)
+            if batch is None:
+                return
+            yield self._each(batch)
 
-    def _moved(self, begun: Iterator[Any]) -> Iterator[Any]:
-        """The batches of accelerate's loader, which moves those of torch's iterator to the device."""
-        # It would start other workers, by calling this method, when it is asked for its first batch.
-        self._torch_loader.__iter__ = lambda: begun
+    def _on_device(self) -> Iterator[Any]:
+        """The batches of accelerate's loader, which moves those of the workers to the device."""
+        torch_loader, self._dataloader.base_dataloader = self._dataloader.base_dataloader, self._workers
         try:
-            batches = iter(self._dataloader)
-            first = next(batches, None)
+            yield from self._dataloader
         finally:
-            del self._torch_loader.__iter__
-        return iter(()) if first is None else chain([first], batches)
+            self._dataloader.base_dataloader = torch_loader
 
     def __len__(self) -> int:
         return len(self._dataloader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataloader, name)
+
+
+class _EarlyLoader:
+    """A loader of torch whose workers can be started before it is iterated over."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._begun: Iterator[Any] | None = None
+
+    def begin(self) -> None:
+        self._begun = iter(self._loader)
+        # Otherwise torch's thread would pin all batches that the workers have loaded ahead, and allocate memory for
+        # each, of up to twice its size, because the sizes of pinned blocks are powers of two. There is no option for
+        # this, so the queue into which it puts them is bounded.
+        if isinstance(ready := getattr(self._begun, "_data_queue", None), queue.Queue):
+            ready.maxsize = _PINNED
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun is None:
+            self.begin()
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        return begun
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
