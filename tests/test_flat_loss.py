@@ -11,7 +11,7 @@ from helpers.trainers import trainer_for
 
 from hf_infcl.reference import contrastive_loss
 from hf_infcl.training import progress
-from hf_infcl.training.progress import flat_loss, loss_of_chance
+from hf_infcl.training.flat_loss import loss_of_chance, words_of_flat_loss
 
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
@@ -67,7 +67,7 @@ COLLAPSED = [4.179, *[4.159] * 7]
     ],
 )
 def test_only_a_loss_that_stays_that_of_chance_is_told(losses, norms, told):
-    said = flat_loss(history(losses, norms), 10 * (len(losses) // 2) - 10, "softmax", 1e-3)
+    said = words_of_flat_loss(history(losses, norms), 10 * (len(losses) // 2) - 10, "softmax", 1e-3)
     assert bool(said) == bool(told)
     if told:
         assert re.search(told, said)
@@ -77,12 +77,12 @@ def test_only_a_loss_that_stays_that_of_chance_is_told(losses, norms, told):
 def test_batches_that_grow_and_other_terms():
     grown = [{**entry, "global_batch_size": 4096, "loss": math.log(4096)} for entry in history([1.0] * 8)]
     logs = history([CHANCE] * 8)[:5] + [{**entry, "step": entry["step"] + 50} for entry in grown[4:] if "loss" in entry]
-    assert "all 4,096 pairs" in flat_loss(logs, 20, "softmax", 1e-3)
-    assert "is 9.32 (about ln 4,096 + 1)" in flat_loss(
+    assert "all 4,096 pairs" in words_of_flat_loss(logs, 20, "softmax", 1e-3)
+    assert "is 9.32 (about ln 4,096 + 1)" in words_of_flat_loss(
         [{**entry, "loss": entry.get("loss", 0) + 1} for entry in logs], 20, "sigmoid", 1e-3
     )
     with_teacher = [{**entry, "teacher_loss": 1.0} for entry in logs]
-    assert not flat_loss(with_teacher, 20, "softmax", 1e-3), "the loss is a sum"
+    assert not words_of_flat_loss(with_teacher, 20, "softmax", 1e-3), "the loss is a sum"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_batches_that_grow_and_other_terms():
     ],
 )
 def test_a_training_tells_it_once(tmp_path, monkeypatch, model, rate, equal_ids, times):
-    monkeypatch.setattr(progress, "_SLOW_START", 8)
+    monkeypatch.setattr(progress, "SLOW_START", 8)
     said: list[str] = []
     monkeypatch.setattr(progress.logger, "warning", said.append)
     options = {"learning_rate": rate, "max_steps": 24, "equal_ids": equal_ids}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,18 +17,9 @@ from ..loading.batch_plan import BatchPlan
 from ..options.batch_schedule import Course
 from ..windows.setup import Setup
 from ..windows.window import Window
+from .flat_loss import SLOW_START, words_of_flat_loss
 
 _SECONDS = "train_seconds"
-# Steps after the warm-up that show nothing yet: a training from random weights may begin to learn after a hundred.
-_SLOW_START = 100
-# A loss is flat if it is near that of chance, or above it (equal pair ids, of which it does not know, lower that of
-# chance a little), and its mean has not fallen by a share that shows that it learns.
-_NEAR, _FALLS = 0.97, 0.005
-# The share of its first norm below which a gradient has vanished, as it does where all embeddings are alike.
-_VANISHED = 0.02
-# How far a loss has risen above its first value if the steps are too large, relative to it; and the loss, relative to
-# that of chance, up to which all embeddings may be alike.
-_RISES, _AT_CHANCE = 1.1, 1.02
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +39,7 @@ class Progress:
         self._began = now - earlier
         self._last_log = now, step
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
-        self._looked: int | None = None  # the last step at which the loss was looked at; of a flat one, all have been
+        self._judged_from: float | None = None  # the step from which on the loss is judged; None before any log
 
     def warn_of_flat_loss(self, state: TrainerState, setup: Setup, window: Window) -> None:
         """Tells once if the loss stays that of chance: when half of the training is done, or else at its end.
@@ -57,16 +48,16 @@ class Progress:
         """
         if not state.is_world_process_zero or setup.equal_ids != "exclude" or window.caption_image() is not None:
             return
-        args, warmup = setup.args, setup.args.get_warmup_steps(state.max_steps)
-        half = warmup + max(_SLOW_START, (state.max_steps - warmup) // 2)
-        if state.global_step < (half if self._looked is None else max(state.max_steps, self._looked + 1)):
+        args, step, last = setup.args, state.global_step, state.max_steps
+        warmup = args.get_warmup_steps(last)
+        if self._judged_from is None:
+            self._judged_from = warmup + max(SLOW_START, (last - warmup) // 2)
+        if step < self._judged_from:
             return
-        self._looked = state.global_step
-        since = max(warmup, state.global_step // 2)
-        if words := flat_loss(
-            state.log_history, since, setup.objective, args.learning_rate * args.learning_rate_factor
-        ):
-            self._looked = state.max_steps
+        rate = args.learning_rate * args.learning_rate_factor
+        words = words_of_flat_loss(state.log_history, max(warmup, step // 2), setup.objective, rate)
+        self._judged_from = math.inf if words else max(last, step + 1)
+        if words:
             logger.warning(words)
 
     def keep_seconds(self, state: TrainerState) -> None:
@@ -100,61 +91,6 @@ class Progress:
         if shapes not in self._operations:
             self._operations[shapes] = count(inputs)
         return self._operations[shapes]
-
-
-def loss_of_chance(pairs: int, objective: str) -> float:
-    """The loss, in nats, of a model to which all pairs of a global batch look alike; with the best bias for sigmoid."""
-    if objective == "softmax" or pairs < 2:
-        return math.log(pairs)
-    return math.log(pairs) + (pairs - 1) * math.log(pairs / (pairs - 1))
-
-
-def flat_loss(history: Sequence[Mapping[str, Any]], since: int, objective: str, rate: float) -> str:
-    """Sentences about a loss that has stayed that of chance, or above it, since a step; empty if it has not.
-
-    A loss with further terms, such as those of teachers, is not judged.
-
-    Args:
-        history: Trainer's ``log_history``.
-        since: the last step that is not looked at.
-        objective: "softmax" or "sigmoid".
-        rate: the learning rate at its peak.
-    """
-    logs = [entry for entry in history if "loss" in entry and "global_batch_size" in entry]
-    shown = [entry for entry in logs if entry["step"] > since]
-    if len(shown) < 4 or any(name.endswith("_loss") for name in shown[-1]):
-        return ""
-    ratios = [entry["loss"] / max(loss_of_chance(entry["global_batch_size"], objective), 1e-9) for entry in shown]
-    middle = len(ratios) // 2
-    before, after = sum(ratios[:middle]) / middle, sum(ratios[middle:]) / (len(ratios) - middle)
-    if not (after >= _NEAR and after >= before * (1 - _FALLS)):
-        return ""
-    pairs, mean = shown[-1]["global_batch_size"], sum(entry["loss"] for entry in shown) / len(shown)
-    norms = [entry["grad_norm"] for entry in logs if entry.get("grad_norm")]
-    vanished = bool(norms) and norms[-1] < _VANISHED * norms[0]
-    rises, at_chance = after > 1 and mean > _RISES * logs[0]["loss"], after < _AT_CHANCE
-    lower = f"start again with a tenth of the learning rate, {rate / 10:g}, and a warm-up (warmup_steps)"
-    higher = (
-        f"raise the learning rate, which is {rate:g}, or train longer; from random weights, take more pairs or a "
-        "pretrained model. If nothing helps, see whether images and captions belong together (infcl check)"
-    )
-    if vanished and at_chance:
-        norm = f"norm {norms[-1]:.2g}, first {norms[0]:.2g}"
-        advice = f"The gradient has vanished ({norm}), because all embeddings are alike: {lower}."
-    elif rises:
-        advice = f"It is higher than at the start: {lower}."
-    elif at_chance:
-        advice = (
-            f"If all embeddings became alike in the first steps, {lower}. If the weights change too slowly, {higher}."
-        )
-    else:
-        advice = f"The weights change too slowly: {higher}."
-    chance = f"ln {pairs:,}" if objective == "softmax" else f"about ln {pairs:,} + 1"
-    return (
-        f"The model has learned nothing from step {shown[0]['step']:,} to {shown[-1]['step']:,}: the loss stays at "
-        f"{mean:.3g}, and where all {pairs:,} pairs of a global batch look alike it is "
-        f"{loss_of_chance(pairs, objective):.3g} ({chance}). {advice}"
-    )
 
 
 def trained_seconds(state: TrainerState) -> float:

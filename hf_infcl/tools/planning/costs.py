@@ -195,6 +195,12 @@ def _bf16_activations(encoder: DualEncoder, wanted: bool) -> None:
     compute_in_bf16(encoder.model, wanted=wanted)
 
 
+# Options that a plan keeps, and that cost nothing or are read by the planner itself.
+_NO_EFFECT = (
+    *("global_batch_size", "global_batch_schedule", "activation_checkpointing", "num_train_epochs", "max_steps"),
+    *("image_size", "image_size_schedule", "full_tokens_last", "max_text_tokens", "replay_share"),
+    *("teacher_side", "ema_device"),
+)
 # The options of a training that a plan keeps, by their names.
 EFFECTS = {
     "freeze": Effect(model=lambda encoder, tower: encoder.freeze(tower)),
@@ -210,20 +216,7 @@ EFFECTS = {
     "teacher": Effect(_teacher),
     "teacher_embeddings": Effect(lambda m, c, folders: Cost(features=len(folders) * pair_bytes(m.dim, c))),
     "texts_at_once": Effect(_texts_at_once),
-    **dict.fromkeys(
-        (
-            *(
-                "global_batch_size",
-                "global_batch_schedule",
-                "activation_checkpointing",
-                "num_train_epochs",
-                "max_steps",
-            ),
-            *("image_size", "image_size_schedule", "full_tokens_last", "max_text_tokens", "replay_share"),
-            *("teacher_side", "ema_device"),
-        ),
-        Effect(),
-    ),
+    **dict.fromkeys(_NO_EFFECT, Effect()),
 }
 OF_CHOICE = tuple(one.name for one in fields(Choice))[1:-1]  # options that are attributes of a choice
 PLANNED = {*EFFECTS, *OF_CHOICE}
