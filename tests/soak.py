@@ -278,7 +278,7 @@ def train_settings(options: argparse.Namespace) -> int:
         if time.monotonic() - begin > 60 * options.minutes:
             break
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
-    repeated = sum(outcome.smaller > 0 for outcome in outcomes)
+    repeated = sum(outcome.halved > 0 for outcome in outcomes)
     write_row(
         options.results,
         check="memory",

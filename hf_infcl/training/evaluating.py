@@ -268,33 +268,34 @@ class Evaluator:
 
     def _prompt_vectors(self, dataset: ZeroShotDataset) -> Tensor:
         """A vector for each class, on every process; collective."""
-
-        def encode(prompts: list[str]) -> Tensor:
-            # A few at a time, because Python's garbage collector would go through the lists of many again and again.
-            parts = [tokenize(prompts[start : start + size]) for start in range(0, len(prompts), size)]
-            tokens = parts[0]
-            if len(parts) > 1:
-                widest = max(part["input_ids"].shape[1] for part in parts)
-                tokens = {n: torch.cat([widened(part[n], widest, padding[n]) for part in parts]) for n in tokens}
-            check_tokens(tokens["input_ids"], self._encoder.vocabulary)  # on the host, where nothing is waited for
-            self._encoder.check_texts(tokens)
-            batch = self._prepare_inputs(tokens)
-            with torch.no_grad(), self._accelerator.autocast():
-                return self._encoder.encode_texts(batch, checked=True).float()
-
-        tokenize = self._prompt_tokenizer()
-        prompts, size = dataset.prompts(), self._args.per_device_eval_batch_size
-        at_once, padding = 1, {}
+        tokenize, prompts, size = self._prompt_tokenizer(), dataset.prompts(), self._args.per_device_eval_batch_size
         with failures_announced_unless_sharded(self._accelerator):
-            if isinstance(self._collator, ContrastiveCollator) and (known := self._collator.text_padding) is not None:
+            batches_at_once, padding = 1, None
+            if isinstance(self._collator, ContrastiveCollator):
+                padding = self._collator.text_padding
+            if padding is not None:
                 # A forward of few tokens takes as long as its kernels take to be launched, so one has as many prompts
                 # as have the tokens of a batch of the longest captions.
-                longest, padding = tokenize([max(prompts, key=len)]), known
+                longest = tokenize([max(prompts, key=len)])
                 if longest.keys() <= padding.keys():  # a tokenizer of one's own may return what cannot be padded
-                    at_once = min(MOST_PROMPTS, max(1, self._collator.max_length // longest["input_ids"].shape[1]))
-            share = encode_share(prompts, encode, size * at_once)
+                    width = longest["input_ids"].shape[1]
+                    batches_at_once = min(MOST_PROMPTS, max(1, self._collator.max_length // width))
+
+            def encode(part: list[str]) -> Tensor:
+                # A few at a time, because Python's garbage collector would go through long lists again and again.
+                batches = [tokenize(part[start : start + size]) for start in range(0, len(part), size)]
+                return self._encode_prompts(batches[0] if len(batches) == 1 else _joined(batches, padding or {}))
+
+            share = encode_share(prompts, encode, size * batches_at_once)
         texts = gather_rows(share)[: len(prompts)]
         return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))
+
+    def _encode_prompts(self, tokens: dict[str, Tensor]) -> Tensor:
+        check_tokens(tokens["input_ids"], self._encoder.vocabulary)  # on the host, where nothing is waited for
+        self._encoder.check_texts(tokens)
+        batch = self._prepare_inputs(tokens)
+        with torch.no_grad(), self._accelerator.autocast():
+            return self._encoder.encode_texts(batch, checked=True).float()
 
     def _prompt_tokenizer(self) -> Callable[[list[str]], dict[str, Tensor]]:
         if callable(tokenize := getattr(self._collator, "tokenize", None)):
@@ -344,6 +345,15 @@ class Evaluator:
 
     def _on_device(self, array: object) -> Tensor:
         return torch.as_tensor(array, device=self._args.device)
+
+
+def _joined(batches: list[dict[str, Tensor]], padding: Mapping[str, int]) -> dict[str, Tensor]:
+    """Tokens of several batches as one, padded to the longest of their texts."""
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    return {
+        name: torch.cat([widened(batch[name], longest, padding[name]) for batch in batches])
+        for name in batches[0]
+    }
 
 
 def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:

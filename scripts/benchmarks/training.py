@@ -187,10 +187,12 @@ class OpenCLIPTrainer(PlainTrainer):
 class InBatch:
     """A `hf_infcl.windows.terms.Teacher` whose embeddings are in the batch, as stored ones are."""
 
+    names = ("stored_images", "stored_texts")
     width, options, inputs, words = None, MappingProxyType({}), None, "stored"
 
     def embed(self, inputs: Batch, frozen_outputs: Any) -> tuple[Tensor, Tensor]:
-        return inputs["stored_images"].float(), inputs["stored_texts"].float()
+        images, texts = (inputs[name].float() for name in self.names)
+        return images, texts
 
 
 class PooledInfCLTrainer(InfCLTrainer):
@@ -212,20 +214,15 @@ class PooledInfCLTrainer(InfCLTrainer):
             keys = torch.arange(images * len(pool)).split(images)
             pool = [{**batch, "pair_keys": own} for batch, own in zip(pool, keys, strict=True)]
         if any(isinstance(one, TeacherDistance) for one in self.window_step.extensions):
-            width = self.model.config.projection_dim
-            drawn = [F.normalize(torch.randn(2, images, width), dim=-1).half() for _ in pool]
-            prefix = teacher_prefix(0)
-            pool = [
-                {
-                    **batch,
-                    "stored_images": of_images,
-                    "stored_texts": of_texts,
-                    f"{prefix}input_ids": batch["input_ids"],
-                }
-                for batch, (of_images, of_texts) in zip(pool, drawn, strict=True)
-            ]
+            pool = [self._with_inputs_of_teachers(batch) for batch in pool]
         length, rows = self.args.max_steps * self.args.gradient_accumulation_steps, self._train_batch_size
         return Loader(pool, length, device, rows if self.args.divides_by_itself else None)
+
+    def _with_inputs_of_teachers(self, batch: Batch) -> Batch:
+        """A batch with random embeddings for `InBatch`, and with the tokens that a teacher online would read."""
+        shape = len(batch["pixel_values"]), self.model.config.projection_dim
+        stored = {name: F.normalize(torch.randn(shape), dim=-1).half() for name in InBatch.names}
+        return {**batch, **stored, f"{teacher_prefix(0)}input_ids": batch["input_ids"]}
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Also creates Adam's state, which otherwise appears only after the first step: one step shows all memory."""
@@ -249,7 +246,7 @@ def train(
     phases: Phases | None = None,
     callbacks: Sequence[Any] = (),
     patch_dropout: float = 0.0,
-    teacher: str = "",
+    teacher: str | None = None,
     **options: Any,
 ) -> tuple[Clock, Any]:
     """Trains; returns the clock and the trainer.
@@ -283,10 +280,13 @@ def train(
             **options,
         )
         clock = Clock(args.device)
-        teachers: dict[str, Any] = {"stored": {"extensions": [TeacherDistance([InBatch()], 1.0)]}}
-        teachers |= {"": {}, "online": {"teacher": copy.deepcopy(model)} if teacher == "online" else {}}
+        taught: dict[str, Any] = {}
+        if teacher == "stored":
+            taught["extensions"] = [TeacherDistance([InBatch()], 1.0)]
+        elif teacher == "online":
+            taught["teacher"] = copy.deepcopy(model)
         callbacks = [clock, *([phases] if phases else []), *callbacks]
-        trainer = trainer_class(model=model, args=args, callbacks=callbacks, **teachers[teacher])
+        trainer = trainer_class(model=model, args=args, callbacks=callbacks, **taught)
         trainer.pool = pool
         if pool[0]["pixel_values"].dtype == torch.uint8:
             trainer.data_collator = Normaliser()
@@ -298,6 +298,7 @@ def train(
             stack.enter_context(mock.patch.object(window, "contrastive_loss", clock.recorded(loss)))
         if phases is not None:
             stack.enter_context(mock.patch.object(hf_infcl.windows.step, "record_function", phases.phase))
+        # A share is left out from the first step on, whatever the model has learned by then.
         for name, value in (("LEAST_VISITS", 1), ("LEAST_MEAN", -math.inf)):
             stack.enter_context(mock.patch.object(hf_infcl.windows.selection, name, value))
         trainer.train()

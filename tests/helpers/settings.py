@@ -55,28 +55,38 @@ class Setting:
         if options["freeze"] == "image":
             options["patch_dropout"] = None
         options["bf16"] = options["bf16_activations"] or drawn.random() < 0.9
-        places = (image_size // patch) ** 2
-        # A forward of images and texts takes 2 operations for each weight and token, and a step four times as much.
-        of_pair = 8 * 12 * width**2 * (layers * places + text_layers * tokens / 2)
-        most = max(256, int(OPERATIONS / of_pair / (1 if options["bf16"] else 6)))
+        # A forward takes 2 operations for each weight and token, and a step four times as much: two forwards and a
+        # backward. A layer has 12 · width² weights, and those of the text tower about half as many.
+        patches = (image_size // patch) ** 2
+        of_pair = 8 * 12 * width**2 * (layers * patches + text_layers * tokens / 2)
+        slower = 1 if options["bf16"] else 6  # fp32
+        most = max(256, int(OPERATIONS / of_pair / slower))
         batch = drawn.choice([32 * drawn.randint(2, most // 32), 2 ** drawn.randint(6, most.bit_length() - 1)])
         kind = drawn.choice(["clip", "siglip"])
         return Setting(kind, width, layers, text_layers, patch, image_size, tokens, min(batch, 8192), options)
 
     def model(self) -> Any:
-        vision = {"hidden_size": self.width, "intermediate_size": 4 * self.width, "patch_size": self.patch}
-        vision |= {"num_hidden_layers": self.layers, "num_attention_heads": self.width // 64}
         text_width = self.width if self.kind == "siglip" else max(384, self.width * 2 // 3 // 64 * 64)
-        text = {"hidden_size": text_width, "intermediate_size": 4 * text_width, "num_hidden_layers": self.text_layers}
-        text |= {"num_attention_heads": text_width // 64, "max_position_embeddings": self.tokens, "eos_token_id": END}
+        vision = _sizes(self.width, self.layers) | {"patch_size": self.patch, "image_size": self.image_size}
+        text = _sizes(text_width, self.text_layers) | {"max_position_embeddings": self.tokens, "eos_token_id": END}
         config_class = {"clip": tf.CLIPConfig, "siglip": tf.SiglipConfig}[self.kind]
-        config = config_class(text_config=text, vision_config={**vision, "image_size": self.image_size})
+        config = config_class(text_config=text, vision_config=vision)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             return tf.AutoModel.from_config(config, attn_implementation="sdpa")
 
 
+def _sizes(width: int, layers: int) -> dict[str, int]:
+    """The options of a transformer of the usual proportions."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+    }
+
+
 class Rows(Dataset):
-    """Random pairs, most of them with short texts, so that the steps have texts of other lengths."""
+    """Random pairs, of which few have the longest text, so that the steps differ in the length of their texts."""
 
     def __init__(self, setting: Setting, rows: int) -> None:
         self._setting, self._rows = setting, rows
@@ -95,13 +105,12 @@ class Rows(Dataset):
 class Padded:
     """A data collator that pads the texts of a batch to the longest of them, or all to one length."""
 
-    text_padding = {"input_ids": END, "attention_mask": 0}  # noqa: RUF012
-
     def __init__(self, setting: Setting) -> None:
-        self.max_length, self._all = setting.tokens, setting.kind == "siglip"
+        self.text_padding = {"input_ids": END, "attention_mask": 0}
+        self.max_length, self._to_one_length = setting.tokens, setting.kind == "siglip"
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = self.max_length if self._all else max(len(row["input_ids"]) for row in rows)
+        longest = self.max_length if self._to_one_length else max(len(row["input_ids"]) for row in rows)
         tokens = torch.full((len(rows), longest), END)
         mask = torch.zeros_like(tokens)
         for number, row in enumerate(rows):
@@ -119,15 +128,16 @@ class Outcome:
     """What became of a training."""
 
     failure: str  # empty if it trained to its end
-    smaller: int  # how often a step was repeated with smaller micro-batches
-    division: str
-    peak: float  # of the memory of the device, as a share
+    halved: int  # how often its micro-batches were halved, because memory ran out in a step
+    division: str  # that was found: micro-batch × accumulation, and what is kept
+    peak: float  # share of the memory of the device
     seconds: float
 
 
 def train(setting: Setting) -> Outcome:
     """Trains the steps of a setting on this process's device."""
-    begin, on_gpu, trainer, failure = time.perf_counter(), torch.cuda.is_available(), None, ""
+    begin, on_gpu = time.perf_counter(), torch.cuda.is_available()
+    trainer, failure = None, ""
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -150,17 +160,18 @@ def train(setting: Setting) -> Outcome:
             trainer.train()
         except (RuntimeError, ValueError) as error:
             failure = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    division, smaller = "", 0
+    division, halved, peak = "", 0, 0.0
     if trainer is not None:
         found = trainer.args
-        largest = found.largest_micro_batch
-        smaller = 0 if largest is None else round(math.log2(found.per_device_train_batch_size / largest))
-        division = f"{found.per_device_train_batch_size} × {found.gradient_accumulation_steps}"
-        division += f", texts {found.texts_at_once}, graphs {found.retain_graphs}"
-    peak = 0.0
+        if found.largest_micro_batch is not None:
+            halved = round(math.log2(found.per_device_train_batch_size / found.largest_micro_batch))
+        division = (
+            f"{found.per_device_train_batch_size} × {found.gradient_accumulation_steps}, texts {found.texts_at_once}, "
+            f"graphs {found.retain_graphs}"
+        )
     if on_gpu:
         peak = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(0).total_memory
-    return Outcome(failure, smaller, division, round(peak, 3), round(time.perf_counter() - begin, 1))
+    return Outcome(failure, halved, division, round(peak, 3), round(time.perf_counter() - begin, 1))
 
 
 def described(seed: int, setting: Setting, outcome: Outcome) -> str:
