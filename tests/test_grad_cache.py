@@ -61,7 +61,7 @@ def test_gradient_of_the_whole_window(count, retain, keep_grad_mode):
     window = evaluated(model, batches, retain=retain, keep_grad_mode=keep_grad_mode)
     for index in range(count):
         assert model.scale.grad is None, "the scale's gradient is part of the last surrogate"
-        window.encode_again(index).backward()
+        window.surrogate(index).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
 
@@ -74,7 +74,7 @@ def test_forwards_are_as_few_as_can_be_and_kept_graphs_come_last(count, retain, 
     model = Counting()
     window = evaluated(model, micro_batches(count), retain=retain)
     for index in range(count):
-        window.encode_again(index)
+        window.surrogate(index)
     assert window.order == first_pass + second_pass
     assert [rows - 5 for rows, _ in model.forwards] == window.order
     again = count - retain
@@ -109,7 +109,7 @@ def test_no_more_graphs_exist_than_are_kept(retain, keep_grad_mode):
     assert len(alive) == retain
     window.differentiate(lambda features, _: features[0].square().sum())
     for index in range(4):
-        window.encode_again(index).backward()
+        window.surrogate(index).backward()
     assert max(seen) == retain
 
 
@@ -120,7 +120,7 @@ def test_dropout_draws_the_same_masks_in_both_passes_whatever_is_kept(retain):
     window = evaluated(model, batches, retain=retain)
     after_first_pass = torch.get_rng_state()
     for index in range(3):
-        window.encode_again(index)
+        window.surrogate(index)
     for outputs in model.outputs.values():
         assert all(torch.equal(output, outputs[0]) for output in outputs)
         assert (outputs[0] == 0).any()
@@ -146,7 +146,7 @@ def test_python_and_numpy_draw_the_same_numbers_in_both_passes(retain):
     window.encode()
     window.differentiate(lambda features, _: features[0].square().sum())
     for index in range(4):
-        window.encode_again(index)
+        window.surrogate(index)
     assert [len(drawn[index]) for index in range(4)] == [1] * retain + [2] * (4 - retain)
     assert all(len(set(numbers)) == 1 for numbers in drawn.values())
     assert len(set(map(tuple, drawn.values()))) == 4
@@ -177,7 +177,7 @@ def test_buffers_are_those_of_one_forward_of_each_micro_batch_in_order(retain, k
         window.encode()
         window.differentiate(lambda features, _: features[0].pow(3).sum())
         for index in range(4):
-            window.encode_again(index).backward()
+            window.surrogate(index).backward()
         for (name, expected), seen in zip(plain.named_buffers(), cached.buffers(), strict=True):
             assert torch.equal(seen, expected), name
 
@@ -187,14 +187,14 @@ def test_what_requires_no_gradient_gets_none():
     model.one.requires_grad_(False)
     window = evaluated(model, micro_batches(2))
     for index in range(2):
-        window.encode_again(index).backward()
+        window.surrogate(index).backward()
     assert model.one.weight.grad is None
     assert model.two.weight.grad is not None
     assert model.scale.grad is not None
     model.requires_grad_(False)
     window = evaluated(model, micro_batches(2))
-    assert window.encode_again(0) is None
-    assert window.encode_again(1) is None
+    assert window.surrogate(0) is None
+    assert window.surrogate(1) is None
     assert torch.isfinite(window.loss)
 
 
@@ -204,7 +204,7 @@ def test_a_gradient_of_the_gradient_is_refused(retain):
     window = evaluated(model, micro_batches(2), retain=retain)
     for index in range(2):
         with pytest.raises(RuntimeError, match="create_graph=True"):
-            torch.autograd.grad(window.encode_again(index), model.one.weight, create_graph=True)
+            torch.autograd.grad(window.surrogate(index), model.one.weight, create_graph=True)
 
 
 def test_micro_batches_are_let_go_after_their_last_use():
@@ -212,8 +212,8 @@ def test_micro_batches_are_let_go_after_their_last_use():
     kept = [weakref.ref(batch) for batch in batches]
     window = evaluated(Counting(), batches)
     del batches
-    window.encode_again(0).backward()
-    window.encode_again(1).backward()
+    window.surrogate(0).backward()
+    window.surrogate(1).backward()
     gc.collect()
     assert [ref() is None for ref in kept] == [True, True, False]
 

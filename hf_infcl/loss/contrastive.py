@@ -193,8 +193,8 @@ class _Loss(torch.autograd.Function):
         evaluate = functools.partial(_evaluate, strategy, objective, wanted, counts)
         processes = strategy.processes
         if launches_dominate(strategy, x, counts):
-            name = (type(strategy), strategy.backend, objective, wanted, counts, processes.rank)
-            evaluate = functools.partial(cuda_graphs.run, name, processes, evaluate)
+            recording = (type(strategy), strategy.backend, objective, wanted, counts, processes.rank)
+            evaluate = functools.partial(cuda_graphs.run, recording, processes, evaluate)
         loss, *gradients = evaluate(x, y, negatives, scale, bias, ids_x, ids_y)
         assert loss is not None
         # A compiled backward cannot ask for the mode of autograd, so it contains an operator that takes the features,

@@ -73,9 +73,11 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
 
     # ---- The gradients of the embeddings and the scale ----
     def sides(losses_x: bool = True, losses_y: bool = True) -> tuple[Side, Side]:
+        """Both sides, with the cross entropies of the images, of the texts or of both."""
         coefficient = coefficient_of_both
         if not (losses_x and losses_y):
             coefficient = -torch.sigmoid(odds_x if losses_x else own_odds_y)
+        # The coefficients exp(z - lse) of the side without cross entropies are 0.
         image_lse = lse_x if losses_x else torch.full_like(lse_x, torch.inf)
         text_lse = lse_y if losses_y else torch.full_like(lse_y, torch.inf)
         coefficient_y = coefficient if strategy.transposes else None  # the kernels only read the rows' coefficients

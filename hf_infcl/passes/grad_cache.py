@@ -30,14 +30,14 @@ class CachedWindow(Generic[MicroBatchT]):
 
     1. `encode` is the first pass: it computes the features of all micro-batches.
     2. `differentiate` computes the loss of the whole window's features and keeps its gradient with respect to them.
-    3. `encode_again` is the second pass, for one micro-batch at a time. The gradients of the surrogates of all
-       micro-batches add up to the gradient of the loss, exactly.
+    3. `surrogate` is the second pass, for one micro-batch at a time: a scalar, the sum of the products of its features
+       with their gradients. The gradients of all surrogates add up to the gradient of the loss, exactly.
 
         window = CachedWindow(encode, micro_batches)
         window.encode()
         loss = window.differentiate(loss_function)
         for index in range(len(micro_batches)):
-            window.encode_again(index).backward()
+            window.surrogate(index).backward()
 
     The first ``retain`` micro-batches keep the autograd graph of their first pass for the second pass; the others are
     encoded again. A window of K micro-batches therefore costs K - retain more forwards than one large batch. The first
@@ -78,9 +78,9 @@ class CachedWindow(Generic[MicroBatchT]):
         self._encode, self._device, self._keep_grad_mode = encode, device, keep_grad_mode
         self._buffers = list(buffers)
         self._micro_batches: list[MicroBatchT | None] = list(micro_batches)
-        kept, recomputed = range(max(1, min(retain, count))), range(max(1, min(retain, count)), count)
-        self._kept, self._recomputed = kept, recomputed
-        self.order, self.kept = [*recomputed, *kept, *recomputed], len(kept)
+        self.kept = max(1, min(retain, count))
+        self._with_graph, self._recomputed = range(self.kept), range(self.kept, count)
+        self.order = [*self._recomputed, *self._with_graph, *self._recomputed]
         # Drawn for all micro-batches at once, so that the masks of dropout do not depend on the order of encoding.
         self._seeds: list[int] = torch.randint(2**63 - 1, (count,)).tolist()
         self._graphs: dict[int, Features] = {}
@@ -106,7 +106,7 @@ class CachedWindow(Generic[MicroBatchT]):
         with torch.no_grad():
             for buffer, value in zip(self._buffers, unchanged, strict=bool(self._recomputed)):
                 buffer.copy_(value)  # the second pass will change them again
-        for index in self._kept:
+        for index in self._with_graph:
             with torch.enable_grad():
                 self._graphs[index] = self._forward(index)
             cached[index] = tuple(f.detach() for f in self._graphs[index])
@@ -185,7 +185,7 @@ class CachedWindow(Generic[MicroBatchT]):
         self._encode, self._micro_batches = encode, list(micro_batches)
         self._feature_gradients = [list(of_micro_batch) for of_micro_batch in gradients]
 
-    def encode_again(self, index: int) -> Tensor | None:
+    def surrogate(self, index: int) -> Tensor | None:
         """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient; None if there is none.
 
         After `differentiate`, call this once for each index, in order, and run the backward before the next call.
@@ -213,10 +213,12 @@ class CachedWindow(Generic[MicroBatchT]):
         micro_batch = self._micro_batches[index]
         assert micro_batch is not None
         with seeded(self._seeds[index], self._device):
-            before = _torch_state(self._device) if index == 0 else []
+            if index > 0:
+                return self._encode(micro_batch)
+            before = _torch_state(self._device)
             features = self._encode(micro_batch)
-            self.draws |= not all(map(torch.equal, before, _torch_state(self._device) if index == 0 else []))
-        return features
+            self.draws |= not all(map(torch.equal, before, _torch_state(self._device)))
+            return features
 
 
 def _torch_state(device: torch.device | None) -> list[Tensor]:

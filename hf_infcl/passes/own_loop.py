@@ -113,7 +113,7 @@ def cached_backward(
         window.differentiate(checked_loss, lambda: parameters)
     for index in range(count):
         with wrapper.gradient_sync(last=index == count - 1):
-            surrogate = window.encode_again(index)
+            surrogate = window.surrogate(index)
             if surrogate is not None:
                 backward(surrogate)
     wrapper.check_gradients()

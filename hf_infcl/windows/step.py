@@ -131,19 +131,19 @@ class WindowStep:
             # ---- The contrastive loss and the terms, and the gradient of the features ----
             self.may_repeat = self.repeats and self._setup.args.world_size == 1
             with record_function("infcl: loss"):
-                of_features = partial(self._loss_and_terms, window, micro_batches, taking_part)
-                beside = term_parameters(self.extensions)
-                loss = passes.differentiate(of_features, lambda: self._setup.encoder.temperature_parameters, beside)
-        # Before anything has been changed.
-        self.checks.check_loss(loss, finite, window, step)
-        for parameter, gradient in zip(beside, passes.other_gradients, strict=True):
+                loss_of = partial(self._loss_and_terms, window, micro_batches, taking_part)
+                of_terms = term_parameters(self.extensions)
+                loss = passes.differentiate(loss_of, lambda: self._setup.encoder.temperature_parameters, of_terms)
+        self.checks.check_loss(loss, finite, window, step)  # before any gradient is added
+        # No wrapper averages the gradients of these over the processes, and no backward scales them as fp16 needs it.
+        for parameter, gradient in zip(of_terms, passes.other_gradients, strict=True):
             parameter.grad = Processes().sum(gradient) * (self._gradient_scale / self._setup.args.world_size)
         # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
         self._phases.enter("the second pass", step)
-        second = self._second_window(model, window, passes, micro_batches, taking_part)
+        second_window = self._second_window(model, window, passes, micro_batches, taking_part)
         self.may_repeat = self.repeats
-        for index in range(len(second)):
-            last = index == len(second) - 1
+        for index in range(len(second_window)):
+            last = index == len(second_window) - 1
             announces = self._announces(window)
             if last and announces:
                 Processes().agree([])  # where a lack of memory on another process arrives
@@ -151,7 +151,7 @@ class WindowStep:
             announced = failures_announced(repeats=True) if announces and not last else nullcontext()
             with announced, self._gradient_sync(last=last):
                 self._backward(model, window, passes, index, step, last=last)
-            self.memory.after_backward(second, index, step)
+            self.memory.after_backward(second_window, index, step)
         # ---- The end of the window ----
         if self.checks.skipped.skipping:
             self.checks.prepare_skip(model)
@@ -244,7 +244,10 @@ class WindowStep:
         features: Features,
         parameters: tuple[Tensor, ...],
     ) -> Tensor:
-        """The contrastive loss; its gradient is that of the sum with the terms, which are logged apart."""
+        """A scalar with the value of the contrastive loss, and the gradient of its weighted sum with the terms.
+
+        The values of the terms are logged apart.
+        """
         temperature, in_order = self._setup.encoder.scale_and_bias(parameters), window.in_order(features)
         loss = self._loss.of(window, in_order, *temperature, taking_part)
         if (weight := self._setup.args.contrastive_weight) != 1:
@@ -291,7 +294,7 @@ class WindowStep:
             return
         accelerator = self._setup.accelerator
         with record_function("infcl: second pass"):
-            surrogate = passes.encode_again(index)
+            surrogate = passes.surrogate(index)
             if surrogate is not None:
                 accelerator.backward(surrogate, **self._wrapper.backward_options)
         for observer in self._observers:
