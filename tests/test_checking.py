@@ -19,12 +19,12 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
-from hf_infcl.shards.values import lines_of
 from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker
 from hf_infcl.tools.checking.reading import read
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.planning.workers import Images, predict_workers
+from hf_infcl.tools.scoring.sheet import lines_of
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
 

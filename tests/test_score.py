@@ -26,12 +26,11 @@ from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
-from hf_infcl.shards.values import letters_of
 from hf_infcl.tools.checking.findings import findings_of_ledger
 from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept, words_of_excluded
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger, probability_wrong
 from hf_infcl.tools.scoring.scoring import score_pairs
-from hf_infcl.tools.scoring.sheet import draw_suspicious, small_jpeg
+from hf_infcl.tools.scoring.sheet import draw_suspicious, letters_of, small_jpeg
 from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
 from hf_infcl.tools.scoring.writing import ledger_lines, sample_names, write_ledger_of_training
 

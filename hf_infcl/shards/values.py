@@ -1,14 +1,9 @@
-"""Values that cannot be used, what messages say of them, and texts that are cut and drawn."""
+"""Values that cannot be used, and what messages say of them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import textwrap
-from pathlib import Path
 from typing import Any
-
-from PIL import ImageFont
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
 ERRORS = "__errors__"
@@ -35,29 +30,6 @@ def shortened(value: object) -> str:
     """How a message shows a value."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def lines_of(text: str, letters: int, most: int) -> list[str]:
-    """At most so many lines of a text, each of at most so many letters; "…" stands for the rest of a longer one."""
-    lines = textwrap.wrap(text, letters)
-    if len(lines) <= most:
-        return lines
-    last = lines[most - 1]
-    if len(last) > letters - 2:  # at a space, which some languages do not write
-        last = last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
-    return [*lines[: most - 1], f"{last} …"]
-
-
-def letters_of(size: int) -> Any:
-    """The font of so many pixels that pictures of captions are drawn with.
-
-    It comes with matplotlib, if that is installed: Pillow's own has neither accents nor other scripts.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return ImageFont.load_default(size=size)
-    import matplotlib
-
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), size)
 
 
 def describe_cause(error: Exception) -> str:

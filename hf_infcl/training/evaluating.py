@@ -350,10 +350,7 @@ class Evaluator:
 def _joined(batches: list[dict[str, Tensor]], padding: Mapping[str, int]) -> dict[str, Tensor]:
     """Tokens of several batches as one, padded to the longest of their texts."""
     longest = max(batch["input_ids"].shape[1] for batch in batches)
-    return {
-        name: torch.cat([widened(batch[name], longest, padding[name]) for batch in batches])
-        for name in batches[0]
-    }
+    return {name: torch.cat([widened(batch[name], longest, padding[name]) for batch in batches]) for name in batches[0]}
 
 
 def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:

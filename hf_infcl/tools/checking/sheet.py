@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw
 
-from ...shards.values import letters_of, lines_of
+from ..scoring.sheet import letters_of, lines_of
 from .findings import Finding
 from .looking import SIDE
 from .set_facts import SetFacts

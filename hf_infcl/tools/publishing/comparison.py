@@ -22,9 +22,9 @@ from ...evaluation import (
     differences_by_class,
 )
 from ...evaluation.metrics import METRICS
-from ...shards.values import lines_of
 from ..checking.looking import thumbnail
 from ..checking.sheet import draw_rows
+from ..scoring.sheet import lines_of
 
 PICTURES = 16  # of the images that only one of the models gets right
 AnySet = ImageTextDataset | ZeroShotDataset

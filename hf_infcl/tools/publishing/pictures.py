@@ -12,7 +12,7 @@ from transformers import EvalPrediction, TrainerCallback, TrainerControl, Traine
 from transformers.utils import logging
 
 from ...data import ImageTextDataset, ZeroShotDataset
-from ...shards.values import letters_of, lines_of
+from ..scoring.sheet import letters_of, lines_of
 from .trained import Trained
 
 PICTURES_FILE = "pictures.png"

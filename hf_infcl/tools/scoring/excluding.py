@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +40,7 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
 
 
 def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
-    """The keys [n] int64 of the pairs of a ledger that are to be left out, and the number of all its pairs.
-
-    With a probability, nothing else is held in memory.
-    """
+    """The keys [n] int64 of the pairs of a ledger that are to be left out, and the number of all its pairs."""
     import pyarrow.parquet as pq
 
     path, _, number = asked.rpartition(":")
@@ -58,17 +56,24 @@ def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
         )
     with read_as_ledger(path), pq.ParquetFile(path) as file:
         recorded = json.loads((file.schema_arrow.metadata or {})[RECORD])["content"]
-        keys = [np.empty(0, np.int64)]
-        if is_share:
-            key, score = (column.to_numpy() for column in file.read(columns=["key", "score"]).columns)
-            # In this order, since 0.58 * 50 is less than 29.
-            keys.append(key[np.argsort(score, kind="stable")[: int(least * len(key) / 100)]].astype(np.int64))
-        for batch in () if is_share else file.iter_batches(columns=["key", "p_wrong"]):
-            key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
-            keys.append(key[p_wrong >= least].astype(np.int64))
+        keys = _with_lowest_scores(file, least) if is_share else _probably_wrong(file, least)
         count = int(file.metadata.num_rows)
     check_data(recorded, content, path)
-    return np.concatenate(keys), count
+    return keys, count
+
+
+def _with_lowest_scores(file: Any, percent: float) -> np.ndarray:
+    key, score = (column.to_numpy() for column in file.read(columns=["key", "score"]).columns)
+    count = int(percent * len(key) / 100)  # in this order, since 0.58 * 50 is less than 29
+    return key[np.argsort(score, kind="stable")[:count]].astype(np.int64)
+
+
+def _probably_wrong(file: Any, least: float) -> np.ndarray:
+    found = [np.empty(0, np.int64)]
+    for batch in file.iter_batches(columns=["key", "p_wrong"]):  # so that the other keys take no memory
+        key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
+        found.append(key[p_wrong >= least].astype(np.int64))
+    return np.concatenate(found)
 
 
 def words_of_excluded(asked: str) -> tuple[str, str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import textwrap
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
-from ...shards.values import letters_of, lines_of
 from .ledger import Ledger
 
 SHOWN = 64  # pairs
@@ -52,3 +55,26 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
             pen.text((left, below), "\n".join(wrapped), colour, font)
             below += 16 * len(wrapped) + 4
     return sheet
+
+
+def lines_of(text: str, letters: int, most: int) -> list[str]:
+    """At most so many lines of a text, each of at most so many letters; "…" stands for the rest of a longer one."""
+    lines = textwrap.wrap(text, letters)
+    if len(lines) <= most:
+        return lines
+    last = lines[most - 1]
+    if len(last) > letters - 2:  # at a space, which some languages do not write
+        last = last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
+    return [*lines[: most - 1], f"{last} …"]
+
+
+def letters_of(size: int) -> Any:
+    """The font of so many pixels that pictures of captions are drawn with.
+
+    It comes with matplotlib, if that is installed: Pillow's own has neither accents nor other scripts.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return ImageFont.load_default(size=size)
+    import matplotlib
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), size)
