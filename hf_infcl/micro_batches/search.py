@@ -50,8 +50,8 @@ def find_micro_batch(attempt: Attempt, trial: Trial, possible: Sequence[int], pa
 def find_texts_at_once(attempt: Attempt, trial: Trial, most: int, agree: Agree, *, compiled: bool) -> int:
     """The micro-batches, at most so many, whose texts all processes can encode at once; see `find_micro_batch`.
 
-    Of a compiled model it is 1: as few kernels are launched, encoding texts at once hardly saves time, and the memory
-    is better spent on graphs. It would also have to be compiled twice, with texts and without.
+    Of a compiled model it is 1: it launches few kernels, so that texts at once save as much time as the graphs that fit
+    in their place, and it would have to be compiled twice, with texts and without.
     """
     fitting = (n for n in TEXTS_AT_ONCE if n <= most and not compiled and _fits(attempt, replace(trial, texts=n)))
     return agree(next(fitting, 1))
