@@ -143,13 +143,10 @@ def killed(folder: Path, out: Path) -> None:
     from hf_infcl.tools.cli import train
 
     train.InfCLTrainer = functools.partial(InfCLTrainer, callbacks=[killed_at(KILLED)])  # type: ignore[assignment, misc]
-    infcl(*words(folder, out, resume_from_checkpoint="auto"))
+    infcl(*words(folder, out))
 
 
 def test_a_killed_training_resumes_to_the_bit_and_on_two_processes_with_the_same_decisions(place, tmp_path):
-    """The run that is killed goes on from the checkpoint of the whole one, and the next one from the same."""
-    checkpoint = f"checkpoint-{SAVED}"
-    shutil.copytree(place / "whole" / checkpoint, tmp_path / "run" / checkpoint)
     process: multiprocessing.Process = context().Process(target=killed, args=(place, tmp_path / "run"))
     process.start()
     process.join(120)
@@ -159,8 +156,10 @@ def test_a_killed_training_resumes_to_the_bit_and_on_two_processes_with_the_same
     assert left_out(tmp_path / "run") == left_out(place / "whole")
     for name in ("key", "score", "p_wrong"):
         np.testing.assert_array_equal(*(getattr(ledger_of(out), name) for out in (tmp_path / "run", place / "whole")))
-    in_two = words(place, tmp_path / "two", accumulation=2, resume_from_checkpoint=place / "whole" / checkpoint)
-    code, printed = launched(infcl_launched, *in_two)
+    checkpoint = place / "whole" / f"checkpoint-{SAVED}"
+    code, printed = launched(
+        infcl_launched, *words(place, tmp_path / "two", accumulation=2, resume_from_checkpoint=checkpoint)
+    )
     assert code == 0, printed
     assert left_out(tmp_path / "two") == left_out(place / "whole")
     two, one = (ledger_of(out) for out in (tmp_path / "two", place / "whole"))
