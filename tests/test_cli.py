@@ -39,6 +39,7 @@ from transformers import TrainingArguments
 import hf_infcl
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset
 from hf_infcl.checkpoints.lock import locked
+from hf_infcl.data.augmentation import PRESETS
 from hf_infcl.encoders.dual_encoder import TOWERS
 from hf_infcl.evaluation.metrics import metrics_of_kind
 from hf_infcl.kernels import BACKENDS
@@ -47,6 +48,7 @@ from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import declared
 from hf_infcl.options.declaring import declared_facts
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
+from hf_infcl.options.facts import facts_by_name
 from hf_infcl.options.loss_options import EQUAL_IDS
 from hf_infcl.tools import cli
 from hf_infcl.tools.cli import commands, defaults, description, earlier, plan, train
@@ -1006,6 +1008,11 @@ def test_what_is_read_from_the_source_is_what_the_classes_declare():
         if ours["choices"] is None and ours["dest"] not in ("parallelism_config", "debug"):
             assert kinds[0] == kinds[1], ours["dest"]
     assert declared.of_transformers() == {field.name for field in fields(TrainingArguments)}
+
+
+def test_augmentations_of_the_command_are_those_of_the_datasets():
+    """The command has a list of its own, because its help is read without the datasets, which import torch."""
+    assert facts_by_name(DataOptions)["augmentation"].choices == PRESETS
 
 
 def test_helps_name_the_choices_of_our_own_options():

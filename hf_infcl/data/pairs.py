@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import numpy as np
 import torch
 
-from ..shards.values import is_unicode, shortened
+from ..shards.values import check_on_bad_sample, is_unicode, shortened
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
 from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is_string
 
@@ -186,8 +186,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         min_side: int | None = None,
         text_dropout: float = 0.0,
     ) -> None:
-        if on_bad_sample not in ("raise", "skip"):
-            raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
+        check_on_bad_sample(on_bad_sample)
         if on_bad_sample == "skip" and all_captions:
             raise ValueError(
                 'In an evaluation (all_captions=True), on_bad_sample="skip" would count other rows twice in place of '

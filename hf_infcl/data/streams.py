@@ -23,7 +23,7 @@ from ..shards.opening import ReadError, content_tag, digest, find_shards, open_s
 from ..shards.readers import Columns, KeptSamples, Sample, make_reader
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
-from ..shards.values import describe_cause
+from ..shards.values import check_on_bad_sample, describe_cause
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb, least_side
@@ -110,8 +110,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         check_text_dropout(text_dropout)
         check_captions_per_image(captions_per_image)
         check_negative_captions(caption_column, negative_caption_column)
-        if on_bad_sample not in ("raise", "skip"):
-            raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
+        check_on_bad_sample(on_bad_sample)
         for option, value in (
             ("shuffle_buffer", shuffle_buffer),
             ("open_shards", open_shards),

@@ -7,6 +7,13 @@ from typing import Any
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
 ERRORS = "__errors__"
+ON_BAD_SAMPLE = ("raise", "skip")
+
+
+def check_on_bad_sample(value: object) -> None:
+    """Raises a ValueError unless it is one of `ON_BAD_SAMPLE`."""
+    if value not in ON_BAD_SAMPLE:
+        raise ValueError(f'on_bad_sample must be "raise" or "skip", got {value!r}.')
 
 
 def json_object(content: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A loss that stays that of chance: whether it does, and what to do about it."""
+"""Recognises a loss that stays at the level of chance, and says what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loss_of_chance(pairs: int, objective: str) -> float:
 
 
 def words_of_flat_loss(history: Sequence[Mapping[str, Any]], since: int, objective: str, rate: float) -> str:
-    """Sentences about a loss that has stayed that of chance, or above it, since a step; empty if it has not.
+    """Sentences about a loss that has stayed at the level of chance, or above it, since a step; empty if it has not.
 
     A loss with further terms, such as those of teachers, is not judged.
 

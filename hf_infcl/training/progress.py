@@ -42,9 +42,9 @@ class Progress:
         self._judged_from: float | None = None  # the step from which on the loss is judged; None before any log
 
     def warn_of_flat_loss(self, state: TrainerState, setup: Setup, window: Window) -> None:
-        """Tells once if the loss stays that of chance: when half of the training is done, or else at its end.
+        """Tells once if the loss stays at the level of chance: when half of the training is done, or else at its end.
 
-        That of chance is known where each image has one caption, which is its only positive.
+        The loss of chance is known only where each image has one caption, its only positive.
         """
         if not state.is_world_process_zero or setup.equal_ids != "exclude" or window.caption_image() is not None:
             return

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ...options.declaring import FROM_0, FROM_1, POSITIVE, SHARE, HelpPlace, Range, command_option
+from ...shards.values import ON_BAD_SAMPLE
 from ..planning.costs import GPUS
 from ..scoring import WINDOW
 
@@ -27,7 +28,7 @@ class DataOptions:
     on_bad_sample: str = command_option(
         "For a broken image or an empty caption: 'raise' or 'skip'.",
         default="raise",
-        choices=("raise", "skip"),
+        choices=ON_BAD_SAMPLE,
         short_help=HelpPlace("Data", 100),
     )
     augmentation: str = command_option(

@@ -24,7 +24,7 @@ OF_USER = (
     "negative_caption_column",
 )
 
-# What the figures of an answer are, where no page is at hand.
+# The metrics of the figures of an answer, for commands, which show no page.
 RECALL = "recall@1 in per cent"
 OLD_AND_NEW = "in per cent: recall@1 on what the checkpoint knew (old), recall@5 on what it is trained on (new)"
 _TABLES = "real_pairs/results/TABLES.md"

@@ -99,7 +99,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Effect:
-    """What an option does that is set, beside what the planner itself reads of it: nothing, if it is only kept."""
+    """The effect of an option on a plan. Without a cost and a change of the model, the plan only keeps the option."""
 
     cost: Callable[[Counts, Choice, Any], Cost] | None = None  # of the option's value
     model: Callable[[DualEncoder, Any], object] | None = None  # changes the model that is counted or measured

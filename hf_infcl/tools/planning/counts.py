@@ -1,4 +1,4 @@
-"""What is counted of a model: operations and bytes. Nothing here imports torch."""
+"""Operations and bytes of a model, as `operations` counts them. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class Counts:
-    """What is counted of a model."""
+    """The counted parameters, operations and bytes of a model."""
 
     parameters: int
     trained: int  # of the parameters

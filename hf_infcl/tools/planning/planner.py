@@ -78,7 +78,7 @@ def make_choice(args: Any) -> Choice:
 def search(
     counts: Counts, start: Choice, sizes: Sequence[int], usable: float, searched: Collection[str] = SEARCHED
 ) -> Choice | None:
-    """What a training would find: its own search, in which memory is predicted instead of tried.
+    """Searches as a training does, but predicts memory instead of trying.
 
     Args:
         counts: of the model.

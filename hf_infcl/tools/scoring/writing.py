@@ -62,7 +62,7 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
     A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
     has keys, scores and probabilities only, and of a stream the names that `sample_names` finds.
 
-    A ledger that cannot be written is None and a warning, because the results of the training are still to be saved.
+    If it cannot be written, this warns and returns None, because the results of the training are still to be saved.
     ``dataset`` is the set that was trained; of a stream it knows the `content_fingerprint` from before the training.
     """
     selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
