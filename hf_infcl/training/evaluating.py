@@ -238,7 +238,7 @@ class Evaluator:
         return evaluation.measured(self.found)
 
     def _recognise(self, labels: object) -> None:
-        """Forgets what another set of the same name had before the training, where a resumed one evaluates anew."""
+        """Drops the scores that another set of this name had before a training that was resumed with this set."""
         arrays = labels if isinstance(labels, tuple) else (labels,)
         content = b"".join(torch.as_tensor(array).cpu().numpy().tobytes() for array in arrays)
         self._set = hashlib.sha256(content).hexdigest()[:16]

@@ -10,8 +10,9 @@ from typing import Any
 # Steps after the warm-up that show nothing yet: a training from random weights may begin to learn after a hundred.
 SLOW_START = 100
 _FEWEST = 4  # losses that are compared
-# A loss is flat if its mean over the later half of the steps is at least this share of that of chance (equal pair ids,
-# of which the latter does not know, lower it a little), and less than this share below that over the earlier half.
+# A loss is flat if its mean over the later half of the steps is at least the first share of the loss of chance (equal
+# pair ids lower it a little, which that loss does not consider), and has fallen by less than the second share since the
+# earlier half.
 _NEAR_CHANCE, _LEAST_FALL = 0.97, 0.005
 # The share of its first norm below which a gradient has vanished, as it does where all embeddings are alike.
 _VANISHED = 0.02
