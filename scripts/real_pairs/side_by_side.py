@@ -103,8 +103,9 @@ def _work(
         with lock:
             free = [i for i in range(len(jobs)) if not taken[i] and (gpu == gpus - 1 or "save" not in jobs[i])]
             begin = [i for i in free if all((folder / name).exists() for name in needed[i])]
-            # Each GPU takes its own share as long as there is one, so that runs of a kind are not on one GPU.
-            number = min(begin, key=lambda i: (i % gpus != gpu, i), default=None)
+            # First those on which others wait. Of the rest each GPU takes its own share as long as there is one, so
+            # that runs of a kind are not on one GPU.
+            number = min(begin, key=lambda i: ("save" not in jobs[i], i % gpus != gpu, i), default=None)
             if number is not None:
                 taken[number] = 1
         if number is None:
