@@ -268,8 +268,8 @@ def test_what_is_found_trains_as_if_it_had_been_given(tmp_path, caplog, dropout)
     args = found.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 4)
     (said,) = [r.getMessage() for r in caplog.records if "found in" in r.getMessage()]
-    assert said.startswith("Global batch of 16 pairs = 4 × 4 × 1: found in ")
-    options = "--per_device_train_batch_size 4 --gradient_accumulation_steps 4 --texts_at_once 1 --retain_graphs 1"
+    assert said.startswith("Global batch of 16 pairs = 4 × 4 × 1, 2 graphs kept: found in ")
+    options = "--per_device_train_batch_size 4 --gradient_accumulation_steps 4 --texts_at_once 1 --retain_graphs 2"
     assert said.endswith(f"To fix it: {options}")
     assert torch.equal(parameters(found), parameters(trained(tmp_path, **FOURS, model=models.clip(dropout))))
 
@@ -436,10 +436,12 @@ def test_growing_batches_replay_and_streams(tmp_path):
 
 
 class RunsOut:
-    """Memory runs out in one place: in forward number ``number``, or in its backward."""
+    """Memory runs out from forward number ``number``, or its backward, on; at most so many times."""
 
-    def __init__(self, model: nn.Module, number: int, *, backward: bool = False, images: int = 4) -> None:
-        self.number, self.backward, self.images, self.forwards = number, backward, images, 0
+    def __init__(
+        self, model: nn.Module, number: int, *, backward: bool = False, images: int = 4, most: int = 9
+    ) -> None:
+        self.number, self.backward, self.images, self.most, self.forwards = number, backward, images, most, 0
         self.raised = 0
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
@@ -455,7 +457,7 @@ class RunsOut:
             outputs.image_embeds.register_hook(lambda gradient: self._run_out())
 
     def _due(self) -> bool:
-        return self.large and self.forwards >= self.number
+        return self.large and self.forwards >= self.number and self.raised < self.most
 
     def _run_out(self) -> None:
         self.raised += 1

@@ -23,15 +23,22 @@ from hf_infcl.windows.selection import WithoutNoisyPairs
 PLAIN: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 2}
 
 
-def repeated(folder: Any, number: int, *, backward: bool = False, **options: Any) -> InfCLTrainer:
-    """A training in micro-batches of 4 pairs, of which memory runs out once in this forward or its backward."""
+def repeated(folder: Any, number: int, *, backward: bool = False, most: int = 9, **options: Any) -> InfCLTrainer:
+    """A training whose micro-batches of 4 pairs run out of memory in this forward, or its backward, and each after it.
+
+    They do so at most so many times.
+    """
     with mock.patch.object(batch_division, "UNTRIED", 4):
         sizes = {**FREE, "global_batch_size": 16}
         trainer = trainer_for(folder, **{"data": models.Pairs(64), **PLAIN, **sizes, **options})
     assert trainer.args.per_device_train_batch_size == 4
-    memory = RunsOut(trainer.model, number, backward=backward)
+    graphs = int(options.get("retain_graphs", 1))
+    memory = RunsOut(trainer.model, number, backward=backward, most=most)
     trainer.train()
-    assert (memory.raised, trainer.args.largest_micro_batch) == (1, 2), "once"
+    halved = most >= graphs
+    assert memory.raised == (graphs if halved else most), "once for each graph that was kept"
+    assert trainer.args.largest_micro_batch == (2 if halved else None)
+    assert trainer.window_step.memory.graph_budget.kept == max(1, graphs - most)
     return trainer
 
 
@@ -88,6 +95,14 @@ PLACES = [(1, False), (4, False), (6, False), (4, True), (6, True)]
 def test_a_repeated_step_is_the_one_of_smaller_micro_batches(tmp_path, once, options, number, backward):
     expected = once((*options,), lambda: whole(tmp_path, 2, **options))
     assert_same(repeated(tmp_path, number, backward=backward, **options), expected)
+
+
+@pytest.mark.parametrize(("number", "backward"), [(1, False), (3, False), (4, True), (5, False)])
+@pytest.mark.parametrize("most", [1, 2])
+def test_graphs_are_done_without_before_micro_batches_are_halved(tmp_path, once, number, backward, most):
+    options = {"retain_graphs": "3", "offload_inputs": True}
+    expected = once("graphs", lambda: whole(tmp_path, 4, **options))
+    assert_same(repeated(tmp_path, number, backward=backward, most=most, **options), expected)
 
 
 def test_memory_may_run_out_in_the_last_backward(tmp_path, once):

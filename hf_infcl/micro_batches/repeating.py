@@ -1,4 +1,4 @@
-"""Repeats a step that runs out of memory with smaller micro-batches: nothing has been updated before its end."""
+"""Repeats a step that runs out of memory in a way that takes less: nothing has been updated before its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class HasWindow(Protocol):
 def run_repeating(
     step: WindowStep, model: nn.Module, data: HasWindow, number: int, args: InfCLTrainingArguments
 ) -> Tensor:
-    """The step of a window, which is repeated with halved micro-batches as long as memory runs out; collective.
+    """The step of a window, which is repeated as long as memory runs out; collective.
+
+    Each time it keeps one graph fewer or, if it keeps only one, has halved micro-batches.
 
     Args:
         data: has its next window, which becomes the one that is trained in the end.
@@ -50,11 +52,12 @@ def run_repeating(
             window.loaded.clear()
             return loss
         except torch.OutOfMemoryError:
-            if not (window.loaded and step.may_repeat and largest > 1):
+            if not (step.may_repeat and _may_take_less(step, window)):
                 _advise(args, number, repeats=bool(window.loaded))
                 raise
         except OtherRankFailedError as error:  # which all other processes have heard of as well
-            if not (window.loaded and step.repeats and largest > 1 and torch.OutOfMemoryError.__name__ in str(error)):
+            lacks_memory = torch.OutOfMemoryError.__name__ in str(error)
+            if not (step.repeats and _may_take_less(step, window) and lacks_memory):
                 raise
         # ---- As before the step; the errors, which hold memory, are gone ----
         model.zero_grad()
@@ -63,7 +66,11 @@ def run_repeating(
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        args.largest_micro_batch = -(-largest // 2)
+        graphs = step.memory.graph_budget.kept
+        if graphs > 1:
+            step.memory.keep_fewer_graphs()
+        else:
+            args.largest_micro_batch = -(-largest // 2)
         parts = split_batches(window.loaded, args.largest_micro_batch)
         for index in range(len(window)):
             window.release(index)  # Trainer's loop holds its batches
@@ -73,11 +80,18 @@ def run_repeating(
         data.window.is_selected, data.window.taking_part = window.is_selected, window.taking_part
         release_memory()
         if args.process_index == 0:
+            had, now, rounding = f"{graphs} graphs kept", graphs - 1, ""
+            if graphs == 1:
+                had, now, rounding = f"micro-batches of {largest} pairs", args.largest_micro_batch or 1, "rounding and "
             logger.warning(
-                f"The step after step {number} ran out of memory with micro-batches of {largest} pairs. It is repeated "
-                f"with {args.largest_micro_batch}, as are the following ones; the result stays the same but for "
-                "rounding and dropout masks."
+                f"The step after step {number} ran out of memory with {had}. It is repeated with {now}, as are the "
+                f"following ones; the result stays the same but for {rounding}dropout masks."
             )
+
+
+def _may_take_less(step: WindowStep, window: Window) -> bool:
+    """Whether the step can keep fewer graphs, or have smaller micro-batches."""
+    return bool(window.loaded) and (step.memory.graph_budget.kept > 1 or max(window.sizes[0]) > 1)
 
 
 def _advise(args: InfCLTrainingArguments, number: int, *, repeats: bool) -> None:

@@ -59,7 +59,7 @@ def find_texts_at_once(attempt: Attempt, trial: Trial, most: int, agree: Agree, 
 
 def find_graphs(attempt: Attempt, trial: Trial, most: int, agree: Agree) -> int:
     """The number of graphs, at most so many, that can be kept on all processes; see `find_micro_batch`."""
-    graphs, wanted, of_first, of_one = 0, 1, 0, 1
+    graphs, wanted, of_first = 0, 1, 0
     while graphs < wanted:
         try:
             taken, left = attempt(replace(trial, graphs=wanted))
@@ -67,10 +67,11 @@ def find_graphs(attempt: Attempt, trial: Trial, most: int, agree: Agree) -> int:
             most, wanted = wanted - 1, (graphs + wanted) // 2
             continue
         if graphs == 0:
-            of_first = of_one = taken  # an upper bound, which includes the texts of several micro-batches
+            # An upper bound, which includes the texts of several micro-batches, so that one more is always tried.
+            of_first, more = taken, max(1, left // max(1, taken))
         else:
-            of_one = (taken - of_first) // (wanted - 1)
-        graphs, wanted = wanted, min(most, wanted + left // max(1, of_one))
+            more = left // max(1, (taken - of_first) // (wanted - 1))
+        graphs, wanted = wanted, min(most, wanted + more)
     return agree(max(1, graphs))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..encoders.dual_encoder import TEXT_INPUTS
 from ..encoders.tower_outputs import other_forward
 from ..loss.cuda_graphs import forget_recordings
+from ..passes.graph_budget import MARGIN
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, alone
 from ..processes.phases import Phases
@@ -30,7 +31,6 @@ from ..windows.window import Window
 from .rows import repeated
 from .search import Trial
 
-MARGIN = 0.07  # of the memory, for texts of other lengths that do not fit into the gaps that earlier ones have left
 _STATE = 8  # bytes of an optimizer for each trained parameter: two moments in fp32
 
 

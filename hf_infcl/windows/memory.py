@@ -42,6 +42,13 @@ class WindowMemory:
             clear_device_cache()
         self._batch, self._graphs = list(window.sizes[0]), graphs
 
+    def keep_fewer_graphs(self) -> None:
+        """Keeps one graph fewer from now on, because memory ran out."""
+        fewer = self.graph_budget.kept - 1
+        self.graph_budget = GraphBudget(fewer, self._args.device)
+        if self._args.retain_graphs != "auto":  # which is measured anew where graphs take another amount of memory
+            self._args.retain_graphs = self._args.found["retain_graphs"] = str(fewer)
+
     def after_backward(self, window: Window, index: int, step: int) -> None:
         """Lets go of a micro-batch after its backward."""
         window.release(index)
