@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.demo import SCRIPTS
 from PIL import Image, ImageDraw
 
@@ -611,6 +612,49 @@ def test_repeated_pictures_are_those_like_an_earlier_one_that_stays(module):
     looks = [splits.Looks(outline, np.zeros(192, np.float32)) for outline in outlines]
     assert splits.repeated(looks, []).tolist() == [False, True, False, False, False]
     assert splits.repeated(looks, looks[4:]).tolist() == [False, True, False, False, True]
+
+
+def test_runs_of_teachers_find_their_teachers(module):
+    taught = module("wrong_and_taught")
+    names = ["teachers", "base", "taught", "taught by large", "tuned", *taught.of_teachers()]
+    jobs = taught.make_jobs(names)
+    assert {key for job in jobs for key in job} == {*taught.PLAIN, "seed", "rate", "save"}, "no word is misspelt"
+    saved = {f"{kind} {job['save']}.pt" for job in jobs if "save" in job for kind in ("stored", "model")}
+    assert {name for job in jobs for name in taught.needed_by(job)} <= saved
+    runs = [str(job) for job in taught.make_jobs(list(taught.of_teachers()))]
+    assert len(set(runs)) == len(runs), "no run is in it twice"
+
+
+def test_similarities_of_a_teacher_are_learned_from_its_softmax_both_ways(module):
+    taught = module("wrong_and_taught")
+    images, texts, of_images, of_texts = F.normalize(torch.randn(4, 6, 5), dim=-1).unbind()
+    term = taught.TeacherSimilarities(0.5, 20.0, torch.device("cpu"))
+    ours, theirs = images @ texts.T / 0.07, 20 * of_images @ of_texts.T
+    wanted = -sum((b.softmax(1) * a.log_softmax(1)).sum(1).mean() for a, b in ((ours, theirs), (ours.T, theirs.T)))
+    torch.testing.assert_close(term.value((images, texts), (of_images, of_texts)), 0.25 * wanted)
+
+
+@pytest.mark.parametrize("side", ["image", "text"])
+def test_a_side_is_taught_by_the_teacher_s_embeddings_of_it(module, tmp_path, side):
+    taught, data = module("wrong_and_taught"), {"images": torch.zeros(1), "stored": (None, None)}
+    term = taught._term({**taught.PLAIN, **taught.stored_by("small 4", side=side)}, data, tmp_path, 8)
+    features = F.normalize(torch.randn(2, 6, 8), dim=-1)
+    known = features.roll(1, dims=-1)
+    references = term.reference({"stored_images": known[0], "stored_texts": known[1]}, {})
+    place = ["image", "text"].index(side)
+    wanted = (features[place] - known[place]).square().sum(1).mean()
+    torch.testing.assert_close(term.value(tuple(features), references), wanted)
+
+
+def test_a_wider_teacher_has_the_same_similarities(module, tmp_path):
+    taught, data = module("wrong_and_taught"), {"images": torch.zeros(1)}
+    images, texts = torch.randn(6, 8), torch.randn(6, 2, 8)
+    data["stored"] = images, texts
+    job = {**taught.PLAIN, "seed": 0, **taught.stored_by("small 4"), "teacher": "wider"}
+    term = taught._term(job, data, tmp_path, 8)
+    assert [weight.shape for weight in term.parameters()] == [(12, 8)] * 2
+    wider_images, wider_texts = data["stored"]
+    torch.testing.assert_close(wider_images @ wider_texts[:, 1].T, images @ texts[:, 1].T)
 
 
 def test_runs_with_icons_and_of_pretrained_towers_can_be_made(module):

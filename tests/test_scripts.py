@@ -288,7 +288,7 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
     rows = rows_of(tmp_path / "step.csv")
     assert {row["implementation"] for row in rows if row["comparison"] == "overhead"} >= {
         *("Trainer", "hf_infcl", "hf_infcl retain all", "hf_infcl freeze image", "OpenCLIP accumulation"),
-        *("hf_infcl leave_out 0.2", "hf_infcl leave_out 0.5"),
+        *("hf_infcl leave_out 0.2", "hf_infcl leave_out 0.5", "hf_infcl matryoshka"),
     }
     assert {row["implementation"] for row in rows if row["comparison"] == "table"} == {
         *("hf_infcl", "hf_infcl offload", "CLIP", "OpenCLIP local loss", "DisCo-CLIP")

@@ -34,7 +34,7 @@ from hf_infcl.tools.planning.counts import Counts
 from hf_infcl.tools.planning.prediction import memory, passes, seconds
 
 from .common import RESULTS, STEP_SETTING, Row, newest
-from .inputs import sizes_of
+from .inputs import prefixes, sizes_of
 
 WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
 FORWARD_ALONE = 1.28 * GIB / 256  # bytes per pair of a forward of ViT-B/16 without a graph
@@ -122,6 +122,9 @@ def steps() -> Iterator[Compared]:
 def _choice(row: Row) -> Choice:
     name, accumulation = row["implementation"], int(row["accumulation_steps"])
     kept = re.match(r"keeps (\d+) graphs", row["note"])
+    options: dict[str, Any] = {"texts_at_once": accumulation} if "texts at once" in name else {}
+    if "matryoshka" in name:
+        options["matryoshka_dims"] = prefixes(row["model"])
     return Choice(
         int(row["world_size"]),
         int(row["micro_batch_size"]),
@@ -129,7 +132,7 @@ def _choice(row: Row) -> Choice:
         retain_graphs=int(kept[1]) if kept else accumulation if "retain all" in name else 1,
         offload_inputs="offload" in name,
         torch_compile="compiled" in name,
-        options={"texts_at_once": accumulation} if "texts at once" in name else {},
+        options=options,
     )
 
 

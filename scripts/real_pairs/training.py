@@ -137,7 +137,7 @@ def new_model(
             "image_size": data["images"].shape[-1],
             "patch_size": 16 if toy else 8,
         },
-        projection_dim=32 if toy else 256,
+        projection_dim=256,
     )
     torch.manual_seed(seed)
     model = CLIPModel(config)

@@ -7,8 +7,11 @@ Each run is a CLIP of the experiments (``size``), 1,024 pairs × 576 steps (589,
 at 5e-4. ``wrong`` is the share of the training pairs that have the captions of another pair, the same ones in all runs.
 With ``oracle`` these are removed before the training; with ``cleaned`` those are that the ledger of a training with
 ``leave_out`` and the same captions calls wrong with at least this probability. ``teacher`` says how a teacher teaches:
-"stored" are its embeddings of the images as they are, "online" those of the augmented images. ``taught_by`` is the
-teacher, which knows the right captions: a model of this size after this many times the samples. What is ``trained_on``
+"stored" are its embeddings of the images as they are, "online" those of the augmented images. "wider" are the stored
+ones rotated into half as many dimensions more, which the student reaches through a trained linear map. "similarities"
+replace the distance to the stored ones by the cross-entropy of the batch's similarities, with this ``weight`` λ beside
+1 − λ of the contrastive loss, as OpenCLIP distils. ``taught_by`` is the teacher, which knows the right captions: a
+model of this size after this many times the samples, perhaps without the pairs of a vendor. What is ``trained_on``
 emoji is the base of the fine-tunings on clip art, for which new concepts and the validation set are those of clip art.
 ``batch`` are the pairs of a step, of which Trainer as ``method`` makes losses over 256. "bf16 activations" compares
 that option with autocast. The parts that begin with "icons" are for a corpus --with_icons and need a folder of their
@@ -22,6 +25,7 @@ at the end, and ``border`` is what the rule has chosen.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,13 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks a
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.scoring.ledger import probability_wrong
-from hf_infcl.windows.extensions import of_kind
+from hf_infcl.windows.extensions import LossTerm, of_kind
 from hf_infcl.windows.selection import WithoutNoisyPairs
 from hf_infcl.windows.terms import SIDES, TeacherDistance
 from real_pairs import fine_tuning, side_by_side, training
@@ -58,6 +62,59 @@ IN_BF16 = {"bf16": True, "bf16_activations": True}  # "bf16" for a CPU, which tr
 
 def stored_by(teacher: str, **more: Any) -> dict[str, Any]:
     return {"teacher": "stored", "taught_by": teacher, "weight": 1.0, **more}
+
+
+def similar_to(teacher: str, share: float) -> dict[str, Any]:
+    taught = stored_by(teacher, weight=share, options={"contrastive_weight": 1 - share})
+    return {**taught, "teacher": "similarities"}
+
+
+def of_teachers() -> dict[str, list[dict[str, Any]]]:
+    """The parts about teachers that have more seeds, other widths, similarities, and pairs that no teacher has seen."""
+    adamw, tiny, same, without = {"optimizer": "adamw"}, {"size": "tiny"}, "small 4", "small 4 without twemoji"
+    seeds, prefixes = (0, 1, 2), {"matryoshka_dims": [32, 64, 128]}
+    unseen = {"trained_on": "twemoji"}
+    tuned = {"trained_on": "clip art"}
+    return {
+        "taught, more seeds": [
+            *({"seed": 2, **size} for size in ({}, tiny)),
+            *({"seed": s, **stored_by(same), "side": side} for s in (0, 1, 2) for side in SIDES),
+            *({"seed": s, **stored_by(same, weight=w)} for s in (1, 2) for w in (0.3, 4.0)),
+            {"seed": 2, **stored_by(same), "teacher": "online"},
+            *({"seed": s, **stored_by(same), "options": {"contrastive_weight": 0.0}} for s in (1, 2)),
+            *({"seed": s, **stored_by(same), "options": prefixes} for s in (1, 2)),
+            *({"seed": s, "options": prefixes} for s in (1, 2)),
+            *({"seed": s, **adamw} for s in (1, 2)),
+            {"seed": 2, **stored_by(same), **adamw},
+            *({"seed": s, **stored_by(same), **tiny, "teacher": "online"} for s in seeds),
+        ],
+        "taught by large, more seeds": [
+            {"seed": 2, **stored_by("large 4")},
+            *({"seed": s, **stored_by("large 4", weight=4.0)} for s in (1, 2)),
+            {"seed": 2, **stored_by("large 4"), **tiny},
+        ],
+        "taught through a map": [{"seed": s, **stored_by(same), "teacher": "wider"} for s in seeds],
+        "taught by similarities": [
+            *({"seed": s, **similar_to(same, share)} for s in seeds for share in (0.5, 1.0)),
+            *({"seed": 0, **similar_to("large 4", share)} for share in (0.5, 1.0)),
+            {"seed": 0, **similar_to(same, 1.0), **tiny},
+        ],
+        "teacher without a vendor": [
+            {"seed": 100, "times": 4, "rate": 2e-3, "trained_on": "all but twemoji", "save": without}
+        ],
+        # Students of pairs that the teacher has not seen, and of all pairs, of which it has seen some.
+        "taught by one without a vendor": [
+            *({"seed": s, **unseen, **taught} for s in seeds for taught in (stored_by(without), {})),
+            *({"seed": s, **unseen, **similar_to(without, share)} for s in seeds for share in (0.5, 1.0)),
+            *({"seed": s, **taught} for s in (0, 1) for taught in (stored_by(without), similar_to(without, 0.5))),
+            {"seed": 0, **similar_to(without, 1.0)},
+        ],
+        "tuned, more seeds": [
+            {"seed": 2, **tuned, **stored_by(same)},
+            *({"seed": s, **tuned, "options": {"keep_features": 1.0}} for s in (0, 2)),
+            *({"seed": s, **tuned} for s in (1, 2)),
+        ],
+    }
 
 
 def with_icons() -> dict[str, list[dict[str, Any]]]:
@@ -164,7 +221,7 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
         *({"seed": s, "options": options} for s in (0, 1, 2) for options in ({}, IN_BF16)),
         *({"seed": 0, "options": options, **adamw} for options in ({}, IN_BF16)),
     ]
-    parts |= with_icons()
+    parts |= of_teachers() | with_icons()
     jobs = [{**PLAIN, **job} for name in names for job in parts[name]]
     return sorted(jobs, key=lambda job: "save" not in job)
 
@@ -172,10 +229,10 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
 def needed_by(job: Mapping[str, Any]) -> list[str]:
     """The files of other runs without which a run cannot begin."""
     averages, teacher = f"averages {job['wrong']}.pt", job["taught_by"]
-    kind = "model" if job["teacher"] == "online" else "stored"
     needed = {
         averages: job["cleaned"],
-        f"{kind} {teacher}.pt": teacher,
+        f"stored {teacher}.pt": teacher and job["teacher"] != "online",
+        f"model {teacher}.pt": job["teacher"] in ("online", "similarities"),
         "model emoji.pt": job["trained_on"] == "clip art",
     }
     return [name for name, needs in needed.items() if needs]
@@ -190,12 +247,63 @@ def captions_of(pairs: int, share: float) -> Tensor:
 
 
 class FromBatch:
-    """A `Teacher` whose embeddings `InMemory` puts into the batch."""
+    """A `Teacher` whose embeddings of these sides `InMemory` puts into the batch, of ``width`` or of the student's."""
 
-    width, options, inputs, words = None, {}, None, "stored"
+    options: Mapping[str, Any] = {}
+    inputs, words = None, "stored"
+
+    def __init__(self, sides: Sequence[str], width: int | None = None) -> None:
+        self._names, self.width = [f"stored_{side}s" for side in sides], width
 
     def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+        return tuple(inputs[name] for name in self._names)
+
+
+class TeacherSimilarities(LossTerm):
+    """λ times the cross-entropy from a teacher's softmax over the batch to the student's, the mean of both directions.
+
+    This is the distillation of OpenCLIP, for a batch of one process. The student's multiplier is one of its own, which
+    is trained.
+
+    Args:
+        weight: λ.
+        scale: the teacher's multiplier.
+    """
+
+    name = "similarities"
+    in_order = True
+
+    def __init__(self, weight: float, scale: float, device: torch.device) -> None:
+        self._weight, self._scale = weight, scale
+        self._log_scale = nn.Parameter(torch.tensor(1 / 0.07, device=device).log())  # as CLIP's begins
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self._log_scale]
+
+    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
         return inputs["stored_images"], inputs["stored_texts"]
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        images, texts = (one.float() for one in features)
+        logits = self._log_scale.clamp(max=math.log(100)).exp() * images @ texts.T
+        wanted = self._scale * references[0].float() @ references[1].float().T
+        ways = [F.cross_entropy(a, b.softmax(1)) for a, b in ((logits, wanted), (logits.T, wanted.T))]
+        return self._weight * torch.stack(ways).mean()
+
+
+def _term(job: Mapping[str, Any], data: dict[str, Any], folder: Path, width: int) -> LossTerm:
+    """The term of a teacher whose embeddings are in ``data``, for a student of so many dimensions."""
+    if job["teacher"] == "similarities":
+        log_scale = torch.load(folder / f"model {job['taught_by']}.pt", weights_only=True)["logit_scale"]
+        return TeacherSimilarities(job["weight"], log_scale.exp().item(), data["images"].device)
+    sides = SIDES if job["side"] == "both" else [job["side"]]
+    if job["teacher"] == "stored":
+        return TeacherDistance([FromBatch(sides)], job["weight"], sides)
+    wider = 3 * width // 2
+    axes = torch.linalg.qr(torch.randn(wider, width, generator=torch.Generator().manual_seed(0)))[0]
+    data["stored"] = tuple(one @ axes.T.to(one.device) for one in data["stored"])
+    on = {"seed": job["seed"], "device": data["images"].device}
+    return TeacherDistance([FromBatch(sides, wider)], job["weight"], sides, width=width, **on)
 
 
 @torch.no_grad()
@@ -261,6 +369,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     guests: dict[str, Any] = {}
     emoji, clip_art = fine_tuning.EMOJI, fine_tuning.CLIP_ART
     named = {"all": None, "emoji": emoji, "clip art": clip_art, "all but icons": (*emoji, *clip_art)}
+    named |= {"twemoji": ("twemoji",), "all but twemoji": (*(one for one in emoji if one != "twemoji"), *clip_art)}
     sources = named[job["trained_on"]]
     removed = is_wrong if job["oracle"] else torch.zeros_like(is_wrong)
     if job["cleaned"]:
@@ -277,8 +386,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     elif job["teacher"]:
         images, texts = torch.load(folder / f"stored {job['taught_by']}.pt", weights_only=True)
         changed["stored"] = images.to(device).float(), texts.to(device).float()[captions]
-        sides = SIDES if job["side"] == "both" else [job["side"]]
-        guests["extensions"] = [TeacherDistance([FromBatch()], job["weight"], sides)]
+        guests["extensions"] = [_term(job, changed, folder, images.shape[1])]
     model = training.new_model(data, job["seed"], toy=toy, size=job["size"])
     if tuning:
         changed["sets"] = fine_tuning.sets_of_clip_art(data["sets"])
@@ -321,7 +429,7 @@ def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, A
 
 def main() -> None:
     every = ["teachers", "base", "wrong", "wrong, as much work", "wrong adamw", "taught", "taught by large", "tuned"]
-    others = ["bf16 activations", *with_icons()]
+    others = ["bf16 activations", *of_teachers(), *with_icons()]
     parser = side_by_side.arguments(__doc__, f"of {every}; all of these by default; or of {others}")
     args = parser.parse_args()
     jobs, icons = make_jobs(args.parts or every), any(name in with_icons() for name in args.parts)
