@@ -126,7 +126,7 @@ def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folde
     assert stored.find("images", [])[0].shape == (0, 12)
     collator, encoder = ContrastiveCollator(clip_processor()), DualEncoder(models.clip().eval(), dims=4)
     given = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "format": "npy"}
-    with pytest.raises(ValueError, match="holds other embeddings"):
+    with pytest.raises(ValueError, match=r"holds other embeddings \(dims was None and is 4\)"):
         embed(source, tmp_path, encoder, collator, **given)
     embed(source, tmp_path / "cut", encoder, collator, **given, half=True)
     cut = np.load(tmp_path / "cut" / "images.npy")
@@ -276,12 +276,14 @@ def test_one_command_embeds_what_a_training_will_read(demo, small, tmp_path, cap
     assert len(np.load(tmp_path / "views/dataset/images.npy")) == 52
     infcl("train", file, "--teacher_embeddings", tmp_path / "views", "--output_dir", tmp_path / "out2")
     capsys.readouterr()
+    line = mistake(capsys, "check", file, "--teacher_embeddings", tmp_path / "teacher/dataset")
+    assert "no stored embedding of a teacher: 12 of the 12 rows of --replay_dataset" in line
     for words, message in (
         ([demo / "clip-init"], "Name the data to embed"),
         ([demo / "clip-init", "--dataset", tmp_path / "pairs"], "Name the folder for the embeddings with --output_dir"),
         ([file, demo / "clip-init", "--key_column", "name"], "--key_column has no effect with --dataset"),
         ([file, demo / "clip-init", "--views", 2, "--augmentation", "none"], "an --augmentation other than none"),
-        ([demo / "clip-init", tmp_path / "pairs", "--views", 2, *map(str, ())], "--views are those of a training"),
+        ([demo / "clip-init", tmp_path / "pairs", "--views", 2], "--views are those of a training"),
         ([file, demo / "clip-init", "--views", 0], "views must be a whole number of at least 1, got 0"),
     ):
         assert message in mistake(capsys, "embed", *words)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from helpers import models
 from helpers.pictures import picture
@@ -55,6 +56,9 @@ def test_its_embeddings_are_those_of_the_model(tmp_path, kind, place):
     torch.testing.assert_close(
         loaded.similarity(loaded.encode(images), loaded.encode(TEXTS)), expected_images @ expected_texts.T
     )
+    cut = SentenceTransformer(str(tmp_path / place), device="cpu", truncate_dim=4)
+    first = [F.normalize(whole[:, :4], dim=1) for whole in (expected_images, expected_texts)]
+    torch.testing.assert_close(cut.similarity(cut.encode(images), cut.encode(TEXTS)), first[0] @ first[1].T)
     again = transformers.AutoModel.from_pretrained(tmp_path / place)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in trainer.model.state_dict().items())
 

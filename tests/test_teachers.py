@@ -345,10 +345,10 @@ def test_stored_views_are_the_crops_of_the_training(tmp_path, kind):
     assert error < 1e-3
     with pytest.raises(ValueError, match="holds other embeddings"):
         store(source_of_training(data(seed=4), 2), tmp_path / "views")
-    for wrong in {"seed": 4}, {"augmentation": "crop"}, {"min_side": 8}:
-        with pytest.raises(ValueError, match="The stored views of images must be those of the training"):
-            taught(tmp_path, data(**wrong), teacher_embeddings=[views])
-    with pytest.raises(ValueError, match="the same for all teachers of a set"):
+    for name, value in ("seed", 4), ("augmentation", "crop"), ("min_side", 8):
+        with pytest.raises(ValueError, match=f"must be those of the training.*one has {name} .*, here {value!r}. Em"):
+            taught(tmp_path, data(**{name: value}), teacher_embeddings=[views])
+    with pytest.raises(ValueError, match="the same for all teachers of a set, but one has the images as they are"):
         taught(tmp_path, data(), teacher_embeddings=[views, plain])
     with pytest.raises(ValueError, match="image_size_schedule other crops are drawn"):
         taught(tmp_path, data(), teacher_embeddings=[views], image_size_schedule=["8:0.5", "16"])

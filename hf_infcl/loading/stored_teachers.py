@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..data import ImageTextDataset, ImageTextStream
 from ..data.wrapped import all_parts
+from ..options.arguments import InfCLTrainingArguments
 from ..passes.grad_cache import Features
-from ..windows.setup import Setup
 from ..windows.teachers import teacher_prefix, teacher_words
 from .stored_embeddings import (
     StoredEmbeddings,
@@ -30,17 +30,28 @@ logger = logging.getLogger(__name__)
 KINDS = {"image": "images", "text": "texts"}
 
 
-def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) -> tuple[list[StoredTeacher], bool]:
-    """The teachers whose embeddings were stored, and whether one of them may lack pairs; names the places of items."""
+def stored_teachers(
+    folders: Sequence[str], data: Iterable[object], args: InfCLTrainingArguments
+) -> tuple[list[StoredTeacher], bool]:
+    """The teachers whose embeddings were stored, and whether one of them may lack pairs; names the places of items.
+
+    Args:
+        data: the training sets.
+
+    Raises:
+        ValueError: the embeddings are of other data, or pairs have none.
+    """
     if not folders:
         return [], False
-    sets = [_DataSet(part, number, sides) for number, part in enumerate(_leaves(setup.data))]
+    sides = args.taught_sides
+    leaves = [part for one in data for part in _leaves(one)]
+    sets = [_DataSet(part, number, sides) for number, part in enumerate(leaves)]
     opened = [StoredEmbeddings(one) for folder in folders for one in embedding_folders(folder)]
     for stored in opened:
         if lacking := [KINDS[side] for side in sides if KINDS[side] not in stored.kinds]:
             raise ValueError(
                 f"{stored.folder} has no embeddings of {' and '.join(lacking)}. Embed data that has them, or choose "
-                f"another teacher_side than {setup.args.teacher_side!r}."
+                f"another teacher_side than {args.teacher_side!r}."
             )
         if all(one.lacking(stored) is None for one in sets):
             raise ValueError(
@@ -49,19 +60,19 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
                 "exclude and columns if it has any: `infcl embed` takes the whole command of a training."
             )
     without = [told for one in sets if (told := one.describe_missing(opened))]
-    leaves_out = setup.args.teacher_missing == "contrastive"
+    leaves_out = args.teacher_missing == "contrastive"
     if without and not leaves_out:
         raise ValueError(
             f"Pairs have no stored embedding of a teacher: {', and '.join(without)}. Embed them, or leave them to the "
             "contrastive loss with teacher_missing='contrastive'."
         )
-    if without and setup.args.process_index == 0:
+    if without and args.process_index == 0:
         logger.warning(f"The contrastive loss alone trains pairs without a stored embedding: {', and '.join(without)}.")
     lacks = [one.lacking(stored) for one in sets for stored in opened]
     partial = leaves_out or any(lack is None or lack for lack in lacks)
     for one in sets:
         own_views = [stored.views for stored in opened if one.lacking(stored) is not None]
-        one.name_places(own_views if "image" in sides else [], resized=setup.args.image_size_schedule is not None)
+        one.name_places(own_views if "image" in sides else [], resized=args.image_size_schedule is not None)
     teachers = []
     for number, stored in enumerate(opened):
         numbers = [one.number for one in sets if one.lacking(stored) is not None]
@@ -118,11 +129,16 @@ class _DataSet:
         """Makes the items name their places, and repeats their augmentations if the teachers have stored views."""
         count = next((one["count"] for one in views if one is not None), None)
         expected = describe_views(self.part, count)
-        if any(one != expected for one in views):
+        for stored in views:
+            if stored == expected:
+                continue
+            # Of two teachers, one may have views and the other none.
+            here = expected or {}
+            differing = [f"{n} {v!r}, here {here[n]!r}" for n, v in (stored or {}).items() if v != here[n]]
+            told = " and ".join(differing) or "the images as they are"
             raise ValueError(
-                "The stored views of images must be those of the training, and the same for all teachers of a set. The "
-                f"training has {expected}, and the teachers {' and '.join(map(str, views))}. Embed with the options of "
-                "the training."
+                "The views of images that a teacher has stored must be those of the training, and the same for all "
+                f"teachers of a set, but one has {told}. Embed with the options of the training."
             )
         self.part.name_places(self.number, count)
         if expected is not None and resized:

@@ -63,3 +63,8 @@ class TeacherOptions:
         within=FROM_1,
         card="dimensions of the embeddings in evaluations",
     )
+
+    @property
+    def taught_sides(self) -> tuple[str, ...]:
+        """Of "image" and "text", those that ``teacher_side`` names."""
+        return ("image", "text") if self.teacher_side == "both" else (self.teacher_side,)

@@ -18,7 +18,7 @@ from ..options.teacher_options import TeacherOptions
 from ..windows.extensions import LossTerm, of_kind
 from ..windows.setup import Setup
 from ..windows.teachers import OnlineTeacher
-from ..windows.terms import SIDES, Teacher, TeacherDistance
+from ..windows.terms import Teacher, TeacherDistance
 
 
 def make_teachers(setup: Setup, teacher: object, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
@@ -55,8 +55,8 @@ def make_teachers(setup: Setup, teacher: object, *, remakes_model: bool) -> tupl
             "Teachers teach in fp32, but DeepSpeed casts the inputs of a model and its features. Use DDP, or --fsdp to "
             "shard the parameters."
         )
-    sides = SIDES if args.teacher_side == "both" else (args.teacher_side,)
-    stored, partial = stored_teachers(folders, setup, sides)
+    sides = args.taught_sides
+    stored, partial = stored_teachers(folders, [setup.data], args)
     teachers: list[Teacher] = [*stored]
     teachers += [_online(module, setup, number, sides) for number, module in enumerate(modules, len(stored))]
     term = TeacherDistance(

@@ -20,6 +20,7 @@ from ...encoders.pooling import Pooling
 from ...evaluation.metrics import CEILING
 from ...evaluation.retrieval import recall_ceilings
 from ...loading.loaders import set_sizes, training_collator
+from ...loading.stored_teachers import stored_teachers
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_options import DIVISION
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
@@ -121,12 +122,14 @@ def sets_to_check(
     trained: Any = training_set(data, columns, args)
     old: Any = replay_set(data, columns, args)
     olds: list[Any] = [] if old is None else old.datasets if isinstance(old, ConcatDataset) else [old]
-    return {
+    sets = {
         TRAINED: trained.plain(),
         **{f"{REPLAYED}{number}": one.plain() for number, one in enumerate(olds, 1)},
         **evaluation_datasets(columns, evaluation, data),
         **guard_datasets(columns, guards, evaluation, data),
     }
+    stored_teachers(args.teacher_embeddings or [], [trained, *olds], args)  # which compares them with the pairs
+    return sets
 
 
 def find_in_set(dataset: object, facts: SetFacts, data: DataOptions) -> list[Finding]:

@@ -77,6 +77,7 @@ def embed(
     record = {
         "fingerprint": fingerprint(content, encoder.model, collator, dtype),
         "dtype": dtype,
+        "dims": encoder.dims,
         "format": format,
         "kinds": list(source.kinds),
         "parts": source.parts,

@@ -95,6 +95,18 @@ def keys_path(part: Path) -> Path:
     return part.with_name(f"_keys.{part.name}")
 
 
+def _differences(before: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs in two records, from ``before`` to now, and in the mappings in them."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name, was in before.items():
+        now = record.get(name)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            differing |= {f"{name} {inner}": values for inner, values in _differences(was, now).items()}
+        elif was != now:
+            differing[name] = was, now
+    return differing
+
+
 def begin(folder: Path, record: Mapping[str, object]) -> None:
     """Writes the record of what is embedded into the folder, or compares it with the one that is there.
 
@@ -105,8 +117,10 @@ def begin(folder: Path, record: Mapping[str, object]) -> None:
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         # What later versions say beside the fingerprint is not in older records.
-        if differing := sorted(name for name in before if before[name] != record.get(name)):
-            shown = "; ".join(f"{name} was {before.get(name)} and is {record.get(name)}" for name in differing)
+        if differing := _differences(before, record):
+            # A fingerprint says nothing beside what differs.
+            named = {name: told for name, told in differing.items() if name != "fingerprint"} or differing
+            shown = "; ".join(f"{name} was {was} and is {now}" for name, (was, now) in named.items())
             raise ValueError(
                 f"{folder} holds other embeddings ({shown}). Choose another --output_dir, or delete this one."
             )
