@@ -657,6 +657,27 @@ def test_a_wider_teacher_has_the_same_similarities(module, tmp_path):
     torch.testing.assert_close(wider_images @ wider_texts[:, 1].T, images @ texts[:, 1].T)
 
 
+def test_titles_of_collections_are_wrong_captions(module, drawings, tmp_path):
+    sources, corpus, in_memory = module("sources"), module("corpus"), module("in_memory")
+    for number in range(6):
+        picture(tmp_path / f"apple_{number}.png", "circle", "red", number)
+        title = "Lemon Theme" if number < 5 else "A red apple"
+        (tmp_path / f"apple_{number}.svg").write_text(f"<dc:title>{title}</dc:title>")
+    found = sources._clip_art(tmp_path, tmp_path)
+    assert [(d.name, d.title) for d in found[-2:]] == [("apple", "lemon theme"), ("a red apple", "")]
+
+    given = [dataclasses.replace(d, title="theme") if d.name.startswith("red") else d for d in drawings]
+    corpus.build(given, tmp_path / "corpus", 32, processes=1)
+    data = in_memory.prepare(tmp_path / "corpus")
+    changed, captions, is_wrong = module("wrong_and_taught").with_wrong_captions(data, "titles")
+    assert captions.tolist() == [*range(len(data["counts"]))]
+    assert 0 < is_wrong.sum() < len(is_wrong)
+    assert torch.equal(changed["tokens"][~is_wrong], data["tokens"][~is_wrong])
+    assert (changed["tokens"][is_wrong] == data["titles"][0]).all()
+    assert set(changed["counts"][is_wrong].tolist()) == {1}
+    assert not torch.equal(changed["tokens"], data["tokens"]), "the data stays as it is"
+
+
 def test_runs_with_icons_and_of_pretrained_towers_can_be_made(module):
     """Their batches are made of micro-batches, and InfCLTrainer knows their options."""
     training, taught, towers = module("training"), module("wrong_and_taught"), module("pretrained_towers")

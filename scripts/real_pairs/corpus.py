@@ -207,7 +207,8 @@ def fields_of(drawing: Drawing) -> dict[str, Any]:
     translations = {f"caption_{language}": text for language, text in drawing.translations.items()}
     described = {"name": drawing.name, "category": drawing.category, "concept": drawing.concept}
     captions = {"caption": drawing.captions, "negative_captions": negative_captions(drawing.captions)}
-    return {**captions, **described, "source": drawing.source, **translations}
+    title = {"title": drawing.title} if drawing.title else {}
+    return {**captions, **described, "source": drawing.source, **translations, **title}
 
 
 def write_shards(pairs: Sequence[Pair], folder: Path, shard_size: int) -> None:

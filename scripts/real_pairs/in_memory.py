@@ -35,6 +35,7 @@ def prepare(corpus: Path, *, with_icons: bool = False, tokenizer: Tokenizer | No
         images: uint8 [N, 3, S, S].
         tokens: int32 [N, C, LENGTH], the captions of each image, and ``counts`` [N] of them.
         negatives: int32 [M, LENGTH], the hard negative captions of all images in order, and ``negative_counts`` [N].
+        titles: int32 [K, LENGTH], the titles of collections that files have, and ``titled`` [K], of which images.
         names: int64 [N], equal for equal names.
         sources: N names.
         vocabulary: the number of tokens.
@@ -97,12 +98,15 @@ def prepare(corpus: Path, *, with_icons: bool = False, tokenizer: Tokenizer | No
             "swaps": _swaps([row["name"] for row in found], tokens),
         }
     negatives = [negative_captions(row["caption"]) for row in rows]
+    titles = {number: row["title"] for number, row in enumerate(rows) if "title" in row}
     return {
         "images": _pixels(pictures),
         "tokens": tokens([caption for group in captions for caption in group]).unflatten(0, (-1, most)),
         "counts": torch.tensor([len(row["caption"]) for row in rows]),
         "negatives": tokens([caption for group in negatives for caption in group]),
         "negative_counts": torch.tensor([len(group) for group in negatives]),
+        "titles": tokens([*titles.values()]),
+        "titled": torch.tensor([*titles], dtype=torch.int64),
         "names": torch.tensor([names[row["name"]] for row in rows]),
         "sources": [row["source"] for row in rows],
         "vocabulary": tokenizer.get_vocab_size(),

@@ -258,7 +258,8 @@ def draw_wrong_captions(found: dict[tuple[str, ...], dict[str, Any]], path: Path
             points = {}
             chosen = ("", f"`leave_out` {rule}" if rule else "")
             for (*training, wrong, pairs, taught, options), runs in found.items():
-                if training == ["all", "small", "Muon", "589,824"] and pairs == kept and (taught, options) == chosen:
+                shown = training == ["all", "small", "Muon", "589,824"] and wrong.endswith("%")
+                if shown and pairs == kept and (taught, options) == chosen:
                     points[float(wrong[:-1])] = [float(row[name]) for row in runs.values()]
             shares = sorted(points)
             means = [sum(points[share]) / len(points[share]) for share in shares]

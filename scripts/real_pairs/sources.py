@@ -63,6 +63,7 @@ class Drawing:
         keywords: the source's.
         concept: what splits must not separate: variants of one motif (gender, skin tone, numbering) have one concept.
         translations: the name by language.
+        title: of its file, if that is its collection's: "lemon svg theme" is a wrong caption.
     """
 
     source: str
@@ -72,6 +73,7 @@ class Drawing:
     keywords: list[str]
     concept: str
     translations: dict[str, str] = field(default_factory=dict)
+    title: str = ""
 
     @property
     def captions(self) -> list[str]:
@@ -295,7 +297,9 @@ def _clip_art(pictures: Path, described: Path) -> list[Drawing]:
     for path, folders, title, keywords in entries:
         of_collection = title.startswith(("clipart by", "part of")) or titles[title] > 3
         name = plain(path.stem) if not title or of_collection else title
-        found.append(Drawing("openclipart", path, name, " ".join(map(plain, folders[:2])), keywords, name))
+        category = " ".join(map(plain, folders[:2]))
+        of_others = title if of_collection else ""
+        found.append(Drawing("openclipart", path, name, category, keywords, name, title=of_others))
     return found
 
 

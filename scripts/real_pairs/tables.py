@@ -378,12 +378,13 @@ def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping
     found: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = defaultdict(dict)  # by setting and seed
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            wrong, cleaned = float(row["wrong"]), float(row["cleaned"] or 0)
+            wrong, cleaned = row["wrong"], float(row["cleaned"] or 0)
+            share = "titles of collections" if wrong == "titles" else f"{float(wrong):.0%}"
             kept = "right pairs" if row["oracle"] == "True" else f"cleaned at {cleaned:g}" if cleaned else "all"
             taught = f"{row['teacher']}, {row['taught_by']}, β {row['weight']}, {row['side']}" if row["teacher"] else ""
             options = " ".join(f"`{name}` {value}" for name, value in json.loads(row["options"]).items())
             length = [row["trained_on"], row["size"], OPTIMIZERS[row["optimizer"]], f"{int(row['samples']):,}"]
-            found[(*length, f"{wrong:.0%}", kept, taught, options)][row["seed"]] = row
+            found[(*length, share, kept, taught, options)][row["seed"]] = row
     return found
 
 

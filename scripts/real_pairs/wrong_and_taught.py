@@ -4,7 +4,9 @@
     python scripts/real_pairs/wrong_and_taught.py --corpus outputs/real_pairs --output_dir outputs/wrong_and_taught
 
 Each run is a CLIP of the experiments (``size``), 1,024 pairs × 576 steps (589,824 samples), with Muon at 4e-3 or AdamW
-at 5e-4. ``wrong`` is the share of the training pairs that have the captions of another pair, the same ones in all runs.
+at 5e-4. ``wrong`` is the share of the training pairs that have the captions of another pair, the same ones in all runs,
+or "titles": drawings of Open Clip Art have the titles of their files, also where these are those of their collections,
+such as "lemon svg theme".
 With ``oracle`` these are removed before the training; with ``cleaned`` those are that the ledger of a training with
 ``leave_out`` and the same captions calls wrong with at least this probability. ``teacher`` says how a teacher teaches:
 "stored" are its embeddings of the images as they are, "online" those of the augmented images. "wider" are the stored
@@ -181,6 +183,11 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"wrong": w, "seed": s, "cleaned": p} for s in (1, 2) for w in (0.2, 0.5) for p in (0.5, 0.9)),
             *({"wrong": 0.0, "seed": 1, "cleaned": p} for p in (0.5, 0.9)),
         ],
+        "titles": [
+            {"wrong": "titles", "seed": s, **more}
+            for s in (0, 1, 2)
+            for more in ({"options": NOISY}, {}, {"oracle": True})
+        ],
         # As much work as 576 whole steps: a step costs a forward of all pairs and three more of those that take part.
         "wrong, as much work": [
             {"wrong": w, "seed": s, "options": NOISY, "times": times}
@@ -236,6 +243,19 @@ def needed_by(job: Mapping[str, Any]) -> list[str]:
         "model emoji.pt": job["trained_on"] == "clip art",
     }
     return [name for name, needs in needed.items() if needs]
+
+
+def with_wrong_captions(data: dict[str, Any], wrong: float | str) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The data with wrong captions, the pair whose captions each pair has, and whether they are wrong, [pairs] each."""
+    device, pairs = data["images"].device, torch.arange(len(data["counts"]))
+    captions = pairs if wrong == "titles" else captions_of(len(pairs), float(wrong))
+    captions, is_wrong = captions.to(device), (captions != pairs).to(device)
+    changed = {**data, "tokens": data["tokens"][captions], "counts": data["counts"][captions]}
+    if wrong == "titles":
+        is_wrong[data["titled"]] = True
+        changed["tokens"][data["titled"]] = data["titles"][:, None]
+        changed["counts"][data["titled"]] = 1
+    return changed, captions, is_wrong
 
 
 def captions_of(pairs: int, share: float) -> Tensor:
@@ -363,9 +383,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
         pair_ids=job["pair_ids"],
         options=json.dumps(job["options"]),
     )
-    captions = captions_of(len(data["counts"]), job["wrong"]).to(device)
-    changed = {**data, "tokens": data["tokens"][captions], "counts": data["counts"][captions]}
-    is_wrong = captions != torch.arange(len(captions), device=device)
+    changed, captions, is_wrong = with_wrong_captions(data, job["wrong"])
     guests: dict[str, Any] = {}
     emoji, clip_art = fine_tuning.EMOJI, fine_tuning.CLIP_ART
     named = {"all": None, "emoji": emoji, "clip art": clip_art, "all but icons": (*emoji, *clip_art)}
