@@ -127,7 +127,7 @@ def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     option = f"--exclude {path}:{CERTAIN:g}"
     text = (
         f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {CERTAIN:g}: {shown}. "
-        f"Rare pairs look alike, so look at the sheet beside the ledger. Then pass {option}."
+        f"Right pairs of rare things look wrong, too, so look at the sheet beside the ledger. Then pass {option}."
     )
     return [Finding("wrong_pairs", text, len(rows) > SPOILING_WRONG * len(ledger), rows, option)]
 

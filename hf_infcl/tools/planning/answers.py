@@ -102,7 +102,7 @@ ANSWERS = {
         "--leave_out noisy",
         "[from random weights with Muon 33.5 → 40.8 with a fifth of them wrong, 15.4 → 27.5 with half; with AdamW "
         f"16.4 → 18.8 and 5.1 → 7.3; in a fine-tuning new 20.6 → 22.2]({_TABLES}#wrong-captions-and-teachers)",
-        "ten epochs or more; right pairs that are the only ones of their concept may be left out",
+        "ten epochs or more; right pairs of rare concepts may be left out",
         f"{RECALL}; new: recall@5 on what a checkpoint is trained on",
     ),
     "teacher": Answer(
