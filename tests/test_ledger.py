@@ -27,6 +27,9 @@ def test_scores_that_mean_nothing_advise_to_exclude_none(tmp_path):
     some = make_ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
     (line,) = ledger_lines(some, tmp_path, waits_for="pairs score 0.6")
     assert line.startswith("Do not exclude pairs by the scores")
+    none = make_ledger("data", np.arange(50), np.full(50, 5.0))
+    (line,) = ledger_lines(none, tmp_path, waits_for="0.0% of the pairs score below 0")
+    assert "None of 50 pairs seems wrong, but this model was trained on all of them, and may know wrong ones" in line
     first, second, *_ = ledger_lines(some, tmp_path, learned=True)
     assert first.startswith("This model was trained on these pairs")
     assert second.startswith("At least 1 of 50 pairs")

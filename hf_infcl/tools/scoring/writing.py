@@ -135,7 +135,8 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
         )
         return
     if not wrong and expected < 0.5:
-        yield f"None of {len(ledger):,} pairs seems wrong. The score of each is in {file}."
+        by_heart = ", but this model was trained on all of them, and may know wrong ones by heart" if waits_for else ""
+        yield f"None of {len(ledger):,} pairs seems wrong{by_heart}. The score of each is in {file}."
     elif waits_for:
         yield f"Do not exclude pairs by the scores in {file}, because the rule of --leave_out has not begun."
         return
