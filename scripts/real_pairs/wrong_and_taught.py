@@ -180,7 +180,7 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
         "wrong": [
             *({"wrong": w, "seed": s, "options": NOISY} for s in (0, 1, 2) for w in (0.2, 0.5, 0.1, 0.0)),
             *({"wrong": w, "seed": s} for s in (1, 2, 0) for w in (0.2, 0.5, 0.1, 0.0)),
-            *({"wrong": w, "seed": s, "oracle": True} for s in (1, 2, 0) for w in (0.2, 0.5)),
+            *({"wrong": w, "seed": s, "oracle": True} for s in (1, 2, 0) for w in (0.2, 0.5, 0.1)),
             *({"wrong": w, "seed": s, "cleaned": p} for s in (1, 2) for w in (0.2, 0.5) for p in (0.5, 0.9)),
             *({"wrong": 0.0, "seed": 1, "cleaned": p} for p in (0.5, 0.9)),
         ],
@@ -197,9 +197,9 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             for w, times in ((0.2, 1.075), (0.5, 1.205))
         ],
         "wrong adamw": [
-            *({"wrong": w, "seed": s, "options": NOISY, **adamw} for s in (0, 1) for w in (0.2, 0.5, 0.0)),
-            *({"wrong": w, "seed": s, **adamw} for s in (0, 1) for w in (0.2, 0.5, 0.0)),
-            *({"wrong": w, "seed": 0, "oracle": True, **adamw} for w in (0.2, 0.5)),
+            *({"wrong": w, "seed": s, "options": NOISY, **adamw} for s in (0, 1, 2) for w in (0.2, 0.5, 0.0, 0.1)),
+            *({"wrong": w, "seed": s, **adamw} for s in (0, 1, 2) for w in (0.2, 0.5, 0.0, 0.1)),
+            *({"wrong": w, "seed": s, "oracle": True, **adamw} for s in (0, 1, 2) for w in (0.2, 0.5)),
         ],
         "taught": [
             *({"seed": s, **tiny} for s in (0, 1)),
@@ -219,9 +219,9 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"seed": s, **stored_by("large 4"), **tiny} for s in (0, 1)),
         ],
         "tuned": [
-            *({"wrong": w, "seed": s, **tuned} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
-            *({"wrong": w, "seed": s, **tuned, "options": NOISY} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
-            *({"wrong": w, "seed": s, **tuned, "oracle": True} for s in (0, 1) for w in (0.2, 0.5)),
+            *({"wrong": w, "seed": s, **tuned} for s in (0, 1, 2) for w in (0.0, 0.2, 0.5)),
+            *({"wrong": w, "seed": s, **tuned, "options": NOISY} for s in (0, 1, 2) for w in (0.0, 0.2, 0.5)),
+            *({"wrong": w, "seed": s, **tuned, "oracle": True} for s in (0, 1, 2) for w in (0.2, 0.5)),
             *({"seed": s, **tuned, **stored_by(same)} for s in (0, 1)),
             *({"seed": s, **tuned, "options": {"keep_features": 1.0}} for s in (0, 1)),
         ],
@@ -428,7 +428,8 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
         seen = [source in sources if sources else True for source in changed["sources"]]
         of_set = torch.tensor(seen, device=device)
         found |= _of_selection(selection, is_wrong[of_set], data["names"][of_set])
-        if job["seed"] == 0 and not tuning and job["optimizer"] == "muon" and not job["teacher"]:
+        usual = job["optimizer"] == "muon" and job["times"] == 1 and not job["teacher"]
+        if job["seed"] == 0 and not tuning and usual:
             save(selection.averages.state_dict()["averages"][1], folder / f"averages {job['wrong']}.pt")
     if removed.any() and not job["oracle"]:
         found |= {"removed": int(removed.sum()), "wrong_kept": int((is_wrong & ~removed).sum())}
@@ -456,7 +457,7 @@ def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor, names: Tensor)
 
 def main() -> None:
     every = ["teachers", "base", "wrong", "wrong, as much work", "wrong adamw", "taught", "taught by large", "tuned"]
-    others = ["bf16 activations", *of_teachers(), *with_icons()]
+    others = ["titles", "bf16 activations", *of_teachers(), *with_icons()]
     parser = side_by_side.arguments(__doc__, f"of {every}; all of these by default; or of {others}")
     args = parser.parse_args()
     jobs, icons = make_jobs(args.parts or every), any(name in with_icons() for name in args.parts)
