@@ -100,15 +100,15 @@ ANSWERS = {
     "noisy": Answer(
         "captions of which some are wrong",
         "--leave_out noisy",
-        "[from random weights with Muon 33.5 → 40.8 with a fifth of them wrong, 15.4 → 27.5 with half; with AdamW "
-        f"16.4 → 18.8 and 5.1 → 7.3; in a fine-tuning new 20.6 → 22.2]({_TABLES}#wrong-captions-and-teachers)",
+        "[from random weights with Muon 33.5 → 41.0 with a fifth of them wrong, 15.4 → 27.5 with half; with AdamW "
+        f"15.6 → 18.3 and 5.0 → 7.1; in a fine-tuning new 20.6 → 22.2]({_TABLES}#wrong-captions-and-teachers)",
         "ten epochs or more; right pairs of rare concepts may be left out",
         f"{RECALL}; new: recall@5 on what a checkpoint is trained on",
     ),
     "teacher": Answer(
         "a large model that knows the pairs, and a small one to train",
         "--recipe distill --teacher_embeddings outputs/teacher",
-        f"[from random weights with Muon 45.5 → 53.3, for a third of the size 38.5 → 48.3; with AdamW 22.8 → 35.6]"
+        f"[from random weights with Muon 45.6 → 53.3, for a third of the size 38.7 → 48.3; with AdamW 22.8 → 35.6]"
         f"({_TABLES}#wrong-captions-and-teachers)",
         "one `infcl embed` over the pairs; in a fine-tuning it does not keep what the model knew: "
         f"[22.5 → 19.9]({_TABLES}#wrong-captions-and-teachers)",
