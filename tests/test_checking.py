@@ -23,7 +23,7 @@ from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker
 from hf_infcl.tools.checking.reading import read
 from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.planning.workers import Images, predict_workers
+from hf_infcl.tools.planning.workers import predict_workers
 from hf_infcl.tools.scoring.sheet import lines_of
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
@@ -123,8 +123,8 @@ def test_no_more_workers_are_advised_than_the_machine_has(tmp_path, rate, words,
     given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path), "--use_cpu"]
     namespace, known = PARSERS["check"]().read(given)
     for smallest, more in ((895, []), (896, ["--min_side 448"] if rate == 1 else [])):
-        images = Images(rate, smallest, side=224)
-        line, added = predict_workers(transformers.CLIPConfig(), namespace, known, None, images, cores=2)
+        images = {"batch": None, "rate": rate, "smallest": smallest, "side": 224}
+        line, added = predict_workers(transformers.CLIPConfig(), namespace, known, **images, cores=2)
         assert words in line
         assert added == [*more, f"--dataloader_num_workers {options}"]
 
@@ -144,7 +144,8 @@ def test_a_check_predicts_the_rate_that_a_plan_predicts(model, tmp_path, capsys)
         (["--per_device_train_batch_size", "16"], 16, "16 pairs in micro-batches of 16, an"),
     ):
         namespace, known = PARSERS["check"]().read([*given, *batch])
-        assert words in predict_workers(config, namespace, known, size, Images(1e9, 0, 8), cores=2)[0]
+        images = {"rate": 1e9, "smallest": 0, "side": 8}
+        assert words in predict_workers(config, namespace, known, batch=size, **images, cores=2)[0]
 
 
 # ---- Ways to store them; each returns the words of a training ----

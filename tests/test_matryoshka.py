@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.tools.planning import costs, counting, prediction
+from hf_infcl.tools.planning import costs, counting
 from hf_infcl.windows.window import Window, WindowLoss
 
 DIMS, ROWS = [4, 8], 24
@@ -154,7 +154,7 @@ def test_a_plan_knows_the_price():
     plain = costs.Choice(1, 8, 4)
     cut = replace(plain, options={"matryoshka_dims": [4, 8]})
     gpu = next(iter(costs.GPUS.values()))
-    first, second = (prediction.seconds(counts, choice, gpu)["loss"] for choice in (plain, cut))
+    first, second = (costs.seconds(costs.step_cost(counts, choice), choice, gpu)["loss"] for choice in (plain, cut))
     assert first < second < 3 * first
-    more = prediction.memory(counts, cut).features - prediction.memory(counts, plain).features
+    more = costs.step_cost(counts, cut).features - costs.step_cost(counts, plain).features
     assert more == 3 * 2 * 4 * plain.rows * 12

@@ -19,7 +19,7 @@ from hf_infcl.options.model_options import LoraOptions
 from hf_infcl.options.theirs import facts_of_theirs
 from hf_infcl.tools.cli import commands
 from hf_infcl.tools.cli.parser import Parser
-from hf_infcl.tools.planning.costs import PLANNED
+from hf_infcl.tools.planning.costs import EFFECTS
 
 OURS = {one.name for part in declared.OURS for one in fields(part)}  # the options that this package declares
 
@@ -97,7 +97,7 @@ def test_resumes_read_what_is_declared_and_plans_name_options_that_are(tmp_path)
     facts = facts_by_name(InfCLTrainingArguments)
     assert facts == declared.facts_of_training()
     assert facts.keys() >= commands.OF_PLAN
-    assert PLANNED - facts.keys() <= {"activation_checkpointing"}, "which older releases of transformers lack"
+    assert EFFECTS.keys() - facts.keys() <= {"activation_checkpointing"}, "which older releases of transformers lack"
     recorded = options_of_arguments(arguments(tmp_path), "no").keys()
     of_ours = {name: facts[name] for name in OURS - {"objective", "equal_ids"}}
     assert {name for name, of_one in of_ours.items() if of_one.decides} == recorded & of_ours.keys()

@@ -23,9 +23,8 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.optimizers.newton_schulz import orthogonalised
 from hf_infcl.tools import cli
 from hf_infcl.tools.cli import commands
-from hf_infcl.tools.planning import counting, planner, prediction
-from hf_infcl.tools.planning.costs import GIB, GPUS, LAUNCHES, Choice, total_cost
-from hf_infcl.tools.planning.counts import Counts, Tower, Work
+from hf_infcl.tools.planning import counting, planner
+from hf_infcl.tools.planning.costs import GIB, GPUS, LAUNCHES, Choice, Counts, Tower, Work, seconds, step_cost
 from hf_infcl.tools.planning.planner import check_memory, make_choice
 from hf_infcl.tools.planning.report import report
 
@@ -61,8 +60,16 @@ def test_predictions_hold_against_measured_rows(monkeypatch):
     assert measured.launches(steps) == pytest.approx(LAUNCHES, abs=1e-6)
 
 
+def times_of(counts: Counts, choice: Choice) -> dict[str, float]:
+    return seconds(step_cost(counts, choice), choice, GPU)
+
+
+def with_options(choice: Choice, **options: Any) -> Choice:
+    return replace(choice, options=choice.options | options)
+
+
 def flops_of_update(counts: Counts, choice: Choice) -> float:
-    return prediction.seconds(counts, choice, GPU)["optimizer"] * GPU.shares["eager"] * GPU.peak
+    return times_of(counts, choice)["optimizer"] * GPU.shares["eager"] * GPU.peak
 
 
 def test_muon_keeps_one_buffer_for_a_matrix_and_its_products_are_counted(counted):
@@ -72,7 +79,7 @@ def test_muon_keeps_one_buffer_for_a_matrix_and_its_products_are_counted(counted
     plain = Choice(1, 256, 4)
     muon, shared = (replace(plain, gpus=gpus, options={"optimizer": "muon"}) for gpus in (1, 2))
     values = sum(rows * columns for rows, columns in counts.matrices)
-    assert prediction.memory(counts, plain).optimizer - prediction.memory(counts, muon).optimizer == 4 * values
+    assert step_cost(counts, plain).optimizer - step_cost(counts, muon).optimizer == 4 * values
     with FlopCounterMode(display=False) as counter:
         for shape in counts.matrices:
             orthogonalised(torch.empty(1, *shape, device="meta"))
@@ -86,7 +93,7 @@ def test_a_pass_takes_as_long_as_the_gpu_or_as_the_host():
 
     def of(flops: float, launches: float) -> float:
         counts = Counts(1, 0, 1, 1, "softmax", image=Tower(forward=Work(flops, launches)), text=Tower())
-        return prediction.seconds(counts, Choice(1, pairs, 3), GPU)["first pass"]
+        return times_of(counts, Choice(1, pairs, 3))["first pass"]
 
     assert of(1e9, 0) == pytest.approx(3 * pairs * 1e9 / (GPU.shares["eager"] * GPU.peak))
     assert of(0, 1000) == pytest.approx(3 * 1000 * LAUNCHES["eager"])
@@ -121,13 +128,13 @@ def test_what_is_chosen_fits_and_more_memory_is_no_slower(counted):
         assert choice is not None
         assert choice.global_batch == 32768
         assert choice.per_device_train_batch_size <= 256, "as many as a training tries"
-        assert prediction.memory(counted[None], choice).total <= gib * GIB
-        times.append(sum(prediction.seconds(counted[None], choice, GPU).values()))
+        assert step_cost(counted[None], choice).total <= gib * GIB
+        times.append(sum(times_of(counted[None], choice).values()))
     assert times == sorted(times, reverse=True)
     assert choice.kept > 1
-    assert choice.options == {"texts_at_once": 4}
+    assert choice.options == {"texts_at_once": 4, "retain_graphs": choice.kept}
     fixed = planner.search(counted[None], start, [512], gib * GIB, searched=())
-    assert fixed == start.divided(512, 8)
+    assert fixed == Choice(8, 512, 8)
     assert planner.search(counted[None], start, [1, 2], 0.5 * GIB) is None
 
 
@@ -136,16 +143,18 @@ def test_checkpointing_a_frozen_tower_and_fp32_change_the_counts(counted):
     plain = counting.count(config)
     assert plain.parameters == plain.trained == sum(p.numel() for p in models.clip().parameters())
     checkpointed = counting.count(config, gradient_checkpointing=True)
-    assert checkpointed.graph < plain.graph
+    assert checkpointed.both.graph < plain.both.graph
     for tower in ("image", "text"):
         assert getattr(checkpointed, tower).backward.flops > getattr(plain, tower).backward.flops
         assert getattr(checkpointed, tower).backward.launches > getattr(plain, tower).backward.launches
-    assert counting.count(config, autocast=False).weight_copies == 0
+        # A layer that is computed again casts as it does the first time.
+        assert getattr(checkpointed, tower).peak <= getattr(plain, tower).peak
+    assert counting.count(config, autocast=False).both.weight_copies == 0
     in_bf16 = counting.count(config, bf16_activations=True)
-    assert in_bf16.weight_copies == pytest.approx(2 * plain.parameters, abs=4), "every weight but the temperature"
-    assert 0.7 < in_bf16.graph / plain.graph < 0.95
+    assert in_bf16.both.weight_copies == pytest.approx(2 * plain.parameters, abs=4), "every weight but the temperature"
+    assert 0.7 < in_bf16.both.graph / plain.both.graph < 0.95
     frozen = counted["image"]
-    assert frozen.graph < counted[None].graph / 2
+    assert frozen.both.graph < counted[None].both.graph / 2
     assert frozen.image.again == Work()
     assert frozen.text.again == frozen.text.forward
     with pytest.raises(ValueError, match="siglip2 have no image size"):
@@ -205,21 +214,22 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
     training = ["--dataset", "d", "--output_dir", "o", "--learning_rate", 1e-4, "--bf16", "--strategy", "gather"]
     said = planned(capsys, small_model, *window, "--gpus", 2, *training, "--retain_graphs", 3, "--offload_inputs")
     assert "A global batch of 1,024 pairs on 2 ×" in said
-    kept = "--per_device_train_batch_size 64 --gradient_accumulation_steps 8 --retain_graphs 3 --offload_inputs"
-    assert f"Choose  {kept} --bf16" in said
+    division = "--per_device_train_batch_size 64 --gradient_accumulation_steps 8"
+    (chosen,) = re.findall("^Choose  (.*)$", said, re.MULTILINE)
+    assert sorted(chosen.split(" --")) == sorted(f"{division} --bf16 --offload_inputs --retain_graphs 3".split(" --"))
     assert "The prediction leaves out --strategy gather:" in said
     said = planned(capsys, small_model, "--global_batch", 1024, "--gradient_accumulation_steps", 4)
     assert "Choose  --per_device_train_batch_size 256 --gradient_accumulation_steps 4" in said
     assert "leaves out" not in said
     batch, division = "--global_batch_size 1024", "--per_device_train_batch_size 256 --gradient_accumulation_steps 4"
     for words, chosen, found in (
-        ([], f"{batch} --bf16", f"{division} --retain_graphs 1 --texts_at_once 2"),
+        ([], f"{batch} --bf16", f"{division} --texts_at_once 2 --retain_graphs 1"),
         (["--texts_at_once", 1], f"{batch} --bf16 --texts_at_once 1", f"{division} --retain_graphs 1"),
-        (["--retain_graphs", 1], f"{batch} --retain_graphs 1 --bf16", f"{division} --texts_at_once 2"),
+        (["--retain_graphs", 1], f"{batch} --bf16 --retain_graphs 1", f"{division} --texts_at_once 2"),
         (
             ["--global_batch_schedule", "256:0.5", "1024"],
             "--bf16 --global_batch_schedule 256:0.5 1024",
-            "--per_device_train_batch_size 256 --retain_graphs 1 --texts_at_once 2",
+            "--per_device_train_batch_size 256 --texts_at_once 2 --retain_graphs 1",
         ),
         (["--fsdp", "true"], f"{division} --bf16", None),  # where nothing is tried
         # With which each micro-batch keeps its texts.
@@ -232,6 +242,9 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
         ), words
     said = planned(capsys, small_model, *window, f"--{max(commands.CHECKPOINTING)}")
     assert "--gradient_checkpointing" in said
+    for words, checkpoints in (([], True), (["--bf16_activations"], False)):  # which a training refuses together
+        said = planned(capsys, small_model, "--global_batch", 64, "--gpu_memory", 0.0005, *words)
+        assert ("--gradient_checkpointing" in said) == checkpoints
     assert "Give --global_batch, or both" in refused(capsys, small_model)
     assert (
         "global_batch_size=500, but per_device_train_batch_size=64 × gradient_accumulation_steps=8 × 1 process is 512"
@@ -253,7 +266,7 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
 def test_options_cost_what_they_hold(counted):
     counts = counted[None]
     plain = Choice(1, 256, 4)
-    memory, seconds = prediction.memory(counts, plain), prediction.seconds(counts, plain, GPU)
+    memory, seconds = step_cost(counts, plain), times_of(counts, plain)
     weights, pairs = 4 * counts.trained, 8 * counts.dim * plain.rows
     for options, part, more in (
         ({"keep_weights": 1.0}, "weights", weights),
@@ -264,9 +277,9 @@ def test_options_cost_what_they_hold(counted):
         ({"ema_decay": 0.9}, "optimizer", weights),
         ({"ema_decay": 0.9, "ema_device": "cpu"}, "optimizer", 0),
     ):
-        kept = prediction.memory(counts, replace(plain, options=options))
+        kept = step_cost(counts, replace(plain, options=options))
         assert getattr(kept, part) - getattr(memory, part) == more, options
-    kept_features = prediction.seconds(counts, replace(plain, options={"keep_features": 1.0}), GPU)
+    kept_features = times_of(counts, replace(plain, options={"keep_features": 1.0}))
     assert kept_features["first pass"] == pytest.approx(2 * seconds["first pass"])
     assert kept_features["second pass"] == seconds["second pass"]
 
@@ -275,22 +288,23 @@ def test_a_teacher_costs_its_weights_and_a_forward_without_activations(counted, 
     layers = {"num_hidden_layers": 4}
     config = transformers.CLIPConfig(vision_config={**layers, "patch_size": 16}, text_config=layers, projection_dim=64)
     config.save_pretrained(tmp_path)
-    teacher, counts, plain = counting.count(config), counted[None], Choice(1, 256, 4)
-    both = replace(plain, options={"teacher": [str(tmp_path)]})
-    image = replace(plain, options={"teacher": [str(tmp_path)], "teacher_side": "image"})
-    two = replace(plain, options={"teacher": [str(tmp_path), str(small_model)]})
-    memory = prediction.memory(counts, plain)
-    for choice, features in ((both, 8 * 64 * plain.rows), (image, 4 * 64 * plain.rows)):
-        more = prediction.memory(counts, choice)
+    teacher, plain = counting.count(config), Choice(1, 256, 4)
+    names = [str(tmp_path), str(small_model)]
+    teachers = counting.count(models.siglip().config, teacher=names).teachers
+    assert teachers == (teacher, counting.count(models.clip().config))
+    counts, with_two = (replace(counted[None], teachers=teachers[:some]) for some in (1, 2))
+    both, image = ({"teacher": names[:1]}, {"teacher": names[:1], "teacher_side": "image"})
+    memory = step_cost(counts, plain)
+    for options, features, forward in ((both, 8, teacher.both.forward), (image, 4, teacher.image.forward)):
+        more = step_cost(counts, with_options(plain, **options))
         assert more.weights - memory.weights == 4 * teacher.parameters
-        assert more.features - memory.features == features
+        assert more.features - memory.features == features * 64 * plain.rows
         assert more.activations == memory.activations
-    assert total_cost(counts, both).first_pass == (teacher.image.forward + teacher.text.forward) * 4
-    assert total_cost(counts, image).first_pass == teacher.image.forward * 4
-    assert total_cost(counts, two).first_pass.flops > total_cost(counts, both).first_pass.flops
-    times = [prediction.seconds(counts, choice, GPU) for choice in (plain, image, both)]
-    assert times[0]["first pass"] < times[1]["first pass"] < times[2]["first pass"]
-    assert times[0]["second pass"] == times[2]["second pass"]
+        assert more.second_pass == memory.second_pass
+        assert more.first_pass.flops - memory.first_pass.flops == pytest.approx(4 * forward.flops)
+        assert more.first_pass.launches - memory.first_pass.launches == 4 * forward.launches
+    first = [step_cost(of, with_options(plain, **both)).first_pass for of in (counts, with_two)]
+    assert first[0].flops < first[1].flops
 
 
 def test_the_plan_knows_teachers_and_prefixes(small_model, tmp_path, capsys):
@@ -394,7 +408,8 @@ def test_texts_put_together_take_memory_and_save_time(counted):
 
     def texts(choice: Choice) -> list[tuple[float, float]]:
         """How often the text tower runs forward in each pass, and with the texts of how many micro-batches."""
-        first, second = prediction.passes(counts, choice)
+        cost = step_cost(counts, choice)
+        first, second = cost.first_pass, cost.second_pass
         times = choice.gradient_accumulation_steps
         first += counts.image.forward * -times
         second += (counts.image.backward * times + counts.image.again * (times - choice.kept)) * -1
@@ -406,24 +421,24 @@ def test_texts_put_together_take_memory_and_save_time(counted):
 
     for choice, first, again in (
         (plain, (4, 4), (3, 3)),
-        (replace(plain, retain_graphs=4), (4, 4), (0, 0)),
+        (with_options(plain, retain_graphs=4), (4, 4), (0, 0)),
         (together, (1, 4), (0, 0)),
-        (replace(together, options={"texts_at_once": 3}), (2, 4), (1, 1)),
-        (replace(together, options={"texts_at_once": 2}, retain_graphs=1), (2, 4), (1, 2)),
+        (with_options(together, texts_at_once=3), (2, 4), (1, 1)),
+        (with_options(together, texts_at_once=2, retain_graphs=1), (2, 4), (1, 2)),
         (replace(together, gpus=2), (2, 4), (1, 1)),
-        (replace(together, gpus=2, retain_graphs=2), (2, 4), (1, 1)),
-        (replace(together, gpus=2, retain_graphs=4), (2, 4), (0, 0)),
-        (replace(together, gradient_accumulation_steps=8, gpus=2, options={"texts_at_once": 3}), (4, 8), (3, 5)),
+        (with_options(replace(together, gpus=2), retain_graphs=2), (2, 4), (1, 1)),
+        (with_options(replace(together, gpus=2), retain_graphs=4), (2, 4), (0, 0)),
+        (Choice(2, 256, 8, {"texts_at_once": 3}), (4, 8), (3, 5)),
     ):
         assert texts(choice) == [first, again], choice
-    more = prediction.memory(counts, together).activations - prediction.memory(counts, plain).activations
+    more = step_cost(counts, together).activations - step_cost(counts, plain).activations
     assert more == pytest.approx(3 * 256 * text.graph)
     assert more > 0
-    kept = [prediction.memory(counts, replace(c, retain_graphs=4)).activations for c in (plain, together)]
+    kept = [step_cost(counts, with_options(c, retain_graphs=4)).activations for c in (plain, together)]
     assert kept[0] == kept[1], "all graphs hold the same texts"
     assert (
-        prediction.memory(counts, replace(together, torch_compile=True)).activations
-        < prediction.memory(counts, together).activations
+        step_cost(counts, with_options(together, torch_compile=True)).activations
+        < step_cost(counts, together).activations
     )
     assert counting.count(models.clip().config, freeze="text").text.graph == 0
 
@@ -478,7 +493,7 @@ def test_a_training_is_refused_only_if_it_certainly_does_not_fit(tmp_path):
     args = InfCLTrainingArguments(tmp_path, per_device_train_batch_size=4096, use_cpu=True, report_to="none")
     assert check_memory(config, args, 80 * GIB) is None
     counts = counting.count(config, autocast=False)
-    total = prediction.memory(counts, Choice(1, 4096, 1)).total
+    total = step_cost(counts, Choice(1, 4096, 1)).total
     warning = check_memory(config, args, total)
     assert warning is not None
     assert "infcl plan" in warning

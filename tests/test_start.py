@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.tools.planning import costs, counting, prediction
 
 BETA, STRENGTH, RATE = 3.0, 20.0, 5e-3
 # Two steps of the same 48 pairs; the second one begins away from the start.
@@ -210,14 +209,3 @@ def test_what_cannot_be_is_refused(tmp_path, options, message):
 def test_a_pull_beyond_the_start_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"keep_weights=300 times the learning rate 0\.005 is 1\.5"):
         pulled(tmp_path, keep_weights=300.0).train()
-
-
-def test_the_start_costs_memory_and_a_forward():
-    counts = counting.count(models.clip().config)
-    plain = costs.Choice(1, 8, 4)
-    kept = costs.Choice(1, 8, 4, options={"keep_features": 1.0})
-    assert prediction.memory(counts, kept).weights == prediction.memory(counts, plain).weights + 4 * counts.trained
-    assert prediction.memory(counts, kept).features == 2 * prediction.memory(counts, plain).features
-    gpu = next(iter(costs.GPUS.values()))
-    first = [prediction.seconds(counts, choice, gpu)["first pass"] for choice in (plain, kept)]
-    assert first[1] == pytest.approx(2 * first[0])

@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 from transformers import CLIPConfig
 
 from hf_infcl.loss import OBJECTIVES
-from hf_infcl.tools.planning.costs import GIB, GPUS, LAUNCHES, Choice, loss_flops
+from hf_infcl.tools.planning.costs import GIB, GPUS, LAUNCHES, Choice, Cost, Counts, loss_flops, seconds, step_cost
 from hf_infcl.tools.planning.counting import count
-from hf_infcl.tools.planning.counts import Counts
-from hf_infcl.tools.planning.prediction import memory, passes, seconds
 
 from .common import RESULTS, STEP_SETTING, Row, newest
 from .inputs import prefixes, sizes_of
@@ -95,10 +93,10 @@ def steps() -> Iterator[Compared]:
         if row["model"] == "tiny" or any(name in row["implementation"] for name in unplanned):
             continue
         counts, choice, gpu, ms = _counts(row), _choice(row), GPUS[_gpu(row)], float(row["ms"])
-        kind = "compiled" if choice.torch_compile else "eager"
-        first, second = passes(counts, choice)
-        work = first + second
-        in_passes = ms / 1000 - seconds(counts, choice, gpu)["loss"]
+        cost = step_cost(counts, choice, pixel_bytes=PIXEL_BYTES[row["pixel_dtype"]])
+        kind = "compiled" if choice.options["torch_compile"] else "eager"
+        work, times = cost.first_pass + cost.second_pass, seconds(cost, choice, gpu)
+        in_passes = ms / 1000 - times["loss"]
         flops = choice.per_device_train_batch_size * work.flops
         of_host = work.launches * LAUNCHES[kind] > gpu.seconds(flops, kind)
         model = row["model"] + f", {row['image_size']} pixels" * (row["image_size"] != "224")
@@ -111,29 +109,26 @@ def steps() -> Iterator[Compared]:
             f"{name} | {row['implementation']}",
             kind,
             ms,
-            1000 * sum(seconds(counts, choice, gpu).values()),
+            1000 * sum(times.values()),
             share=flops / (gpu.peak * in_passes),
             launch=in_passes / work.launches if of_host else None,
             gib=float(row["peak_gib"]),
-            predicted_gib=_memory(row) / GIB,
+            predicted_gib=_bytes(row, cost, counts, choice) / GIB,
         )
 
 
 def _choice(row: Row) -> Choice:
     name, accumulation = row["implementation"], int(row["accumulation_steps"])
     kept = re.match(r"keeps (\d+) graphs", row["note"])
-    options: dict[str, Any] = {"texts_at_once": accumulation} if "texts at once" in name else {}
+    options: dict[str, Any] = {
+        "retain_graphs": int(kept[1]) if kept else accumulation if "retain all" in name else 1,
+        "offload_inputs": "offload" in name,
+        "torch_compile": "compiled" in name,
+        "texts_at_once": accumulation if "texts at once" in name else 1,
+    }
     if "matryoshka" in name:
         options["matryoshka_dims"] = prefixes(row["model"])
-    return Choice(
-        int(row["world_size"]),
-        int(row["micro_batch_size"]),
-        accumulation,
-        retain_graphs=int(kept[1]) if kept else accumulation if "retain all" in name else 1,
-        offload_inputs="offload" in name,
-        torch_compile="compiled" in name,
-        options=options,
-    )
+    return Choice(int(row["world_size"]), int(row["micro_batch_size"]), accumulation, options)
 
 
 def _counts(row: Row) -> Counts:
@@ -152,14 +147,11 @@ def _counts_of(model: str, image_size: int, **options: Any) -> Counts:
     return count(CLIPConfig(**sizes_of(model, image_size)), **options)
 
 
-def _memory(row: Row) -> float:
-    counts, choice = _counts(row), _choice(row)
-    parts = memory(counts, choice, pixel_bytes=PIXEL_BYTES[row["pixel_dtype"]])
-    if row["commit"] not in WITH_EARLIER_GRAPH or choice.retain_graphs >= choice.gradient_accumulation_steps:
-        return parts.total
-    rest = parts.total - parts.activations - parts.loss
-    pairs = choice.per_device_train_batch_size
-    return max(parts.total, rest + pairs * (counts.graph + FORWARD_ALONE) + counts.weight_copies)
+def _bytes(row: Row, cost: Cost, counts: Counts, choice: Choice) -> float:
+    if row["commit"] not in WITH_EARLIER_GRAPH or choice.kept == choice.gradient_accumulation_steps:
+        return cost.total
+    rest, pairs = cost.total - cost.activations - cost.loss, choice.per_device_train_batch_size
+    return max(cost.total, rest + pairs * (counts.both.graph + FORWARD_ALONE) + counts.both.weight_copies)
 
 
 def losses() -> Iterator[Compared]:

@@ -37,7 +37,7 @@ from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
 from ..planning.answers import answer_line, choose_answer
-from ..planning.workers import Images, predict_workers
+from ..planning.workers import predict_workers
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
@@ -91,9 +91,14 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         print(*finding_lines(findings), sep="\n")
     names_batch = user_options & {"global_batch_size", "global_batch_schedule", *DIVISION}
     batch, trained_facts, length = args.global_batch_size if names_batch else None, results[TRAINED][0], []
-    smallest = min(map(min, trained_facts.sizes), default=0)
-    images = Images(trained_facts.rate, smallest, trained_facts.limits.side)
-    workers_line, options_of_loading = predict_workers(config, namespace, user_options, batch, images, cores())
+    workers_line, options_of_loading = predict_workers(
+        *(config, namespace, user_options),
+        batch=batch,
+        rate=trained_facts.rate,
+        smallest=min(map(min, trained_facts.sizes), default=0),
+        side=trained_facts.limits.side,
+        cores=cores(),
+    )
     print(workers_line)
     every = [finding for _, findings in results.values() for finding in findings]
     has_length = data.samples_per_epoch is not None or namespace.max_steps > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...options.declared import facts_of_training, of_transformers
 from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
 from ...options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
-from ..planning.costs import PLANNED
+from ..planning.costs import EFFECTS
 from .command_options import CheckOptions, ColumnOptions, DataOptions, EmbedOptions, PlanOptions, ScoreOptions
 from .parser import Parser, PlainParser
 
@@ -45,7 +45,7 @@ OF_EMBEDDING = {
 # The options of data that its short help lists.
 OF_EMBEDDED = {"dataset", "split", "streaming", "on_bad_sample", "augmentation", "replay_dataset", "exclude"}
 # The options of a training that decide about its plan.
-OF_PLAN = (PLANNED & facts_of_training().keys()) - _OLD_NAMES
+OF_PLAN = (EFFECTS.keys() & facts_of_training().keys()) - _OLD_NAMES
 
 
 _OF_TRAINING = (TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions)

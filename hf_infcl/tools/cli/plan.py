@@ -9,7 +9,7 @@ from ...conversion.pretrained import base_of_adapters
 from ...data.collator import text_positions
 from ...options.batch_options import auto_or_number
 from ..planning.answers import answer_line, choose_answer
-from ..planning.operations import MOST_TOKENS
+from ..planning.counting import MOST_TOKENS
 from ..planning.planner import Planner
 from ..planning.report import report
 from .launched import mistakes_in_one_line

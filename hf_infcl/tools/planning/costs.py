@@ -1,18 +1,16 @@
-"""The one table of the planner: what was measured of GPUs, and what each option changes in the model or costs.
+"""The one table of the planner: what each option changes in the model or costs, and what was measured of GPUs.
 
-`infcl plan` keeps the options that have a row in `EFFECTS`, and lists them in its help. Nothing here imports torch, so
-that the help is printed at once.
+`infcl plan` keeps the options that have a row in `EFFECTS`, and lists them in its help. Nothing here imports torch
+before a plan is made, so that the help is printed at once.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from .counts import NOTHING, Counts, Work
 
 if TYPE_CHECKING:
     from ...encoders.dual_encoder import DualEncoder
@@ -40,25 +38,65 @@ LAUNCHES = {"eager": 45e-6, "compiled": 32e-6}
 GIB = 1 << 30
 USABLE = 0.92  # share of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the rest
+LOSS_TILE = 8192, 16384  # the most images and texts whose coefficients the loss holds at once
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating point operations for each pair, and operators that the host launches for all pairs at once."""
+
+    flops: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.launches + other.launches)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(times * self.flops, times * self.launches)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Memory in bytes, and operations, of a tower with its projection, as `counting` counts them; or of both towers."""
+
+    weight_copies: int = 0  # in bf16, which autocast creates in every forward
+    graph: float = 0.0  # of each pair: what a forward keeps for its backward, without those copies
+    peak: float = 0.0  # of each pair: the maximum during both, without weights, their copies and gradients
+    forward: Work = Work()
+    again: Work = Work()  # the forward of the second pass, in which a frozen tower does not run
+    backward: Work = Work()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counted parameters, operations and bytes of a model."""
+
+    parameters: int
+    trained: int  # of the parameters
+    dim: int  # of the embeddings
+    pixels: int  # values of one image
+    objective: str  # the one that the model was designed for
+    image: Tower
+    text: Tower
+    matrices: tuple[tuple[int, int], ...] = ()  # rows and columns of each matrix that Muon would update
+    teachers: tuple[Counts, ...] = ()
+
+    @property
+    def both(self) -> Tower:
+        """Both towers together: the images run forward before the texts, and backward after them."""
+        one, other = self.image, self.text
+        sums = (getattr(one, name.name) + getattr(other, name.name) for name in fields(Tower))
+        return replace(Tower(*sums), peak=max(one.peak, one.graph + other.peak))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The composition of a global batch on GPUs that each hold the whole model: the options of these names."""
+    """The composition of a global batch on GPUs that each hold the whole model, and the options that a plan keeps."""
 
     gpus: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
-    retain_graphs: int = 1
-    offload_inputs: bool = False
-    gradient_checkpointing: bool = False
-    torch_compile: bool = False
-    # By name, the other options that have a row in `EFFECTS` and do not have their default.
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def divided(self, micro_batch: int, accumulation: int) -> Choice:
-        """The same choice with other micro-batches."""
-        return replace(self, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=accumulation)
+    options: dict[str, Any] = field(default_factory=dict)  # that have a row in `EFFECTS`, by name; others have none
 
     @property
     def rows(self) -> int:
@@ -72,43 +110,101 @@ class Choice:
     @property
     def kept(self) -> int:
         """The micro-batches whose graphs are kept."""
-        return min(self.retain_graphs, self.gradient_accumulation_steps)
+        return min(self.options.get("retain_graphs", 1), self.gradient_accumulation_steps)
 
     @property
     def dealt(self) -> int:
         """The micro-batches whose texts may be encoded together; with several GPUs the last one encodes its own."""
         return self.gradient_accumulation_steps - (self.gpus > 1)
 
+    @property
+    def in_graph(self) -> float:
+        """The pairs of a micro-batch times the share of their activations that its graph keeps."""
+        return self.per_device_train_batch_size * (COMPILED_GRAPH if self.options.get("torch_compile") else 1.0)
+
 
 @dataclass(frozen=True)
 class Cost:
-    """What an option adds to a step on one GPU: bytes as in `prediction.Memory`, and operations."""
+    """What a step takes on one GPU, or what an option adds to it: bytes at the peak of memory, and operations."""
 
-    weights: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    features: float = 0.0
-    first_pass: Work = NOTHING  # of a window
-    second_pass: Work = NOTHING
-    loss: float = 0.0  # floating point operations, as those of the optimizer
-    update: float = 0.0
+    weights: float = 0.0  # parameters and gradients in fp32, under DDP the gradient buckets, and frozen copies
+    optimizer: float = 0.0  # the moments of Adam in fp32, or for a matrix of Muon one, and the average of the weights
+    activations: float = 0.0  # the kept graphs and, if the peak is in a backward, its temporary tensors
+    images: float = 0.0  # of the window
+    features: float = 0.0  # the embeddings of the window or their gradients, and those of teachers, in fp32
+    loss: float = 0.0  # what it allocates, if the peak is in it
+    first_pass: Work = Work()  # of a window
+    second_pass: Work = Work()
+    loss_flops: float = 0.0
+    update_flops: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
+    @property
+    def memory(self) -> dict[str, float]:
+        """Its bytes by what they are for."""
+        return dict(list(vars(self).items())[:6])
 
-@dataclass(frozen=True)
-class Effect:
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(self.memory.values())
+
+    @property
+    def words(self) -> str:
+        """The parts of the memory, in GiB."""
+        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.memory.items())
+
+
+class Effect(NamedTuple):
     """The effect of an option on a plan. Without a cost and a change of the model, the plan only keeps the option."""
 
     cost: Callable[[Counts, Choice, Any], Cost] | None = None  # of the option's value
     model: Callable[[DualEncoder, Any], object] | None = None  # changes the model that is counted or measured
 
 
-def total_cost(counts: Counts, choice: Choice) -> Cost:
-    """The sum of what all options of a choice cost."""
-    costs = ((EFFECTS[name].cost, value) for name, value in choice.options.items())
-    return sum((cost(counts, choice, value) for cost, value in costs if cost is not None), Cost())
+def step_cost(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Cost:
+    """What a step takes.
+
+    Args:
+        counts: the counts of the model, with the checkpointing of the choice.
+        choice: the composition of the batch.
+        pixel_bytes: bytes per image value: 1 with the trainer's own collator, 4 with images in fp32.
+    """
+    pairs, count, towers = choice.per_device_train_batch_size, choice.gradient_accumulation_steps, counts.both
+    images = pairs * min(2, count) if choice.options.get("offload_inputs") else choice.rows
+    cost = Cost(
+        weights=4.0 * (counts.parameters + counts.trained * (1 if choice.gpus == 1 else 2)),
+        optimizer=8.0 * counts.trained,
+        activations=choice.kept * (choice.in_graph * towers.graph + towers.weight_copies),
+        # The images of the micro-batch that runs are in fp32.
+        images=counts.pixels * (images * pixel_bytes + pairs * (4 - pixel_bytes)),
+        features=pair_bytes(counts.dim, choice),
+        first_pass=towers.forward * count,
+        second_pass=towers.backward * count + towers.again * (count - choice.kept),
+        loss_flops=loss_flops(counts.dim, choice, counts.objective),
+    )
+    for name, value in choice.options.items():
+        if (of_option := EFFECTS[name].cost) is not None:
+            cost += of_option(counts, choice, value)
+    in_backward, in_loss = choice.in_graph * (towers.peak - towers.graph), _loss_bytes(counts.dim, choice)
+    return cost + (Cost(activations=in_backward) if in_backward >= in_loss else Cost(loss=in_loss))
+
+
+def seconds(cost: Cost, choice: Choice, gpu: GPU) -> dict[str, float]:
+    """The time of a step by phase, where data is always available.
+
+    A pass takes as long as its operations at the measured share of the GPU's peak, or as the host's launches. The loss
+    of few pairs on several GPUs takes up to 3 ms longer, and AdamW 2 ms for 150 million weights.
+    """
+    kind = "compiled" if choice.options.get("torch_compile") else "eager"
+    first, second = (
+        max(gpu.seconds(choice.per_device_train_batch_size * work.flops, kind), work.launches * LAUNCHES[kind])
+        for work in (cost.first_pass, cost.second_pass)
+    )
+    loss, update = gpu.seconds(cost.loss_flops, "loss"), gpu.seconds(cost.update_flops, "eager")
+    return {"first pass": first, "loss": loss, "second pass": second, "optimizer": update}
 
 
 def pair_bytes(dim: int, choice: Choice) -> float:
@@ -123,15 +219,27 @@ def loss_flops(dim: int, choice: Choice, objective: str) -> float:
     return 2.0 * OBJECTIVES[objective].products * dim * choice.rows * choice.global_batch
 
 
+def _loss_bytes(dim: int, choice: Choice) -> float:
+    """The bytes that the loss allocates with bf16 features: a tile of coefficients, gradients, texts of other GPUs."""
+    from ...loss.strategies import GATHERED_BYTES, gathered_bytes
+
+    tile = 2.0 * min(choice.rows, LOSS_TILE[0]) * min(choice.global_batch, LOSS_TILE[1])
+    gradients = 12.0 * choice.rows * dim  # gradients of both sides, in fp32 and in bf16
+    if choice.gpus == 1:
+        return tile + gradients
+    is_gathered = gathered_bytes(choice.global_batch, dim, 2, choice.gpus) <= GATHERED_BYTES
+    return tile + gradients + (8.0 * choice.global_batch * dim if is_gathered else gradients)
+
+
 def _keep_features(counts: Counts, choice: Choice, weight: float) -> Cost:
-    start = (counts.image.again + counts.text.again) * choice.gradient_accumulation_steps  # without what is frozen
+    start = counts.both.again * choice.gradient_accumulation_steps  # without what is frozen
     return Cost(weights=4.0 * counts.trained, features=pair_bytes(counts.dim, choice), first_pass=start)
 
 
 def _matryoshka_dims(counts: Counts, choice: Choice, dims: Sequence[int]) -> Cost:
     # The normalised prefixes, the graph of their norms, and their gradients.
-    loss = sum(loss_flops(dim, choice, counts.objective) for dim in dims)
-    return Cost(features=3 * pair_bytes(sum(dims), choice), loss=loss)
+    flops = sum(loss_flops(dim, choice, counts.objective) for dim in dims)
+    return Cost(features=3 * pair_bytes(sum(dims), choice), loss_flops=flops)
 
 
 def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
@@ -139,30 +247,16 @@ def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
     from ...optimizers.newton_schulz import STEPS
 
     values = sum(rows * columns for rows, columns in counts.matrices)
-    update = sum(STEPS * (4.0 * m * m * n + 2.0 * m**3) for m, n in map(sorted, counts.matrices))
-    return Cost(optimizer=-4.0 * values, update=update / choice.gpus)
-
-
-@functools.cache
-def _count_teacher(name: str) -> Counts:
-    import torch
-
-    from ...conversion.models import load_config
-    from .operations import ROWS, count_encoder, new_encoder
-
-    try:
-        return count_encoder(*new_encoder(load_config(name), ROWS, torch.device("meta")))
-    except ValueError as error:
-        raise ValueError(f"The teacher {name} cannot be planned. {error}") from error
+    flops = sum(STEPS * (4.0 * m * m * n + 2.0 * m**3) for m, n in map(sorted, counts.matrices))
+    return Cost(optimizer=-4.0 * values, update_flops=flops / choice.gpus)
 
 
 def _teacher(counts: Counts, choice: Choice, names: Sequence[str]) -> Cost:
     """Frozen models, each with a forward in every micro-batch of which no activations are kept."""
     side, cost = choice.options.get("teacher_side", "both"), Cost()
-    for teacher in map(_count_teacher, names):
-        towers = [getattr(teacher, tower) for tower in ("image", "text") if side in ("both", tower)]
-        forward = sum((tower.forward for tower in towers), NOTHING) * choice.gradient_accumulation_steps
-        features = len(towers) / 2 * pair_bytes(teacher.dim, choice)
+    for teacher in counts.teachers:
+        forward = getattr(teacher, side).forward * choice.gradient_accumulation_steps
+        features = (1.0 if side == "both" else 0.5) * pair_bytes(teacher.dim, choice)
         cost += Cost(weights=4.0 * teacher.parameters, features=features, first_pass=forward)
     return cost
 
@@ -174,11 +268,11 @@ def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
     # The kept graphs of texts are fewer, but each holds the texts of several micro-batches, also of such whose images
     # are encoded again in the second pass.
     more = min(choice.dealt, (first - fewer_kept) * at_once) - first
+    again = Work(-more * text.again.flops, -(fewer - fewer_kept) * text.again.launches)
     return Cost(
-        activations=more * choice.per_device_train_batch_size * text.graph,
+        activations=choice.in_graph * more * text.graph,
         first_pass=Work(0.0, -fewer * text.forward.launches),
-        second_pass=Work(0.0, -fewer * text.backward.launches)
-        + Work(-more * text.again.flops, -(fewer - fewer_kept) * text.again.launches),
+        second_pass=Work(0.0, -fewer * text.backward.launches) + again,
     )
 
 
@@ -195,18 +289,34 @@ def _bf16_activations(encoder: DualEncoder, wanted: bool) -> None:
     compute_in_bf16(encoder.model, wanted=wanted)
 
 
-# Options that a plan keeps, and that cost nothing or are read by the planner itself.
+def _gradient_checkpointing(encoder: DualEncoder, wanted: bool) -> None:
+    from torch.overrides import _get_current_function_mode
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Those of a layer's forward and of its recomputation, which a count lets cast as the forward does."""
+        return nullcontext(), _get_current_function_mode() or nullcontext()
+
+    model: Any = encoder.model
+    # The second name is that of transformers before 5.20.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts})
+    encoder.stop_gradients_at_frozen_layers()
+
+
+# Options that cost nothing, or that `step_cost` and the planner read themselves.
 _NO_EFFECT = (
-    *("global_batch_size", "global_batch_schedule", "activation_checkpointing", "num_train_epochs", "max_steps"),
+    *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_schedule"),
+    *("retain_graphs", "offload_inputs", "torch_compile", "activation_checkpointing", "num_train_epochs", "max_steps"),
     *("image_size", "image_size_schedule", "full_tokens_last", "max_text_tokens", "replay_share"),
     *("teacher_side", "ema_device"),
 )
-# The options of a training that a plan keeps, by their names.
+# The options of a training that a plan keeps, by their names. They change the model in this order.
 EFFECTS = {
     "freeze": Effect(model=lambda encoder, tower: encoder.freeze(tower)),
     "freeze_layers": Effect(model=lambda encoder, layers: encoder.freeze_layers(layers)),
     "patch_dropout": Effect(model=_patch_dropout),
     "bf16_activations": Effect(model=_bf16_activations),
+    "gradient_checkpointing": Effect(model=_gradient_checkpointing),
     "ema_decay": Effect(lambda m, c, _: Cost(optimizer=0.0 if "ema_device" in c.options else 4.0 * m.trained)),
     "keep_features": Effect(_keep_features),
     # A start that is kept for its features has the weights, too.
@@ -218,8 +328,6 @@ EFFECTS = {
     "texts_at_once": Effect(_texts_at_once),
     **dict.fromkeys(_NO_EFFECT, Effect()),
 }
-OF_CHOICE = tuple(one.name for one in fields(Choice))[1:-1]  # options that are attributes of a choice
-PLANNED = {*EFFECTS, *OF_CHOICE}
 # Options that the prediction ignores, with the values that it ignores; without values, it ignores all.
 LEFT_OUT: dict[str, Sequence[str]] = {
     "strategy": ("disco", "local", "gather"),

@@ -1,21 +1,37 @@
-"""Counts or measures the model of a training, as it trains with its options."""
+"""Counts memory and operations of a model on the meta device, without weights or a GPU, or measures a micro-batch.
+
+For a count each tower runs on tensors without content, while torch modes record every operation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.benchmark import Timer
-from transformers import PretrainedConfig
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoModel, PretrainedConfig
 
+from ...conversion.models import load_config
 from ...encoders.dual_encoder import DualEncoder
 from ...encoders.image_size import config_for_images
-from .costs import EFFECTS
-from .counts import Counts
-from .operations import ROWS, count_encoder, new_encoder
+from ...encoders.in_bf16 import is_in_bf16
+from ...optimizers.groups import BY_MUON, roles
+from .costs import EFFECTS, Counts, Tower, Work
+
+ROWS = 64  # pairs of the counted micro-batch
+MOST_TOKENS = 77  # the length of captions, even for text towers that accept longer texts
+Args = Sequence[object]
+Kwargs = Mapping[str, object]
 
 
 def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) -> Counts:
@@ -27,7 +43,47 @@ def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) ->
         ValueError: the model is not a dual encoder, cannot train with the options, or its forward needs the content of
             tensors.
     """
-    return count_encoder(*micro_batch(config, ROWS, torch.device("meta"), **options), autocast=autocast)
+    encoder, inputs = micro_batch(config, ROWS, torch.device("meta"), **options)
+    model, towers = encoder.model, []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
+    try:
+        for encode in (encoder.encode_images, partial(encoder.encode_texts, checked=True)):
+            casts = _Autocast(torch.bfloat16 if autocast else torch.float32, in_bf16=is_in_bf16(model))
+            with _Operations() as seen, casts:
+                embeds = encode(inputs)
+                forward, graph, copies = seen.work, seen.live, casts.forget()
+                if trains := embeds.requires_grad:
+                    embeds.sum().backward()
+            trained = {"graph": (graph - copies) / ROWS, "weight_copies": copies, "again": forward} if trains else {}
+            backward, peak = seen.work + forward * -1, (seen.peak - copies) / ROWS
+            towers.append(Tower(forward=forward, backward=backward, peak=peak, **trained))
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"A {type(model).__name__} cannot be counted without its weights: {type(error).__name__}: {error}"
+        ) from error
+    parameters = dict(model.named_parameters())
+    fused = [(role.parts, *parameters[name].shape) for name, role in roles(model).items() if role.name in BY_MUON]
+    return Counts(
+        parameters=sum(p.numel() for p in parameters.values()),
+        trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        dim=embeds.shape[1],
+        pixels=inputs["pixel_values"][0].numel(),
+        objective=encoder.objective,
+        image=towers[0],
+        text=towers[1],
+        matrices=tuple((rows // parts, columns) for parts, rows, columns in fused for _ in range(parts)),
+        teachers=tuple(map(_count_teacher, options.get("teacher") or ())),
+    )
+
+
+@cache
+def _count_teacher(name: str) -> Counts:
+    try:
+        return count(load_config(name))
+    except ValueError as error:
+        raise ValueError(f"The teacher {name} cannot be planned. {error}") from error
 
 
 def measure(
@@ -64,41 +120,114 @@ def measure(
 
 
 def micro_batch(
-    config: PretrainedConfig,
-    rows: int,
-    device: torch.device,
-    *,
-    image_size: int | None = None,
-    max_text_tokens: int | None = None,
-    gradient_checkpointing: bool = False,
-    **options: Any,
+    config: PretrainedConfig, rows: int, device: torch.device, **options: Any
 ) -> tuple[DualEncoder, dict[str, Tensor]]:
-    """A model as it trains with these options, of those in `EFFECTS` that change it, and a micro-batch for it."""
-    encoder, inputs = new_encoder(config_for_images(config, image_size), rows, device, max_text_tokens)
+    """A model and a micro-batch of its last steps: black images, and captions of full length of token 0.
+
+    The model has random weights in fp32. It is as it trains with these options, of which those change it that do so in
+    `EFFECTS`, ``image_size`` and ``max_text_tokens``; others are ignored.
+    """
+    config = config_for_images(config, options.get("image_size"))
+    vision = config.vision_config
+    if not hasattr(vision, "image_size"):
+        raise ValueError(
+            f"Models of type {config.model_type} have no image size, so no micro-batch can be planned. Train for a few "
+            "steps instead: the log shows the peak memory and the images per second."
+        )
+    size = vision.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    longest = getattr(config.text_config, "max_position_embeddings", MOST_TOKENS)
+    tokens = min(longest, options.get("max_text_tokens") or MOST_TOKENS)
+    with device:
+        encoder = DualEncoder(AutoModel.from_config(config, dtype=torch.float32).train())
+        inputs = {
+            "pixel_values": torch.zeros(rows, getattr(vision, "num_channels", 3), height, width),
+            "input_ids": torch.zeros(rows, tokens, dtype=torch.long),
+            "attention_mask": torch.ones(rows, tokens, dtype=torch.long),
+        }
     encoder.freeze(None)  # what no embedding depends on
-    for name, value in options.items():
-        if (change := EFFECTS[name].model) is not None and value is not None and value is not False:
-            change(encoder, value)
+    for name, effect in EFFECTS.items():
+        value = None if name == "patch_dropout" and options.get("full_tokens_last") else options.get(name)
+        if effect.model is not None and value is not None and value is not False:
+            effect.model(encoder, value)
     encoder.eval_frozen_parts()
-    if gradient_checkpointing:
-        _checkpoint(encoder)
     return encoder, inputs
 
 
-def _checkpoint(encoder: DualEncoder) -> None:
-    """Checkpoints with ``use_reentrant``, since the meta device does not save the same tensors in a second forward."""
-    model: Any = encoder.model
-    # The second name is that of transformers before 5.20.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": True, "preserve_rng_state": False})
-    for module in model.modules():
-        if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-            module._gradient_checkpointing_func = partial(_checkpoint_leaf, checkpoint)
-    encoder.stop_gradients_at_frozen_layers()
+class _Autocast(TorchFunctionMode):
+    """Autocast, or what ``bf16_activations`` casts, and a GPU's fused attention: none exists on the meta device."""
+
+    LOW = frozenset(
+        (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.baddbmm, torch.addmm, Tensor.matmul)
+    )
+    FULL = frozenset((F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, torch.norm, Tensor.norm))
+
+    def __init__(self, dtype: torch.dtype, *, in_bf16: bool) -> None:
+        super().__init__()
+        self._dtype, self._in_bf16 = dtype, in_bf16
+        self._copies: dict[int, Tensor] = {}  # by the id of the weight; made once in a forward
+
+    def forget(self) -> int:
+        """Drops the copies of weights at the end of a forward; its graph may keep them. Returns their bytes."""
+        size = sum(copy.nbytes for copy in self._copies.values())
+        self._copies.clear()
+        return size
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._copies.clear()
+
+    def __torch_function__(
+        self, function: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            query, key, value = (self._cast(tensor, self._dtype) for tensor in args[:3])
+            options = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
+            attend = torch.ops.aten._scaled_dot_product_efficient_attention
+            return attend(query, key, value, None, True, *options, scale=kwargs.get("scale"))[0]
+        if self._in_bf16 or function in self.LOW or function in self.FULL:
+            low = torch.bfloat16 if self._in_bf16 else self._dtype if function in self.LOW else torch.float32
+            args, kwargs = tree_map(lambda value: self._cast(value, low), (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _cast(self, value: object, dtype: torch.dtype) -> object:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
+            return value
+        if not isinstance(value, nn.Parameter):
+            return value.to(dtype)
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value.to(dtype)
+        return self._copies[id(value)]
 
 
-def _checkpoint_leaf(
-    checkpoint: Callable[..., Tensor], forward: Callable[..., Tensor], hidden: Tensor, *args: object
-) -> Tensor:
-    """Reentrant checkpointing above frozen layers: without an input that requires a gradient there would be none."""
-    return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)
+class _Operations(TorchDispatchMode):
+    """Counts all operations, and tracks the bytes of the tensors that they create while these are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return True  # the models ask whether all tokens are to be attended to
+        out = function(*args, **kwargs)
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        if not function.is_view:
+            flops = flop_registry.get(function._overloadpacket)
+            self.work += Work(float(flops(*args, **kwargs, out_val=out)) / ROWS if flops else 0.0, 1)
+        return out
+
+    def _free(self, nbytes: int) -> None:
+        self.live -= nbytes

@@ -13,7 +13,6 @@ import torch
 from transformers import PretrainedConfig
 
 from ...encoders.image_size import check_sizes_of_config
-from ...loading.shares import replay_share
 from ...micro_batches.search import Trial, find_graphs, find_micro_batch, find_texts_at_once
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_division import divide_global_batch, possible_micro_batches
@@ -23,14 +22,12 @@ from ...options.combinations import CHECKPOINTING
 from ...options.declared import training_options
 from ...options.facts import changed_options
 from ...options.image_sizes import ImageSizes
-from .costs import EFFECTS, GIB, GPUS, USABLE, Choice
+from .costs import EFFECTS, GIB, GPUS, USABLE, Choice, Counts, seconds, step_cost
 from .counting import count, measure
-from .counts import Counts
-from .prediction import memory, seconds
 
 SEARCHED = ("texts_at_once", "retain_graphs")  # what a training chooses after the micro-batch
+CHECKPOINTED = "gradient_checkpointing"
 SMALL = 32  # below this micro-batch, inputs are offloaded or activations checkpointed if that allows a larger one
-Options = argparse.Namespace | InfCLTrainingArguments
 
 
 class PlannedStage(NamedTuple):
@@ -42,37 +39,21 @@ class PlannedStage(NamedTuple):
     words: str  # what is different from the last stage
 
 
-def count_model(config: PretrainedConfig, options: Options, **changes: Any) -> Counts:
-    """The counts of the last steps of a training, which need the most memory, with changes of its options."""
-    return count(config, **(model_options(options) | changes))
-
-
-def model_options(options: Options) -> dict[str, Any]:
-    """The arguments of `count` for the last steps of a training."""
-    names = [name for name, effect in EFFECTS.items() if effect.model is not None]
-    arguments = {name: getattr(options, name) for name in (*names, "max_text_tokens", "image_size")}
-    return arguments | ({"patch_dropout": None} if options.full_tokens_last else {})
-
-
 def make_choice(args: Any) -> Choice:
     """The composition of the global batch of a training; of its last one, which is the largest.
 
     Args:
         args: `InfCLTrainingArguments`, or an object with its options, ``world_size`` and ``global_batch_size``.
     """
-    planned = EFFECTS.keys() - {*CHECKPOINTING, "global_batch_size"}
-    settings = {name: value for name, value in changed_options(args, training_options()).items() if name in planned}
-    if (texts := settings.pop("texts_at_once", "auto")) not in ("auto", "1"):
-        settings["texts_at_once"] = int(texts)
-    return Choice(
-        args.world_size,
-        *divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size),
-        retain_graphs=1 if args.retain_graphs in (None, "auto") else max(1, int(args.retain_graphs)),
-        offload_inputs=args.offload_inputs,
-        gradient_checkpointing=any(getattr(args, name, False) for name in CHECKPOINTING),
-        torch_compile=args.torch_compile,
-        options=settings,
-    )
+    kept = EFFECTS.keys() - {*CHECKPOINTING, *DIVISION, "global_batch_size"}
+    options = {name: value for name, value in changed_options(args, training_options()).items() if name in kept}
+    for name in SEARCHED:
+        if options.pop(name, None) not in (None, "auto"):
+            options[name] = max(1, int(getattr(args, name)))
+    if any(getattr(args, name, False) for name in CHECKPOINTING):
+        options["gradient_checkpointing"] = True
+    division = divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size)
+    return Choice(args.world_size, *division, options)
 
 
 def search(
@@ -89,26 +70,26 @@ def search(
     """
 
     def choice(trial: Trial) -> Choice:
-        texts = {"texts_at_once": trial.texts} if trial.texts > 1 else {}
-        division = start.divided(trial.micro_batch, start.rows // trial.micro_batch)
-        return replace(division, retain_graphs=trial.graphs, options={**start.options, **texts})
+        found = {"texts_at_once": trial.texts, "retain_graphs": trial.graphs}
+        options = {**start.options, **{name: found[name] for name in searched}}
+        return Choice(start.gpus, trial.micro_batch, start.rows // trial.micro_batch, options)
 
     def attempt(trial: Trial) -> tuple[int, int]:
-        parts = memory(counts, choice(trial))
-        if parts.total > usable:
-            raise torch.OutOfMemoryError(parts.words)
-        return int(parts.total - parts.weights - parts.optimizer), int(usable - parts.total)
+        cost = step_cost(counts, choice(trial))
+        if cost.total > usable:
+            raise torch.OutOfMemoryError(cost.words)
+        return int(cost.total - cost.weights - cost.optimizer), int(usable - cost.total)
 
-    trial = Trial(sizes[0], start.options.get("texts_at_once", 1), start.retain_graphs)
+    trial = Trial(sizes[0], *(start.options.get(name, 1) for name in SEARCHED))
     if len(sizes) > 1:
         trial = replace(trial, micro_batch=find_micro_batch(attempt, trial, sizes, start.rows, int) or sizes[0])
-    most = start.rows // trial.micro_batch - (start.gpus > 1)
+    most = choice(trial).dealt
     if "texts_at_once" in searched:
-        texts = find_texts_at_once(attempt, trial, most, int, compiled=start.torch_compile)
-        trial = replace(trial, texts=texts)
+        compiled = start.options.get("torch_compile", False)
+        trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, int, compiled=compiled))
     if "retain_graphs" in searched and most > 1:
         trial = replace(trial, graphs=find_graphs(attempt, trial, most, int))
-    return choice(trial) if memory(counts, choice(trial)).total <= usable else None
+    return choice(trial) if step_cost(counts, choice(trial)).total <= usable else None
 
 
 class Planner:
@@ -120,12 +101,10 @@ class Planner:
         config: of the model.
 
     Attributes:
-        start: what is decided before anything is searched.
         searched: those of `SEARCHED` that the training finds.
         is_divided: whether the user decides about micro-batches, as is necessary where the training does not try them.
         choice: the composition of the global batch; of the last one, if it grows.
         counts: of the model in the last steps.
-        old: the pairs of the global batch that are replayed.
         single: one micro-batch, as ``--measure`` runs it.
         measured: its seconds and peak bytes on this machine; None without ``--measure``.
         stages: of the training, the last steps last.
@@ -140,33 +119,32 @@ class Planner:
         sharded = bool(options.fsdp or options.deepspeed)
         self.is_divided = sharded or any(name in user_options for name in DIVISION)
         self._divide(*(getattr(options, name) if name in user_options else None for name in DIVISION))
-        is_single = self.is_divided and self.start.gradient_accumulation_steps == 1 and len(self._growth.sizes) == 1
-        tries: Sequence[str] = () if sharded or options.use_cpu or is_single else SEARCHED
+        start = self._start
+        tries: Sequence[str] = () if sharded or options.use_cpu else SEARCHED
         tries = tries if options.gradient_noise_steps is None else tries[1:]  # each micro-batch keeps its texts
-        self.searched = [name for name in tries if getattr(options, name) in (None, "auto")]
-        offload = [self.start.offload_inputs] if "offload_inputs" in user_options else [False, True]
-        checkpoint = [self.start.gradient_checkpointing] if {*CHECKPOINTING} & {*user_options} else [False, True]
-        self._ways = list(itertools.product(checkpoint, offload))
-        self._counts = functools.cache(lambda way: count_model(config, options, gradient_checkpointing=way))
+        self.searched = [name for name in tries if name not in start.options]
+        offload = ["offload_inputs" in start.options] if "offload_inputs" in user_options else [False, True]
+        # A training refuses to checkpoint with bf16_activations.
+        is_decided = options.bf16_activations or {*CHECKPOINTING} & {*user_options}
+        checkpoint = [CHECKPOINTED in start.options] if is_decided else [False, True]
+        self._ways = [{CHECKPOINTED: one, "offload_inputs": other} for one in checkpoint for other in offload]
+        self._counts = functools.cache(lambda way: count(config, **start.options | {CHECKPOINTED: way}))
         choice = self.find(compiled=options.torch_compile)
         if choice is None:
             raise ValueError(self._why_nothing_fits())
-        self.choice, self.counts = choice, self._counts(choice.gradient_checkpointing)
-        self.old = round(choice.global_batch * replay_share(options.replay_share)) if options.replay_dataset else 0
-        checkpointing, self._pace = choice.gradient_checkpointing, 1.0
-        self.single = Choice(1, choice.per_device_train_batch_size, 1, gradient_checkpointing=checkpointing)
-        self.measured: tuple[float, int] | None = None
+        self.choice, self.counts = choice, self._counts(choice.options[CHECKPOINTED])
+        way = {CHECKPOINTED: choice.options[CHECKPOINTED]}
+        self.single, self.measured, self._pace = Choice(1, choice.per_device_train_batch_size, 1, way), None, 1.0
         if options.measure:
-            arguments = {"gradient_checkpointing": checkpointing, "autocast": options.bf16 or not options.use_cpu}
-            device = torch.device("cpu" if options.use_cpu else "cuda")
-            self.measured = measure(config, self.single.rows, device, **model_options(options), **arguments)
+            autocast, device = options.bf16 or not options.use_cpu, torch.device("cpu" if options.use_cpu else "cuda")
+            self.measured = measure(config, self.single.rows, device, autocast=autocast, **choice.options)
             self._pace = self.measured[0] / sum(self.times(self.single).values())
         self.stages = list(self._stages())
 
     def times(self, choice: Choice, counts: Counts | None = None) -> dict[str, float]:
         """`seconds` of a step in the last stage, or with other counts; as on this machine, if that was measured."""
-        counts = counts or self._counts(choice.gradient_checkpointing)
-        return {phase: self._pace * time for phase, time in seconds(counts, choice, self.gpu).items()}
+        cost = step_cost(counts or self._counts(choice.options[CHECKPOINTED]), choice)
+        return {phase: self._pace * time for phase, time in seconds(cost, choice, self.gpu).items()}
 
     @property
     def images_per_second(self) -> float:
@@ -175,16 +153,15 @@ class Planner:
 
     def find(self, *, compiled: bool) -> Choice | None:
         """The first way to micro-batches that are not small, or that to the largest ones; None if nothing fits."""
-        choices: list[Choice] = []
-        usable, least = USABLE * self.memory_gib * GIB, min(SMALL, self._sizes[-1])
-        for checkpointing, offload in self._ways:
-            start = replace(self.start, gradient_checkpointing=checkpointing, offload_inputs=offload)
-            start = replace(start, torch_compile=compiled)
-            choice = search(self._counts(checkpointing), start, self._sizes, usable, self.searched)
-            choices += [] if choice is None else [choice]
-            if choice is not None and choice.per_device_train_batch_size >= least:
-                return choice
-        return max(choices, key=lambda choice: choice.per_device_train_batch_size, default=None)
+        best, usable = None, USABLE * self.memory_gib * GIB
+        for way in self._ways:
+            start = replace(self._start, options={**self._start.options, **way, "torch_compile": compiled})
+            choice = search(self._counts(way[CHECKPOINTED]), start, self._sizes, usable, self.searched)
+            if choice and (best is None or choice.per_device_train_batch_size > best.per_device_train_batch_size):
+                best = choice
+            if best and best.per_device_train_batch_size >= min(SMALL, self._sizes[-1]):
+                break
+        return best
 
     def _divide(self, micro_batch: int | None, accumulation: int | None) -> None:
         """Decides the global batch, and the micro-batches to choose from."""
@@ -199,21 +176,18 @@ class Planner:
         self._growth = BatchSchedule.of_arguments(args)
         args.global_batch_size = self._growth.sizes[-1]
         divide_global_batch(args, size or args.global_batch_size, micro_batch, accumulation)
-        for batch in self._growth.sizes:
-            divided_batch(batch, args.per_device_train_batch_size, options.gpus)
-        self.start = make_choice(args)
+        self._start = make_choice(args)
         is_decided = micro_batch or accumulation or options.use_cpu
-        single = [self.start.per_device_train_batch_size]
+        single = [self._start.per_device_train_batch_size]
         self._sizes = single if is_decided else possible_micro_batches(args, exceeds=True)
 
     def _why_nothing_fits(self) -> str:
-        (checkpointing, offload), size = self._ways[-1], self._sizes[0]
-        choice = replace(self.start, gradient_checkpointing=checkpointing, offload_inputs=offload)
-        choice = choice.divided(size, choice.rows // size)
+        way, size = self._ways[-1], self._sizes[0]
+        least = Choice(self._start.gpus, size, self._start.rows // size, self._start.options | way)
         what = "Not even micro-batches of one pair fit" if size == 1 else f"Micro-batches of {size:,} pairs do not fit"
         return (
             f"{what} into {USABLE:.0%} of {self.memory_gib:g} GiB. In GiB, they take "
-            f"{memory(self._counts(checkpointing), choice).words}. Lower --global_batch, or "
+            f"{step_cost(self._counts(way[CHECKPOINTED]), least).words}. Lower --global_batch, or "
             "--per_device_train_batch_size with more --gradient_accumulation_steps; freeze a tower, shard the weights "
             "with --fsdp, or use more GPUs or GPUs with more memory."
         )
@@ -228,12 +202,11 @@ class Planner:
         whole_from = 1 - (options.full_tokens_last or 0.0)
         for begin, end in itertools.pairwise(sorted({0.0, *growth.ends, *sizes.ends, whole_from, 1.0})):
             batch, size = (known.sizes[sum(begin >= ended for ended in known.ends)] for known in (growth, sizes))
-            share = options.patch_dropout if begin < whole_from else None
-            words = [f"images of {size} pixels"] if len(sizes.sizes) > 1 else []
-            words += ["fewer patches"] if options.full_tokens_last and share else []
-            changes = {"image_size": size, "patch_dropout": share, "gradient_checkpointing": way.gradient_checkpointing}
-            counts = count_model(self._config, options, **changes) if words else self.counts
-            choice = way.divided(*divided_batch(batch, way.per_device_train_batch_size, way.gpus))
+            is_cut = bool(options.full_tokens_last and options.patch_dropout) and begin < whole_from
+            words = [f"images of {size} pixels"] * (len(sizes.sizes) > 1) + ["fewer patches"] * is_cut
+            changes = {"image_size": size} | ({"full_tokens_last": None} if is_cut else {})
+            counts = count(self._config, **way.options | changes) if words else self.counts
+            choice = Choice(way.gpus, *divided_batch(batch, way.per_device_train_batch_size, way.gpus), way.options)
             yield PlannedStage(end - begin, choice, sum(self.times(choice, counts).values()), " and ".join(words))
 
 
@@ -253,22 +226,20 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
         return None
     choice = make_choice(args)
-    changes = {"gradient_checkpointing": choice.gradient_checkpointing, "autocast": args.bf16 or args.fp16}
     try:
-        counts = count_model(config, args, **changes)
-        parts = memory(counts, choice)
+        counts = count(config, autocast=args.bf16 or args.fp16, **choice.options)
+        cost = step_cost(counts, choice)
     except ValueError as error:
         return f"The memory of the training was not predicted. {error}"
-    if parts.total <= USABLE * gpu_bytes:
+    if cost.total <= USABLE * gpu_bytes:
         return None
     # Short captions need fewer activations than the longest ones, which were counted.
-    least = 4.0 * (counts.parameters + counts.trained)
-    least += 0.5 * memory(counts, replace(choice, retain_graphs=1)).activations
+    least = 4.0 * (counts.parameters + counts.trained) + 0.5 * choice.in_graph * counts.both.peak
     least += 0 if args.offload_inputs else counts.pixels * choice.rows
     cure = "" if args.offload_inputs else "--offload_inputs keeps the images in host memory. "
     message = (
-        f"The training needs about {parts.total / GIB:.1f} GiB per GPU, which has {gpu_bytes / GIB:.1f}: "
-        f"{parts.words}. --global_batch_size {args.global_batch_size} in place of both sizes finds micro-batches that "
+        f"The training needs about {cost.total / GIB:.1f} GiB per GPU, which has {gpu_bytes / GIB:.1f}: "
+        f"{cost.words}. --global_batch_size {args.global_batch_size} in place of both sizes finds micro-batches that "
         f"fit, with the same result. {cure}`infcl plan` names options that fit."
     )
     if least > gpu_bytes:

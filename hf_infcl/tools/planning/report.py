@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from ...loading.shares import replay_share
 from ...options.batch_options import DIVISION
-from .costs import GIB, LEFT_OUT, OF_CHOICE, USABLE, Choice
-from .planner import SEARCHED, Planner
-from .prediction import memory, seconds
+from .costs import GIB, LEFT_OUT, USABLE, Choice, seconds, step_cost
+from .planner import Planner
 
 TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 
@@ -24,9 +24,10 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
         has_adapters: whether the model is one with adapters.
     """
     options, choice, pairs = planner.options, planner.choice, planner.options.dataset_size
-    yield from _premises(planner, has_adapters=has_adapters)
+    old = round(choice.global_batch * replay_share(options.replay_share)) if options.replay_dataset else 0
+    yield from _premises(planner, old, has_adapters=has_adapters)
     # The steps for each pair of the set, to which the old pairs of a batch do not belong.
-    each = [one.share / one.choice.global_batch / (1 - planner.old / choice.global_batch) for one in planner.stages]
+    each = [one.share / one.choice.global_batch / (1 - old / choice.global_batch) for one in planner.stages]
     per_epoch = None if pairs is None else math.floor(pairs * sum(each) + 1e-6)
     if per_epoch == 0:
         yield (
@@ -38,16 +39,13 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     if found and not options.use_cpu:
         yield "  Before the first step this finds what fits. To skip that search and take what is planned below, add"
         yield f"  {_words(found)}"
-    parts = memory(planner.counts, choice)
-    graphs = "1 micro-batch" if choice.kept == 1 else f"{choice.kept} micro-batches"
+    cost, graphs = step_cost(planner.counts, choice), f"{choice.kept} micro-batch{'es' * (choice.kept > 1)}"
     yield f"\nMemory per GPU at the peak of a step, GiB, with the graphs of {graphs}"
-    for what, size in (*parts._asdict().items(), (f"in all, of {USABLE * planner.memory_gib:.1f} usable", parts.total)):
+    for what, size in {**cost.memory, f"in all, of {USABLE * planner.memory_gib:.1f} usable": cost.total}.items():
         if size:  # without the loss, if the peak is in a backward
             yield f"  {size / GIB:7.2f}  {what}{' and gradients' if what == 'weights' else ''}"
     mean = sum(n * stage.seconds for n, stage in zip(each, planner.stages, strict=True)) / sum(each)
     is_timed = options.measure or not options.use_cpu
-    if planner.measured is not None:
-        yield f"\n{_measured(planner, *planner.measured)}"
     if is_timed:
         yield from _times(planner)
     if len(planner.stages) > 1:
@@ -75,7 +73,7 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
         yield "With --dataset_size, the number of its pairs, a plan also tells the time of an epoch."
 
 
-def _premises(planner: Planner, *, has_adapters: bool) -> Iterator[str]:
+def _premises(planner: Planner, old: int, *, has_adapters: bool) -> Iterator[str]:
     """What is planned, for which GPUs, and what the prediction leaves out."""
     options, choice, counts, name = planner.options, planner.choice, planner.counts, planner.gpu.name
     trained = "all" if counts.trained == counts.parameters else f"{counts.trained / 1e6:.1f} million"
@@ -99,29 +97,24 @@ def _premises(planner: Planner, *, has_adapters: bool) -> Iterator[str]:
             f"The prediction leaves out {' and '.join(left_out)}: it is of bf16, AdamW or Muon, whole weights on every "
             "GPU and the ring."
         )
-    if planner.old:
+    if old:
         yield (
-            f"Replay: {planner.old:,} of the {choice.global_batch:,} pairs are old, "
-            f"{choice.global_batch - planner.old:,} new. Both take the same memory and time. An epoch ends with the "
-            "new ones."
+            f"Replay: {old:,} of the {choice.global_batch:,} pairs are old, {choice.global_batch - old:,} new. Both "
+            "take the same memory and time. An epoch ends with the new ones."
         )
 
 
 def _options(planner: Planner, choice: Choice) -> tuple[dict[str, object], dict[str, object]]:
     """The options of `infcl train` that have to be written, and those that it finds."""
-    options = planner.options
-    values: dict[str, object] = {"global_batch_size": choice.global_batch}
-    values |= {name: getattr(choice, name) for name in OF_CHOICE}
-    values |= {"use_cpu": options.use_cpu, "bf16": options.bf16 or not options.use_cpu, "texts_at_once": 1}
+    values = {"global_batch_size": choice.global_batch} | {name: getattr(choice, name) for name in DIVISION}
+    values |= {"use_cpu": planner.options.use_cpu, "bf16": planner.options.bf16 or not planner.options.use_cpu}
     values |= choice.options
-    unused = {name for name in SEARCHED if name not in planner.searched and getattr(options, name) in (None, "auto")}
-    if choice.dealt < 2:
-        unused.add("texts_at_once")  # refused, since it has no effect
-    if planner.is_divided:
-        unused.add("global_batch_size")
+    unused = {"texts_at_once"} if choice.dealt < 2 else set()  # refused, since it has no effect
+    unused |= {"retain_graphs"} if choice.gradient_accumulation_steps == 1 else set()
+    unused |= {"global_batch_size"} if planner.is_divided else set()
     if "global_batch_schedule" in values:  # from which they follow
         unused |= {"global_batch_size", "gradient_accumulation_steps"}
-    used = {name: v for name, v in values.items() if name not in unused and v is not None and v is not False}
+    used = {name: value for name, value in values.items() if name not in unused and value is not False}
     found = {*planner.searched, *(() if planner.is_divided else DIVISION)}
     written = {name: value for name, value in used.items() if name not in found}
     return written, {name: value for name, value in used.items() if name in found}
@@ -132,24 +125,25 @@ def _words(options: Mapping[str, object]) -> str:
     return " ".join(f"--{name}{'' if value is True else f' {value}'}" for name, value in texts.items())
 
 
-def _measured(planner: Planner, time: float, peak: int) -> str:
-    """One micro-batch, measured on this machine without compilation, beside its prediction for the GPU."""
-    words = f"a micro-batch of {planner.single.rows} takes {duration(time)} forward and backward without torch.compile"
-    if planner.options.use_cpu:
-        return f"Measured on the CPU of this machine: {words}. The times are scaled to it."
-    parts, predicted = memory(planner.counts, planner.single), seconds(planner.counts, planner.single, planner.gpu)
-    return (
-        f"Measured on {torch.cuda.get_device_name()}: {words} and {peak / GIB:.2f} GiB with weights and gradients. "
-        f"Predicted for {planner.gpu.name} are {duration(sum(predicted.values()))} and "
-        f"{(parts.weights + parts.activations + parts.images) / GIB:.2f} GiB. The times are scaled to it."
-    )
-
-
 def _times(planner: Planner) -> Iterator[str]:
-    times, compiled = planner.times(planner.choice), planner.choice.torch_compile
+    on_cpu = planner.options.use_cpu  # where the gain of compiling is not known
+    if planner.measured is not None:
+        time, peak = planner.measured
+        words = f"a micro-batch of {planner.single.rows} takes {duration(time)} forward and backward without "
+        words += "torch.compile"
+        cost, name = step_cost(planner.counts, planner.single), "the CPU of this machine"
+        predicted = ""
+        if not on_cpu:
+            name, words = torch.cuda.get_device_name(), f"{words} and {peak / GIB:.2f} GiB with weights and gradients"
+            predicted = (
+                f" Predicted for {planner.gpu.name} are "
+                f"{duration(sum(seconds(cost, planner.single, planner.gpu).values()))} and "
+                f"{(cost.weights + cost.activations + cost.images) / GIB:.2f} GiB."
+            )
+        yield f"\nMeasured on {name}: {words}.{predicted} The times are scaled to it."
+    times, compiled = planner.times(planner.choice), planner.options.torch_compile
     phases = ", ".join(f"{phase} {duration(time)}" for phase, time in times.items() if time)
     yield f"\nTime of a step: {duration(sum(times.values()))} ({phases})."
-    on_cpu = planner.options.use_cpu  # where the gain of compiling is not known
     if not on_cpu and (other := planner.find(compiled=not compiled)) is not None:
         time, words = sum(planner.times(other).values()), _words(_options(planner, other)[0])
         yield f"  {'Without' if compiled else 'With'} --torch_compile it is {duration(time)}: {words}"

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import math
 from collections.abc import Collection
-from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -16,55 +15,55 @@ from .planner import Planner
 ASSUMED_BATCH = 256  # pairs, where no options name a global batch
 
 
-class Images(NamedTuple):
-    """The images of a training set, as far as they were read."""
-
-    rate: float  # per second and worker; 0 if none could be decoded
-    smallest: int  # pixels of the shortest side of all; 0 if none is known
-    side: int  # pixels to which they are scaled
-
-
 def predict_workers(
     config: PretrainedConfig,
     options: argparse.Namespace,
     user_options: Collection[str],
+    *,
     batch: int | None,
-    images: Images,
+    rate: float,
+    smallest: int,
+    side: int,
     cores: int,
 ) -> tuple[str, list[str]]:
     """A line about the workers that one GPU needs, as `infcl plan` predicts its rate, and the options to add.
 
-    ``batch`` is the global batch of the options; None if they name none. ``cores`` are those of this machine.
+    Args:
+        batch: the global batch of the options; None if they name none.
+        rate: the images that a worker reads per second; 0 if none could be decoded.
+        smallest: the pixels of the shortest side of all images; 0 if none is known.
+        side: the pixels to which they are scaled.
+        cores: those of this machine.
     """
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    assumed = ", as no options name one," if batch is None else ""
-    of_plan = {"gpus": 1, "gpu": "h200" if "h200" in name else "h100", "gpu_memory": None, "measure": False}
-    of_plan |= {"global_batch": batch or ASSUMED_BATCH, "use_cpu": False}
+    of_plan = {"gpus": 1, "gpu": "h100", "gpu_memory": None, "measure": False, "use_cpu": False}
+    if torch.cuda.is_available() and "h200" in torch.cuda.get_device_name().lower():
+        of_plan["gpu"] = "h200"
+    of_plan["global_batch"] = batch or ASSUMED_BATCH
     try:
+        if not rate:
+            raise ValueError("No image could be decoded.")
         planner = Planner(argparse.Namespace(**(vars(options) | of_plan)), user_options, config)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
-    if not images.rate:
-        return "The workers that a GPU needs were not predicted, because no image could be decoded.", []
-    choice, rate = planner.choice, planner.images_per_second
-    needed, to_add = math.ceil(rate / images.rate), []
+    images, to_add = planner.images_per_second, []
+    needed = math.ceil(images / rate)
     line = (
-        f"Workers: with a global batch of {choice.global_batch:,} pairs{assumed} in micro-batches of "
-        f"{choice.per_device_train_batch_size:,}, an {planner.gpu.name} would train about {rate:,.0f} images per "
-        "second. "
+        f"Workers: with a global batch of {planner.choice.global_batch:,} pairs"
+        f"{', as no options name one,' if batch is None else ''} in micro-batches of "
+        f"{planner.choice.per_device_train_batch_size:,}, an {planner.gpu.name} would train about {images:,.0f} images "
+        "per second. "
     )
-    if needed > cores:
+    if needed <= cores:
+        keep_up = "One worker like these keeps" if needed == 1 else f"{needed} workers like these keep"
+        line += f"{keep_up} up (--dataloader_num_workers); this machine has {cores} cores."
+    else:
         line += (
-            f"The {cores} cores of this machine read about {cores * images.rate:,.0f} "
-            f"(--dataloader_num_workers {cores}), so the data limit the rate."
+            f"The {cores} cores of this machine read about {cores * rate:,.0f} (--dataloader_num_workers {cores}), so "
+            "the data limit the rate."
         )
         if importlib.util.find_spec("simplejpeg") is None:
             line += " `pip install simplejpeg` decodes JPEGs faster."
-        if images.smallest >= 4 * images.side:
-            to_add.append(f"--min_side {2 * images.side}")
-    else:
-        keep_up = "One worker like these keeps" if needed == 1 else f"{needed} workers like these keep"
-        line += f"{keep_up} up (--dataloader_num_workers); this machine has {cores} cores."
+        to_add += [f"--min_side {2 * side}"] if smallest >= 4 * side else []
     if options.dataloader_num_workers < min(needed, cores):
         to_add.append(f"--dataloader_num_workers {min(needed, cores)}")
     return line, to_add
