@@ -397,7 +397,7 @@ def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, 
         ("--average_with_start auto --guard_dataset d", "--average_with_start auto weighs what was gained"),
         ("--average_with_start 0.5 --save_strategy no", "which only a checkpoint then keeps"),
         ("--average_with_start 0.5 --guard_tolerance 2", "guard_tolerance is a fraction from 0 to 1"),
-        ("--average_path depth", "no effect without --average_with_start"),
+        ("--average_path depth", "average_path=depth has no effect without average_with_start"),
     ],
 )
 def test_an_average_that_the_end_could_not_find_is_refused_at_the_start(demo, tmp_path, capsys, words, complaint):

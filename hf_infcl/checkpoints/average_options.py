@@ -18,11 +18,6 @@ def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCL
         ValueError: an average is asked for that could not be found at the end of the training.
     """
     if keep.average_with_start is None:
-        if keep.average_path != StartOptions.average_path:
-            raise ExclusiveOptionsError(
-                f"--average_path {keep.average_path} has no effect without --average_with_start. Pass both or none.",
-                *("average_path", "average_with_start"),
-            )
         return None
     alpha = read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
     strategy = spelled(args.save_strategy)

@@ -175,12 +175,6 @@ def _check_effects(args: Any) -> None:
             "which takes none. Leave them out, or choose another schedule.",
             *("lr_scheduler_kwargs", "lr_scheduler_type"),
         )
-    names = [name for name in CHECKPOINTING if hasattr(args, name)]
-    unused = [f"{name}_kwargs" for name in names if getattr(args, f"{name}_kwargs")]
-    if unused and not any(getattr(args, name) for name in names):
-        raise ExclusiveOptionsError(
-            f"{unused[0]} has no effect without {names[0]}=True. Pass both or none.", *unused, *names
-        )
     optimizer = spelled(args.optim)
     if args.optim_target_modules is not None and not optimizer.startswith(("galore", "apollo")):
         raise ExclusiveOptionsError(
@@ -240,16 +234,9 @@ def check_command(data: Any, args: Any) -> None:
             f"{args.resume_from_checkpoint} continues one. Omit one of them.",
             *("resume_from_checkpoint", "overwrite_output_dir"),
         )
-    of_streams = {
-        "dataset": len(data.dataset or ()) > 1,
-        "dataset_weights": data.dataset_weights,
-        "samples_per_epoch": data.samples_per_epoch,
-        "lanes": data.lanes,
-    }
-    if unused := [name for name, value in of_streams.items() if value and not data.streaming]:
-        names = " and ".join("several --dataset" if name == "dataset" else f"--{name}" for name in unused)
+    if len(data.dataset or ()) > 1 and not data.streaming:
         raise ExclusiveOptionsError(
-            f"Only shards that are read with --streaming can have {names}.", *(*unused, "streaming")
+            "Only shards that are read with --streaming can have several --dataset.", "dataset", "streaming"
         )
     check_replay(data, args)
     if args.cache_features is not None:
@@ -257,11 +244,8 @@ def check_command(data: Any, args: Any) -> None:
 
 
 def check_replay(data: Any, args: Any) -> None:
-    """Raises an ExclusiveOptionsError for options of old pairs without any."""
-    if data.replay_dataset:
-        return
-    names = ("replay_streaming", "replay_image_column", "replay_caption_column", "replay_share", "replay_as")
-    if unused := [name for name in names if getattr(args if hasattr(args, name) else data, name)]:
+    """Raises an ExclusiveOptionsError for options of a replay without old pairs."""
+    if unused := [name for name in ("replay_share", "replay_as") if getattr(args, name) and not data.replay_dataset]:
         raise ExclusiveOptionsError(
             f"{' and '.join(f'--{name}' for name in unused)} had no effect without --replay_dataset. Pass it as well.",
             *(*unused, "replay_dataset"),

@@ -116,6 +116,7 @@ class StartOptions(GuardOptions):
         "With --average_with_start, as --path of `infcl average`. 'line' scales every change alike (WiSE-FT); 'depth' "
         "scales those of early layers more (LiNeS).",
         default="line",
+        needs="average_with_start",
     )
 
 

@@ -14,9 +14,9 @@ _OF_A_MACHINE = (
 )
 # Options that do not decide what is trained, but have to be the same on all machines.
 _UNDECISIVE = (
-    *("_", "accelerator_config", "activation_checkpointing_kwargs", "auto_find_batch_size", "average_tokens_"),
+    *("_", "accelerator_config", "auto_find_batch_size", "average_tokens_"),
     *("batch_eval_metrics", "ddp_", "do_", "enable_jit_", "eval_", "fsdp", "full_determinism"),
-    *("gradient_accumulation_", "gradient_checkpointing_kwargs", "greater_is_better", "ignore_data_skip"),
+    *("gradient_accumulation_", "greater_is_better", "ignore_data_skip"),
     *("include_", "label_names", "length_column_name", "liger_", "load_best_model_", "log_", "logging_", "no_cuda"),
     *("overwrite_output_dir", "parallelism_config", "prediction_loss_only", "restore_callback_", "resume_"),
     *("save_", "skip_memory_", "torch_compile_", "torch_empty_", "use_cache", "use_liger"),
@@ -142,6 +142,8 @@ _FACTS = {
         help_in_command="Push the model and its card to the Hub whenever it is saved.",
     ),
     # ---- Others ----
+    "activation_checkpointing_kwargs": Facts(decides=False, needs="activation_checkpointing"),
+    "gradient_checkpointing_kwargs": Facts(decides=False, needs="gradient_checkpointing"),
     "adam_beta": Facts(decides=True, within=SHARE),
     "adam_epsilon": Facts(decides=True, within=FINITE),
     "dataloader_prefetch_factor": Facts(decides=False, one_machine=True, within=FROM_1, needs="dataloader_num_workers"),

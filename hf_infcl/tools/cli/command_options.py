@@ -58,10 +58,12 @@ class DataOptions:
         "With --streaming: the proportions in which the samples of several datasets are mixed. By default, they are "
         "read as one set.",
         of_one_set=True,
+        needs="streaming",
     )
     samples_per_epoch: int | None = command_option(
         "With --streaming: the number of pairs per epoch. Without it, pass --max_steps.",
         within=FROM_1,
+        needs="streaming",
         short_help=HelpPlace("Data", 30),
     )
     caption_templates: list[str] | None = command_option(
@@ -88,7 +90,8 @@ class DataOptions:
     lanes: int | None = command_option(
         "With --streaming: the number of lanes among which the shards are dealt; a worker reads each alone. A run can "
         "resume with other numbers of processes and workers (--dataloader_num_workers) if their product divides it. "
-        "Defaults to that product at the start."
+        "Defaults to that product at the start.",
+        needs="streaming",
     )
     replay_dataset: list[str] | None = command_option(
         "Old pairs that the model should not forget. Every global batch gets --replay_share of them. Hub ids or "
@@ -97,14 +100,23 @@ class DataOptions:
         short_help=HelpPlace("Data", 120),
     )
     replay_streaming: bool = command_option(
-        "Read every --replay_dataset as a stream of shards, like --streaming.", default=False, of_one_set=True
+        "Read every --replay_dataset as a stream of shards, like --streaming.",
+        default=False,
+        of_one_set=True,
+        needs="replay_dataset",
     )
-    replay_split: str = command_option("Split of each --replay_dataset.", default="train", of_one_set=True)
+    replay_split: str = command_option(
+        "Split of each --replay_dataset.", default="train", of_one_set=True, needs="replay_dataset"
+    )
     replay_image_column: str | None = command_option(
-        "Column of images in each --replay_dataset, if it differs from --image_column.", of_one_set=True
+        "Column of images in each --replay_dataset, if it differs from --image_column.",
+        of_one_set=True,
+        needs="replay_dataset",
     )
     replay_caption_column: str | None = command_option(
-        "Column of captions in each --replay_dataset, if it differs from --caption_column.", of_one_set=True
+        "Column of captions in each --replay_dataset, if it differs from --caption_column.",
+        of_one_set=True,
+        needs="replay_dataset",
     )
     exclude: list[str] | None = command_option(
         "Train without the pairs that a ledger calls wrong. Give the file that `infcl score` has written and the least "

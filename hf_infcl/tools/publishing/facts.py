@@ -106,9 +106,7 @@ class TrainingFacts:
     device: str  # the name of the processor, "NVIDIA H200" or "CPU"
     versions: Mapping[str, str]  # of the packages, by name
     revision: str | None = None  # the branch of the Hub repository that holds the model; None for the main branch
-    samples: int | None = (
-        None  # the pairs seen by steps whose global batches had several sizes; None if all had this one
-    )
+    samples: int | None = None  # the pairs seen, if the global batches had several sizes; None if all had this one
     pairs: int | None = None  # images with captions in all sources together; None for a stream of unknown length
     adapter: bool = False  # whether the repository holds an adapter (LoRA) instead of the whole model
     pair_id_column: str | None = None  # pairs with equal values in this column were not each other's negatives

@@ -9,6 +9,7 @@ from ...checkpoints.average_search import not_trained
 from ...evaluation.metrics import CHANGE, LOW, SCORES
 from ...optimizers import NAMES
 from ...options.arguments import InfCLTrainingArguments
+from ...options.declaring import spelled
 from ..planning.report import TOO_FEW_STEPS, number
 from .facts import Evaluation, TrainingFacts
 
@@ -42,7 +43,7 @@ def doubtful_rate(args: InfCLTrainingArguments) -> str:
     rate = args.learning_rate * args.learning_rate_factor
     if rate == 0:
         return "The learning rate is 0, so that no weight changes. Fine-tuning takes about 1e-5 (--learning_rate 1e-5)."
-    if "adam" not in str(getattr(args.optim, "value", args.optim)) or not (doubt := _doubt_of_rate("adamw", rate)):
+    if "adam" not in spelled(args.optim) or not (doubt := _doubt_of_rate("adamw", rate)):
         return ""
     advice = "Fine-tuning takes about 1e-5, training from random weights 1e-3 (--learning_rate)."
     return f"{doubt[0].upper()}{doubt[1:]}. {advice}"

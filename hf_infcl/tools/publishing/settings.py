@@ -11,6 +11,7 @@ from typing import Any
 
 from ...optimizers import unwrapped, words_of_groups
 from ...options.combinations import WITHOUT_WARM_UP
+from ...options.declaring import spelled
 from ...options.facts import values_of_card
 from .markdown import code, joined
 from .trained import Trained
@@ -75,7 +76,7 @@ def precision(trainer: Trained) -> str:
 def _optimizer(trainer: Trained) -> Iterator[str]:
     optimizer = unwrapped(trainer.optimizer)
     muon = "Muon and " if trainer.args.optimizer == "muon" else ""
-    yield muon + _value(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
+    yield muon + spelled(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
     groups = optimizer.param_groups
     if betas := _first(groups, "betas"):
         yield f"β = ({', '.join(map(str, betas))})"
@@ -110,11 +111,6 @@ def _schedule(trainer: Trained) -> Iterator[str]:
             scheduler = scheduler.scheduler
         yield type(scheduler).__name__
         return
-    yield (schedule := _value(trainer.args.lr_scheduler_type))
+    yield (schedule := spelled(trainer.args.lr_scheduler_type))
     if schedule not in WITHOUT_WARM_UP:
         yield f"{trainer.args.get_warmup_steps(trainer.state.max_steps)} steps of warm-up"
-
-
-def _value(option: object) -> str:
-    """The text of an option that may be an enum."""
-    return str(getattr(option, "value", option))
