@@ -1083,7 +1083,8 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
     ("words", "complaint"),
     [
         ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or --benchmark"),
-        ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "Above 0 it also needs --eval_dataset"),
+        ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "eval_pictures=3 has no effect without"),
+        ("evaluate --model m --eval_dataset d --eval_pictures -1", "eval_pictures must be a whole number of at least"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "no folder './no/such/model', and the name is not"),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from .declaring import HelpPlace, command_option
+from .declaring import FROM_0, HelpPlace, command_option
 
 
 @dataclass
@@ -39,6 +39,8 @@ class EvaluationOptions:
         "Images of --eval_dataset to draw with the captions that they find. Each evaluation draws them into "
         "pictures.png in --output_dir, which is pushed with the model.",
         default=0,
+        within=FROM_0,
+        needs="eval_dataset",
         short_help=HelpPlace("Evaluation", 90),
     )
     eval_benchmark: list[str] | None = command_option(
@@ -63,13 +65,6 @@ class EvaluationOptions:
         default=["a photo of a {}."],
         short_help=HelpPlace("Evaluation", 40),
     )
-
-    def __post_init__(self) -> None:
-        if self.eval_pictures < 0 or (self.eval_pictures and not self.eval_dataset):
-            raise ValueError(
-                f"eval_pictures must be at least 0. Above 0 it also needs --eval_dataset, whose images it draws. Got "
-                f"{self.eval_pictures} and --eval_dataset {self.eval_dataset}."
-            )
 
 
 @dataclass
