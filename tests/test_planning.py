@@ -223,8 +223,8 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
     assert "leaves out" not in said
     batch, division = "--global_batch_size 1024", "--per_device_train_batch_size 256 --gradient_accumulation_steps 4"
     for words, chosen, found in (
-        ([], f"{batch} --bf16", f"{division} --texts_at_once 2 --retain_graphs 1"),
-        (["--texts_at_once", 1], f"{batch} --bf16 --texts_at_once 1", f"{division} --retain_graphs 1"),
+        ([], f"{batch} --bf16", f"{division} --texts_at_once 2 --retain_graphs 2"),
+        (["--texts_at_once", 1], f"{batch} --bf16 --texts_at_once 1", f"{division} --retain_graphs 2"),
         (["--retain_graphs", 1], f"{batch} --bf16 --retain_graphs 1", f"{division} --texts_at_once 2"),
         (
             ["--global_batch_schedule", "256:0.5", "1024"],
