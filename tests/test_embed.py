@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_f
         embedded(images, tmp_path / "images", max_length=max_length)
 
 
-def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folder(tmp_path):
+def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folder(tmp_path, monkeypatch):
     source = table_source(table(), "image", "caption", None, "x")
     embedded(source, tmp_path, format="npy")
     images, texts = expected(range(21))
@@ -124,6 +125,13 @@ def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folde
     np.testing.assert_allclose(found[:-1], texts, atol=1e-6)
     assert (known.tolist(), stored.rows, stored.width) == ([True] * len(keys) + [False], 21, 12)
     assert stored.find("images", [])[0].shape == (0, 12)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "sysconf", lambda name: 16)  # so many pages of 16 bytes do not hold the embeddings
+        large = StoredEmbeddings(tmp_path)
+    np.testing.assert_allclose(large.find("texts", keys)[0], texts, atol=1e-6)
+    mappings = Path("/proc/self/smaps").read_text().split(f"{tmp_path}/texts.npy")[1:]
+    flags = [mapping.split("VmFlags:")[1].splitlines()[0].split() for mapping in mappings]
+    assert sorted("rr" in of_one for of_one in flags) == [False, True], "only what does not fit is read at random"
     collator, encoder = ContrastiveCollator(clip_processor()), DualEncoder(models.clip().eval(), dims=4)
     given = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "format": "npy"}
     with pytest.raises(ValueError, match=r"holds other embeddings \(dims was None and is 4\)"):

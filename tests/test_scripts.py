@@ -386,6 +386,15 @@ def tokens_of(args: Any, given: Any) -> int:
     return (args[0] if args else given["hidden_states"]).shape[1]
 
 
+def test_benchmark_lookup_finds_the_embeddings_of_every_pair(script, tmp_path):
+    words = ["--rows", 9000, "--pairs", 40, "--rounds", 2, "--images", 96, "--folder", tmp_path]
+    first, *others = measure(script("benchmarks.lookup"), *words, "--output", tmp_path / "data.csv")
+    assert [row["implementation"] for row in others] == [f"9,000 stored embeddings, {n}" for n in ("first", "again")]
+    for row in others:
+        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(first["ms"]), abs=1e-3)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"], "the embeddings are removed"
+
+
 def test_benchmark_step_profiles_the_phases_of_a_step(script, tmp_path):
     words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 2, "--accumulation-steps", 2]
     measure(script("benchmarks.step"), *words, "--warmup", 1, "--profile", tmp_path)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,7 @@ class StoredEmbeddings:
                     f"The files of {kind} in {self.folder} do not belong together: {len(hashes)} keys and embeddings "
                     f"of the shape {list(values.shape)}. Embed the data again."
                 )
+            _read_at_random(values)
             self._mapped[kind] = hashes, rows, values
         return self._mapped[kind]
 
@@ -108,6 +111,16 @@ class StoredEmbeddings:
                 "file is damaged. Embed the data again."
             )
         return embeddings, known
+
+
+def _read_at_random(values: Any) -> None:
+    """Keeps the system from reading 128 KiB for each row of a file that does not stay in memory anyway.
+
+    Of smaller files, reading ahead brings the rows that are asked for later.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if isinstance(values.base, mmap.mmap) and values.nbytes > memory / 2:
+        values.base.madvise(mmap.MADV_RANDOM)
 
 
 def embedding_folders(folder: str) -> list[str]:
