@@ -33,11 +33,14 @@ class Marked(PairSelection):
 
 
 class Pairs(models.Pairs):
-    """Each image with one or several captions, and a mark from 0 to 2 that is no regular pattern."""
+    """Each image with one or several captions, and a mark from 0 to 2 that is no regular pattern.
 
-    def __init__(self, captions: int = 1) -> None:
+    With ``names`` pairs have equal ids, so many different ones.
+    """
+
+    def __init__(self, captions: int = 1, names: int = 0) -> None:
         super().__init__(ROWS, longest=LONGEST)
-        self.captions = captions
+        self.captions, self.names = captions, names
         self.others = models.Pairs(ROWS * captions, longest=LONGEST, seed=1)
         self.marks = torch.randint(0, 3, (ROWS,), generator=torch.Generator().manual_seed(2))
 
@@ -49,6 +52,8 @@ class Pairs(models.Pairs):
         texts = (rows[:, None] * self.captions + torch.arange(self.captions)).flatten()
         batch = {"pixel_values": self.images[rows], "mark": self.marks[rows]}
         batch |= {"input_ids": self.others.tokens[texts], "attention_mask": self.others.mask[texts]}
+        if self.names:
+            batch["pair_ids"] = rows % self.names
         if self.captions > 1:
             batch["caption_image"] = torch.arange(len(rows)).repeat_interleave(self.captions)
         return batch
@@ -70,7 +75,7 @@ def train(
     folder: Any, objective: str, captions: int, of_three: int, sorts: bool, world_size: int = 1, **options: Any
 ) -> tuple[dict[str, Tensor], list[float], int]:
     """The weights after two steps, their losses, and the number of forwards."""
-    data = Pairs(captions)
+    data = Pairs(captions, options.pop("names", 0))
     batch: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": ROWS // 4 // world_size}
     batch |= {"texts_at_once": 1, "retain_graphs": "1"}  # on a GPU nothing is tried, which would count as forwards
     more = {"equal_ids": "positive"} if captions > 1 else {}
@@ -85,8 +90,10 @@ def train(
     return weights, logs, len(forwards)
 
 
-def expected(objective: str, captions: int, of_three: int, freeze: str | None = None) -> tuple[dict, list[float]]:
-    model, data = BUILD[objective](), Pairs(captions)
+def expected(
+    objective: str, captions: int, of_three: int, freeze: str | None = None, names: int = 0
+) -> tuple[dict, list[float]]:
+    model, data = BUILD[objective](), Pairs(captions, names)
     encoder = DualEncoder(model)
     encoder.initialise_sigmoid()
     encoder.freeze(freeze)
@@ -99,6 +106,8 @@ def expected(objective: str, captions: int, of_three: int, freeze: str | None = 
         of_texts = ids.repeat_interleave(captions)
         kept = chosen[of_texts]
         given = {"image_ids": ids[chosen], "text_ids": of_texts[kept]} if captions > 1 else {}
+        if names:
+            given = {"pair_ids": whole["pair_ids"][chosen]}
         loss = reference.contrastive_loss(
             images[chosen], texts[kept], *encoder.scale_and_bias(), objective=objective, **given
         ).sum()
@@ -138,6 +147,17 @@ def test_other_options_of_a_step_compose(tmp_path, options):
     found = train(tmp_path, "softmax", 1, 1, True, **options)
     check(found, "softmax", 1, 1, **{name: value for name, value in options.items() if name == "freeze"})
     assert found[2] < 2 * (2 * ROWS // 4 - 1), "the second pass was shorter"
+
+
+def rank_names(rank: int, world_size: int, folder: str) -> list[tuple]:
+    return [train(folder, objective, 1, 2, False, world_size, names=10) for objective in BUILD]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_equal_ids_of_the_pairs_that_take_part_are_excluded(ranks, tmp_path, world_size):
+    for by_objective in ranks.run(rank_names, world_size, str(tmp_path)):
+        for objective, found in zip(BUILD, by_objective, strict=True):
+            check(found, objective, 1, 2, names=10)
 
 
 def test_few_pairs_that_are_left_out_cost_no_kept_graph(tmp_path):
