@@ -229,11 +229,11 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
         (
             ["--global_batch_schedule", "256:0.5", "1024"],
             "--bf16 --global_batch_schedule 256:0.5 1024",
-            "--per_device_train_batch_size 256 --texts_at_once 2 --retain_graphs 1",
+            "--per_device_train_batch_size 256 --texts_at_once 2 --retain_graphs 2",
         ),
         (["--fsdp", "true"], f"{division} --bf16", None),  # where nothing is tried
         # With which each micro-batch keeps its texts.
-        (["--gradient_noise_steps", 8], f"{batch} --bf16", f"{division} --retain_graphs 1"),
+        (["--gradient_noise_steps", 8], f"{batch} --bf16", f"{division} --retain_graphs 2"),
     ):
         said = planned(capsys, small_model, "--global_batch", 1024, "--gpu_memory", 0.016, *words)
         assert re.findall("^Choose  (.*)$", said, re.MULTILINE) == [chosen], words
