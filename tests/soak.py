@@ -278,7 +278,7 @@ def train_settings(options: argparse.Namespace) -> int:
         if time.monotonic() - begin > 60 * options.minutes:
             break
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
-    repeated = sum(outcome.halved > 0 for outcome in outcomes)
+    repeated = sum(outcome.repeated > 0 for outcome in outcomes)
     write_row(
         options.results,
         check="memory",
@@ -288,7 +288,7 @@ def train_settings(options: argparse.Namespace) -> int:
         failures=len(failures),
         detail="; ".join(
             [
-                f"settings from {options.first_seed}; {repeated} trainings repeated a step with smaller micro-batches",
+                f"settings from {options.first_seed}; {repeated} trainings repeated a step, because memory ran out",
                 f"peak memory {median(outcome.peak for outcome in outcomes):.0%} of the GPU in the median",
                 *failures[:5],
             ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import logging
 import random
 import tempfile
 import time
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+from hf_infcl.micro_batches import repeating
 
 END = 3  # the token with which CLIP's texts end; SigLIP's need none
 OPERATIONS = 6e14  # of a step, at most: one to two seconds of an H100
@@ -128,14 +129,26 @@ class Outcome:
     """What became of a training."""
 
     failure: str  # empty if it trained to its end
-    halved: int  # how often its micro-batches were halved, because memory ran out in a step
+    repeated: int  # how often a step was repeated, because memory ran out
     division: str  # that was found: micro-batch × accumulation, and what is kept
     peak: float  # share of the memory of the device
     seconds: float
 
 
+class Repeats(logging.Handler):
+    """Counts the repetitions that are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += "It is repeated" in record.getMessage()
+
+
 def train(setting: Setting) -> Outcome:
     """Trains the steps of a setting on this process's device."""
+    repeating.logger.addHandler(repeats := Repeats())
     begin, on_gpu = time.perf_counter(), torch.cuda.is_available()
     trainer, failure = None, ""
     if on_gpu:
@@ -160,18 +173,17 @@ def train(setting: Setting) -> Outcome:
             trainer.train()
         except (RuntimeError, ValueError) as error:
             failure = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-    division, halved, peak = "", 0, 0.0
+    repeating.logger.removeHandler(repeats)
+    division, peak = "", 0.0
     if trainer is not None:
         found = trainer.args
-        if found.largest_micro_batch is not None:
-            halved = round(math.log2(found.per_device_train_batch_size / found.largest_micro_batch))
         division = (
             f"{found.per_device_train_batch_size} × {found.gradient_accumulation_steps}, texts {found.texts_at_once}, "
             f"graphs {found.retain_graphs}"
         )
     if on_gpu:
         peak = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(0).total_memory
-    return Outcome(failure, halved, division, round(peak, 3), round(time.perf_counter() - begin, 1))
+    return Outcome(failure, repeats.count, division, round(peak, 3), round(time.perf_counter() - begin, 1))
 
 
 def described(seed: int, setting: Setting, outcome: Outcome) -> str:
