@@ -150,6 +150,99 @@ def test_the_states_of_extensions_are_in_checkpoints(tmp_path):
     assert [e["windows_seen"] for e in rest.state.log_history if "windows_seen" in e] == [1, 2, 3, 4]
 
 
+class Returns(LossTerm, StepChange, PairSelection):
+    """Keeps to what is asked of it, but for what is given in place of one of its methods."""
+
+    name = "returns"
+    options: Mapping[str, Any] = {"of": object()}  # what is no JSON has a name in it
+
+    def __init__(self, **methods: Any) -> None:
+        vars(self).update(methods)
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        return features[0].square().sum()
+
+    def select(self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None) -> None:
+        return None
+
+
+def always(value: Any) -> Any:
+    return lambda *_: value
+
+
+MASK = torch.ones(8, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({"select": always(MASK[:2])}, r"select of the extension 'returns' must return a tensor \[8\] of torch.bool"),
+        ({"select": always(torch.arange(8))}, r"got \[8\] torch.int64"),
+        ({"select": always(MASK[:, None])}, r"got \[8, 1\] torch.bool"),
+        ({"select": always([True] * 8)}, "got list"),
+        ({"passed_over": always(MASK)}, r"passed_over of the extension 'returns' must return a tensor \[24\]"),
+        ({"value": lambda features, _: features[0].sum(1)}, r"value of the term 'returns' .* got \[8\] torch.float32"),
+        ({"value": always(1.0)}, r"value of the term 'returns' must return a scalar tensor of floats, got 1.0"),
+        ({"reference": always(torch.ones(4))}, "reference of the term 'returns' must return a tuple of tensors"),
+        ({"reference": always((torch.tensor(1.0),))}, "reference of the term 'returns' .*: zero-dimensional"),
+        (
+            {"inputs": lambda inputs: {name: value[:3] for name, value in inputs.items()}},
+            "The step has 8 images and 8 texts, but 6 and 6 embeddings",
+        ),
+        ({"state_dict": always({"n": {"of": object()}})}, "state_dict of the extension 'returns' must return a dict"),
+    ],
+    ids=str,
+)
+def test_what_an_extension_must_not_return_is_refused(tmp_path, methods, message):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, Returns(**methods), **options).train()
+
+
+def test_numbers_and_options_of_an_extension_become_json(tmp_path):
+    made = Returns(logs=lambda: {"seen": torch.tensor(2.0)})
+    made.unused = [torch.nn.Parameter(torch.ones(2))]
+    made.parameters = lambda: made.unused
+    run = trainer(tmp_path, made, save_strategy="steps", save_steps=1)
+    run.train()
+    assert [entry["seen"] for entry in run.state.log_history if "loss" in entry] == [2.0, 2.0]
+    assert torch.equal(made.unused[0], torch.ones(2)), "a parameter that a step does not use stays"
+    trainer(tmp_path, made, save_strategy="steps", save_steps=1, max_steps=3).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("extensions", "message"),
+    [
+        ([Returns], "got the class Returns"),
+        (Returns(), "must be a list of objects of the classes .*, got Returns"),
+        ({"one": Returns()}, "got dict"),
+        ([WindowsSeen(), WindowsSeen()], "Several extensions of the step have the name 'windows_seen'"),
+        ([Returns(name="loss_parts")], "have the name 'loss_parts': tower_norms, positive_cosines, loss_parts"),
+    ],
+    ids=str,
+)
+def test_what_is_no_list_of_different_extensions_is_refused(tmp_path, extensions, message):
+    with pytest.raises(ValueError, match=message):
+        InfCLTrainer(models.clip(), arguments(tmp_path), default_collate, train_dataset=pairs(), extensions=extensions)
+
+
+def rank_observes(rank: int, world_size: int, folder: str) -> str:
+    seen = WindowsSeen()
+    if rank == 1:
+        seen.after_first_pass = lambda *_: 1 / 0
+    try:
+        trainer(folder, seen).train()
+    except (ZeroDivisionError, RuntimeError) as error:
+        return str(error)
+    return "went on"
+
+
+def test_an_observer_that_fails_ends_all_processes(ranks, tmp_path):
+    heard, own = ranks.run(rank_observes, 2, str(tmp_path), timeout=60)
+    assert "rank 1: ZeroDivisionError: division by zero" in heard
+    assert own == "division by zero"
+
+
 def test_a_training_without_states_has_no_file_of_them(tmp_path):
     trainer_for(tmp_path, save_strategy="steps", save_steps=2).train()
     assert not list(tmp_path.rglob("infcl_extensions.pt"))

@@ -144,7 +144,10 @@ class CachedWindow(Generic[MicroBatchT]):
             value = loss(leaves, copies)
         self.loss = value.detach()
         wanted = [t for t in (*leaves, *copies, *other_inputs) if t.requires_grad]
-        gradients = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted), strict=True)) if wanted else {}
+        # A step may do without some of the others, which then have a gradient of 0.
+        fills = bool(other_inputs)
+        found = torch.autograd.grad(value, wanted, allow_unused=fills, materialize_grads=fills) if wanted else ()
+        gradients = dict(zip(map(id, wanted), found, strict=True))
         self._parameters = parameters
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
         self.other_gradients = [gradients[id(other)] for other in other_inputs]

@@ -19,6 +19,7 @@ from ..loading.loaders import check_data_seed, check_keyed, check_planned, set_s
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
+from ..windows.extensions import check_extensions
 
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
 
@@ -41,12 +42,13 @@ def checked_arguments(
             launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is passed; a dataset of
             images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
             several captions per image; the batches of ``global_batch_schedule`` do not fit the data or the processes;
-            ``output_dir`` is not writable.
+            ``output_dir`` is not writable; ``extensions`` is no list of them.
     """
     if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
         kwargs = {**kwargs, "processing_class": data_collator.processor}  # so that it is saved beside the model
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
+    check_extensions(kwargs.get("extensions", ()))
     kwargs = _with_replay(args, kwargs)
     _check_processes(args)
     if model is not None:

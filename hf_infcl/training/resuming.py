@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..checkpoints.files import choose
 from ..checkpoints.pushes import checkpoint_of_hub_if_named
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
-from ..checkpoints.run_options import options_of_arguments, options_of_data, options_of_model
+from ..checkpoints.run_options import as_json, options_of_arguments, options_of_data, options_of_model
 from ..data.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..loading.batch_plan import BatchPlan, Position
 from ..loading.positions import loop_values, make_plan
@@ -58,7 +58,7 @@ def make_run(setup: Setup) -> Run:
             **options_of_data(list(all_parts(data)), setup.collator),
             **options_of_model(model),
             "fingerprint of the start": None if setup.start is None else setup.start.fingerprint,
-            **{name: value for part in setup.extensions for name, value in part.options.items()},
+            **as_json({name: value for part in setup.extensions for name, value in part.options.items()}),
         },
     )
 

@@ -158,3 +158,75 @@ def of_kind(extensions: Iterable[Extension], kind: type[Kind]) -> list[Kind]:
 def term_parameters(extensions: Iterable[Extension]) -> list[nn.Parameter]:
     """What trains beside the model, of all terms."""
     return [parameter for term in of_kind(extensions, LossTerm) for parameter in term.parameters()]
+
+
+# ---- Extensions that others have written are checked where a mistake would train something else, or end late ----
+
+
+def check_extensions(extensions: object) -> None:
+    """Raises a ValueError for what is no list of extensions."""
+    wrong = [extensions] if not isinstance(extensions, (list, tuple)) else extensions
+    for one in wrong:
+        if wrong is not extensions or not isinstance(one, Extension):
+            what = f"the class {one.__name__}" if isinstance(one, type) else f"{type(one).__name__} {one!r}"
+            raise ValueError(
+                f"extensions must be a list of objects of the classes of hf_infcl.windows.extensions, got {what}."
+            )
+
+
+def check_names(extensions: Sequence[Extension]) -> None:
+    """Raises a ValueError if two have one name: a checkpoint would keep the state of one of them."""
+    names = [extension.name for extension in extensions]
+    if double := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"Several extensions of the step have the name {', '.join(map(repr, double))}: {', '.join(names)}. Give "
+            "each one of its own, under which checkpoints keep its state."
+        )
+
+
+def check_mask(extension: Extension, method: str, mask: object, rows: int) -> None:
+    """Raises a ValueError unless what a method has returned is [rows] bool."""
+    if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (rows,)):
+        found = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"{method} of the extension {extension.name!r} must return a tensor [{rows}] of torch.bool, got {found}."
+        )
+
+
+def checked_state(extension: Extension) -> dict[str, Any]:
+    """The state of an extension; a ValueError if it could be written, but not be read again."""
+    state = extension.state_dict()
+    if not _is_readable(state):
+        raise ValueError(
+            f"state_dict of the extension {extension.name!r} must return a dict of tensors, numbers and texts, in "
+            f"dicts and lists, which alone are read from a checkpoint, got {state!r}."
+        )
+    return state
+
+
+def _is_readable(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_readable, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_readable, value))
+    return value is None or isinstance(value, (Tensor, int, float, str))
+
+
+def value_of_term(term: LossTerm, features: Features, references: Sequence[Features]) -> Tensor:
+    """The value of a term, whose ``references`` are those of all micro-batches.
+
+    Raises:
+        ValueError: it is no scalar, or the references cannot be concatenated.
+    """
+    try:
+        joined = tuple(map(torch.cat, zip(*references, strict=True)))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"reference of the term {term.name!r} must return a tuple of tensors [rows, ...], as many for each "
+            f"micro-batch: {error}."
+        ) from error
+    value: object = term.value(features, joined)
+    if not (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()):
+        found = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"value of the term {term.name!r} must return a scalar tensor of floats, got {found}.")
+    return value

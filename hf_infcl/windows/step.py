@@ -24,7 +24,20 @@ from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
 from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
-from .extensions import NO_ROWS, Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
+from .extensions import (
+    NO_ROWS,
+    Extension,
+    LossTerm,
+    PairSelection,
+    StepChange,
+    StepObserver,
+    check_mask,
+    check_names,
+    checked_state,
+    of_kind,
+    term_parameters,
+    value_of_term,
+)
 from .gradient_noise import GradientNoise
 from .memory import WindowMemory
 from .nonfinite import RowsOfDataset, finite_rows
@@ -62,6 +75,7 @@ class WindowStep:
         args, compiled = setup.args, is_compiled(model)
         self.windows = 0  # that were trained
         self.extensions = [*_make_extensions(setup, course), *setup.extensions]
+        check_names(self.extensions)
         # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
         # parameters within a forward or a backward.
         self.repeats = not is_sharded(setup.accelerator)
@@ -116,10 +130,12 @@ class WindowStep:
             with announced, record_function("infcl: first pass"):
                 for batch in window.batches if self.windows == 0 else ():
                     self._setup.encoder.check_texts(batch)
-                features = window.in_order(passes.encode())
+                encoded = passes.encode()
+                _check_rows(window, encoded)
+                features = window.in_order(encoded)
+                for observer in self._observers:
+                    observer.after_first_pass(window, features)
             finite = finite_rows(features)
-            for observer in self._observers:
-                observer.after_first_pass(window, features)
             # ---- Selection: the pairs that take part ----
             if of_kind(self.extensions, PairSelection) and not window.is_selected:
                 Processes().agree([])  # where an error of the first pass of another process arrives
@@ -127,7 +143,7 @@ class WindowStep:
                 with failures_announced_unless_sharded(self._setup.accelerator):
                     window.taking_part, window.is_selected = self._select(window, features), True
             taking_part = window.taking_part
-            del features  # they take the memory of the whole window
+            del encoded, features  # they take the memory of the whole window
             # ---- The contrastive loss and the terms, and the gradient of the features ----
             self.may_repeat = self.repeats and self._setup.args.world_size == 1
             with record_function("infcl: loss"):
@@ -227,6 +243,7 @@ class WindowStep:
         for selection in of_kind(self.extensions, PairSelection):
             chosen = selection.select(window, features, *self._setup.encoder.scale_and_bias())
             if chosen is not None:
+                check_mask(selection, "select", chosen, len(features[0]))
                 taking_part = chosen if taking_part is None else taking_part & chosen
         if taking_part is not None and not bool(taking_part.any()):
             names = ", ".join(selection.name for selection in of_kind(self.extensions, PairSelection))
@@ -254,8 +271,7 @@ class WindowStep:
             loss = loss.detach() + weight * (loss - loss.detach())
         for number, term in enumerate(of_kind(self.extensions, LossTerm)):
             of_micro_batches = [(m.references or [])[number] for m in micro_batches]
-            references = tuple(map(torch.cat, zip(*of_micro_batches, strict=True)))
-            value = term.value(in_order if term.in_order else features, references)
+            value = value_of_term(term, in_order if term.in_order else features, of_micro_batches)
             window.term_values[term.name] = value.detach()
             loss = loss + (value - value.detach())
         return loss
@@ -313,8 +329,11 @@ class WindowStep:
 
     def passed_over(self, epoch: int) -> Tensor:
         """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
-        rows = [selection.passed_over(epoch) for selection in of_kind(self.extensions, PairSelection)]
-        return next(filter(len, rows), NO_ROWS)
+        for selection in of_kind(self.extensions, PairSelection):
+            if len(rows := selection.passed_over(epoch)):
+                check_mask(selection, "passed_over", rows, self._setup.rows or 0)
+                return rows
+        return NO_ROWS
 
     @property
     def _observers(self) -> list[StepObserver]:
@@ -340,12 +359,12 @@ class WindowStep:
         """The logs of the extensions, of `Temperature` and of the checks, which read Trainer's; collective."""
         metrics: dict[str, float] = {}
         for extension in self.extensions:
-            metrics |= extension.logs()
+            metrics |= {name: float(value) for name, value in extension.logs().items()}  # JSON has no tensors
         return metrics | self._temperature.logs() | self.checks.logs(logs)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states of the extensions that have one, by their names; collective."""
-        states = {extension.name: extension.state_dict() for extension in self.extensions}
+        states = {extension.name: checked_state(extension) for extension in self.extensions}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -358,6 +377,16 @@ class WindowStep:
         """Leaves the model as it was before the training, but for its weights."""
         for extension in self.extensions:
             extension.close()
+
+
+def _check_rows(window: Window, encoded: Features) -> None:
+    """Raises a ValueError if a change of the inputs, or the model, has left rows out or added some."""
+    rows, expected = [len(rows) for rows in encoded], [sum(sizes) for sizes in window.sizes]
+    if rows != expected:
+        raise ValueError(
+            f"The step has {expected[0]} images and {expected[1]} texts, but {rows[0]} and {rows[1]} embeddings. The "
+            "model, and what changes its inputs, must keep every row."
+        )
 
 
 def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]:
