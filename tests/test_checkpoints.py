@@ -316,6 +316,19 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
         choose(str(tmp_path), str(tmp_path / "model"))
 
 
+def test_the_output_of_a_training_is_no_checkpoint_and_that_of_another_trainer_is_one(tmp_path):
+    run = trainer(tmp_path, save_steps=2)
+    run.train()
+    run.save_model()
+    run.save_state()
+    message = r"holds a model and the log of its training, but no optimizer, .* \(checkpoint-4, checkpoint-2\)"
+    with pytest.raises(ValueError, match=message):
+        choose(str(tmp_path), str(tmp_path))
+    for name in (MANIFEST_NAME, "infcl_run.json"):
+        (tmp_path / "checkpoint-2" / name).unlink()
+    assert choose(str(tmp_path), str(tmp_path / "checkpoint-2")) == str(tmp_path / "checkpoint-2")
+
+
 def test_models_alone_are_counted_and_removed_and_nothing_to_go_on_from(tmp_path):
     trainer(tmp_path, save_steps=1, save_total_limit=2, save_only_model=True).train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}

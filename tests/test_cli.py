@@ -1149,7 +1149,10 @@ def test_a_damaged_model_is_one_line(demo, tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("epoch_1.pt", "holds weights without a config. Name the model with --open_clip_model"),
+        (
+            "epoch_1.pt",
+            "is a file. A model of transformers is named by its folder. Weights of OpenCLIP's training need",
+        ),
         ("checkpoints/epoch_1.pt", "name the .pt file itself and pass --open_clip_model"),
         ("model/open_clip_config.json", "is damaged, or is no config of OpenCLIP"),
     ],

@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.checkpoints.average_search import Averaged
+from hf_infcl.tools.cli import main
 from hf_infcl.tools.publishing import CardCallback, Evaluation, Source, pictures, training_facts
 from hf_infcl.tools.publishing.callback import write_publication
 from hf_infcl.tools.publishing.cards import model_card
@@ -331,7 +332,7 @@ def test_local_paths_are_neither_told_nor_linked(tmp_path):
     assert not (tmp_path / ".eval_results").exists()
 
 
-def test_the_card_is_written_again_from_the_folder_alone(tmp_path):
+def test_the_card_is_written_again_from_the_folder_alone(tmp_path, capsys):
     made = facts(evaluations=[RETRIEVAL], settings={"seed": "7"})
     made.save(tmp_path)
     assert model_card(TrainingFacts.load(tmp_path)).content == model_card(made).content
@@ -341,6 +342,11 @@ def test_the_card_is_written_again_from_the_folder_alone(tmp_path):
         (tmp_path / "training_record.json").write_text(text)
         with pytest.raises(ValueError, match="holds no facts of a training"):
             TrainingFacts.load(tmp_path)
+    made.save(tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{")
+    with pytest.raises(SystemExit):
+        main("card", [str(tmp_path)])
+    assert "trainer_state.json is damaged: Expecting property name" in capsys.readouterr().err
 
 
 def test_results_on_data_of_the_hub_are_in_its_format(tmp_path):

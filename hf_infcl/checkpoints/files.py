@@ -259,13 +259,23 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     return None
 
 
+# What a training of any wrapper writes of its optimizer: Trainer, FSDP in shards, DeepSpeed.
+_OPTIMIZER_FILES = ("optimizer*", "global_step*")
+
+
 def _not_resumable(checkpoint: str) -> str:
     """A sentence that says why a run cannot resume from the named checkpoint; empty if it can."""
     if not Path(checkpoint).is_dir():
         return f"There is no checkpoint {checkpoint}."
     if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
         if Path(checkpoint, TRAINER_STATE_NAME).is_file():
-            return ""  # another trainer's
+            if any(path for pattern in _OPTIMIZER_FILES for path in Path(checkpoint).glob(pattern)):
+                return ""  # another trainer's
+            inside = ", ".join(folder.name for folder in _folders(checkpoint)) or "none here"
+            return (
+                f"{checkpoint} holds a model and the log of its training, but no optimizer, so it is no checkpoint. "
+                f"Name one of its checkpoints ({inside}), or start a new run from its model."
+            )
         return (
             f"{checkpoint} is not the checkpoint of a training: it has no {TRAINER_STATE_NAME}. Name a folder "
             f"{PREFIX_CHECKPOINT_DIR}-N, or start a new run from this model."

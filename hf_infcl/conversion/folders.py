@@ -93,8 +93,8 @@ def read_config(source: str | Path, open_clip_model: str | None = None) -> tuple
     if path.is_file():
         if open_clip_model is None:
             raise ValueError(
-                f"{str(source)!r} holds weights without a config. Name the model with --open_clip_model, such as "
-                "ViT-B-32: the --model of OpenCLIP's training."
+                f"{str(source)!r} is a file. A model of transformers is named by its folder. Weights of OpenCLIP's "
+                "training need --open_clip_model beside them, such as ViT-B-32: the --model of that training."
             )
         return named_config(open_clip_model), None
     if open_clip_model is not None:

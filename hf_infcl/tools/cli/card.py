@@ -16,7 +16,10 @@ def card(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user_op
     """Writes the card, and the curves if the folder has the log of the training."""
     folder = namespace.folder
     with mistakes_in_one_line(parser.prog, of_libraries=False):
-        facts = TrainingFacts.load(folder)
-    log = folder / TRAINER_STATE_NAME
-    write_publication(facts, folder, TrainerState.load_from_json(str(log)) if log.is_file() else TrainerState())
+        facts, log = TrainingFacts.load(folder), folder / TRAINER_STATE_NAME
+        try:
+            state = TrainerState.load_from_json(str(log)) if log.is_file() else TrainerState()
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{log} is damaged: {error}. Without that file the card has no curves.") from error
+    write_publication(facts, folder, state)
     print(f"The card was written to {folder / 'README.md'}.")

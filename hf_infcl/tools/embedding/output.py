@@ -111,11 +111,15 @@ def begin(folder: Path, record: Mapping[str, object]) -> None:
     """Writes the record of what is embedded into the folder, or compares it with the one that is there.
 
     Raises:
-        ValueError: the folder holds other embeddings.
+        ValueError: the folder holds other embeddings, or its record is damaged.
     """
     path = folder / RECORD
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            before["fingerprint"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error}. Delete {folder}, or choose another --output_dir.") from error
         # What later versions say beside the fingerprint is not in older records.
         if differing := _differences(before, record):
             # A fingerprint says nothing beside what differs.
@@ -126,4 +130,6 @@ def begin(folder: Path, record: Mapping[str, object]) -> None:
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
