@@ -1165,6 +1165,21 @@ def test_what_is_wrong_with_a_checkpoint_of_openclip_is_one_line(tmp_path, capsy
     assert words in mistake(capsys, "plan", "--model", model, "--global_batch", 8)
 
 
+def test_a_model_of_another_type_is_one_line(demo, tmp_path, capsys):
+    """Before a model is measured, and where none is loaded."""
+    transformers.BertModel(transformers.BertConfig(**models.BERT)).save_pretrained(tmp_path / "model")
+    for name in ("processor_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / "clip-init" / name, tmp_path / "model")
+    out = ["--output_dir", tmp_path / "out"]
+    for words in (
+        ["plan", "--model", tmp_path / "model", "--global_batch", 8],
+        ["check", "--model", tmp_path / "model", "--dataset", demo / "digits", *out],
+        ["compare", demo / "clip-init", tmp_path / "model", "--eval_dataset", demo / "digits", "--use_cpu", *out],
+    ):
+        line = mistake(capsys, *words)
+        assert f"The model of '{tmp_path / 'model'}' (model_type 'bert') is not a dual encoder that" in line
+
+
 def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys, monkeypatch):
     command = ["plan", "--model", "openai/clip-vit-bas", "--global_batch", 8]
     with hub_for_this_process(monkeypatch, tmp_path / "cache"):

@@ -226,6 +226,52 @@ def test_what_is_no_list_of_different_extensions_is_refused(tmp_path, extensions
         InfCLTrainer(models.clip(), arguments(tmp_path), default_collate, train_dataset=pairs(), extensions=extensions)
 
 
+class Roots(LossTerm):
+    """Has an infinite gradient by its parameter, or is NaN itself, on the last rank."""
+
+    name = "roots"
+
+    def __init__(self, value: float, is_last: bool) -> None:
+        self.weight, self.is_last = torch.nn.Parameter(torch.full((1,), value)), is_last
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [self.weight]
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        return self.weight.sqrt().sum() if self.is_last else self.weight.square().sum()
+
+
+def rank_of_roots(rank: int, world_size: int, folder: str, value: float, skips: int) -> tuple[str, float, list[Any]]:
+    term = Roots(value, rank == world_size - 1)
+    run = trainer(folder, term, per_device_train_batch_size=4, gradient_accumulation_steps=2, skip_nonfinite=skips)
+    try:
+        run.train()
+    except ValueError as error:
+        return str(error), term.weight.item(), []
+    return "", term.weight.item(), [entry.get("skipped_windows") for entry in run.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("skips", [0, 5])
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [(-1.0, "these are not finite: the term roots"), (0.0, "that of the parameters of a term")],
+)
+def test_numbers_of_a_term_that_are_not_finite_are_found_on_all_processes(ranks, tmp_path, value, cause, skips):
+    for message, weight, skipped in ranks.run(rank_of_roots, 2, str(tmp_path), value, skips, timeout=60):
+        assert weight == value
+        assert cause in message if skips == 0 else skipped == [1, 2]
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_each_part_of_a_replay_with_losses_of_their_own_needs_a_pair(tmp_path, old):
+    made = Returns()
+    made.select = lambda window, *_: window.replayed() == old
+    args = arguments(tmp_path, replay_share=0.5, replay_as="own")
+    more = {"replay_dataset": models.Pairs(24, seed=3), "extensions": [made]}
+    with pytest.raises(ValueError, match=r"left them all out.* With replay_as='own' it needs a new one and an old"):
+        InfCLTrainer(models.clip(), args, default_collate, train_dataset=pairs(), **more).train()
+
+
 def rank_observes(rank: int, world_size: int, folder: str) -> str:
     seen = WindowsSeen()
     if rank == 1:

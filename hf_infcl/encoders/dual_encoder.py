@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..refusals import check_tokens
@@ -96,6 +97,21 @@ def known_type(model: nn.Module) -> ModelType | None:
     return ModelType("softmax" if getattr(model, "logit_bias", None) is None else "sigmoid")
 
 
+def check_type_of_config(config: PretrainedConfig, checkpoint: str) -> None:
+    """Raises a ValueError for the config of a model of transformers that is no dual encoder."""
+    if type(config).__module__.startswith("transformers.") and config.model_type not in MODEL_TYPES:
+        raise _refusal(f"The model of {checkpoint!r}", config.model_type)
+
+
+def _refusal(what: str, model_type: str | None) -> ValueError:
+    reason = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
+    return ValueError(
+        f"{what} (model_type {model_type!r}) is not a dual encoder that contrastive training can split into image and "
+        f"text embeddings{reason}. Use the full model (such as CLIPModel) of one of the types "
+        f"{', '.join(MODEL_TYPES)}, or your own towers in a TwoTowers."
+    )
+
+
 class DualEncoder:
     """A view of a model as two towers, a logit_scale and possibly a logit_bias.
 
@@ -113,13 +129,7 @@ class DualEncoder:
     def __init__(self, model: nn.Module, dims: int | None = None) -> None:
         kind = known_type(model)
         if kind is None:
-            name = getattr(getattr(model, "config", None), "model_type", None)
-            reason = f": {REFUSED[name]}" if name in REFUSED else ""
-            raise ValueError(
-                f"{type(model).__name__} (model_type {name!r}) is not a dual encoder that contrastive training can "
-                f"split into image and text embeddings{reason}. Use the full model (such as CLIPModel) of one of the "
-                f"types {', '.join(MODEL_TYPES)}, or your own towers in a TwoTowers."
-            )
+            raise _refusal(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None))
         # Only these three attributes reveal a split, one for each of the options below.
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         sharded = getattr(model, "is_distributed_loading_by_transformers", False)

@@ -63,15 +63,16 @@ class NumberChecks:
         self._fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._loss = math.nan
         self._scale = math.inf  # of the scaler of fp16
-        self._parameters: list[nn.Parameter] = []  # of the model, listed once for a window
+        self._parameters: list[nn.Parameter] = []  # that are trained, listed once for a window
+        self._of_terms: Sequence[nn.Parameter] = ()  # those of them that terms train beside the model
         # For each micro-batch, whether this process's gradient is finite after its backward.
         self._finite_gradients: list[Tensor] = []
         self._has_warned_of_zero = False
 
-    def begin_window(self, model: nn.Module) -> None:
-        """Begins a window, before its first forward."""
+    def begin_window(self, model: nn.Module, of_terms: Sequence[nn.Parameter] = ()) -> None:
+        """Begins a window, before its first forward. ``of_terms`` are trained beside the model."""
         self.skipped.begin_window(model.buffers())
-        self._parameters = list(model.parameters())
+        self._parameters, self._of_terms = [*model.parameters(), *of_terms], of_terms
         self._finite_gradients, self._loss = [], math.nan
 
     def check_loss(self, loss: Tensor, finite_rows: Sequence[Tensor], window: Window, step: int) -> None:
@@ -87,6 +88,8 @@ class NumberChecks:
             cause = describe_rows(finite_rows, window.sizes, self._rows_of_dataset)
             with torch.no_grad():
                 scale = self._encoder.scale_and_bias()[0].item()
+            terms = [name for name, term in window.term_values.items() if not term.isfinite()]
+            cause = cause or (f"the term {' and '.join(terms)}" if terms else "")
             cause = f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
             self.skipped.refuse(f"The loss of the global batch after step {step} is {value}, because {cause}.")
         elif reason := self.skipped.divergence(value):
@@ -132,9 +135,10 @@ class NumberChecks:
         places = describe_rows(window.in_order(passes.finite_rows()), window.sizes, self._rows_of_dataset)
         places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
         parameters = of_all_ranks(parameters_not_finite(self._encoder.model))
+        of_terms = not all_finite([p.grad for p in self._of_terms if p.grad is not None])
         self.skipped.refuse(
             f"The gradient of the global batch after step {step} is not finite: "
-            f"{'; '.join(filter(None, (parameters, places)))}."
+            f"{'that of the parameters of a term' if of_terms else '; '.join(filter(None, (parameters, places)))}."
         )
         model.zero_grad()
 

@@ -82,8 +82,6 @@ class LossParts(StepObserver):
         self._parts, self._terms = window.part_losses, window.term_values
 
     def logs(self) -> dict[str, float]:
-        """``new_loss`` and ``replay_loss``, and ``{name}_loss`` for each term, in the last window; collective."""
+        """``new_loss`` and ``replay_loss``, and ``{name}_loss`` for each term, in the last window."""
         parts = {name: loss.item() for name, loss in zip(("new_loss", "replay_loss"), self._parts, strict=False)}
-        processes = Processes()
-        means = {name: processes.sum(value).item() / processes.world_size for name, value in self._terms.items()}
-        return parts | {f"{name}_loss": mean for name, mean in means.items()}
+        return parts | {f"{name}_loss": mean.item() for name, mean in self._terms.items()}

@@ -187,7 +187,7 @@ class WindowStep:
             extension.begin_window(window, step)
         self.memory.begin_window(window, [change.graphs for change in of_kind(self.extensions, StepChange)])
         self._wrapper.begin_window()
-        self.checks.begin_window(model)
+        self.checks.begin_window(model, term_parameters(self.extensions))
 
     def _passes(
         self, model: nn.Module, window: Window, micro_batches: Sequence[MicroBatch]
@@ -245,11 +245,15 @@ class WindowStep:
             if chosen is not None:
                 check_mask(selection, "select", chosen, len(features[0]))
                 taking_part = chosen if taking_part is None else taking_part & chosen
-        if taking_part is not None and not bool(taking_part.any()):
+        parts = [] if taking_part is None else [taking_part]
+        if parts and self._setup.args.replay_as == "own" and (old := window.replayed()) is not None:
+            parts = [taking_part & old, taking_part & ~old]  # each has a loss of its own
+        if not all(bool(part.any()) for part in parts):
             names = ", ".join(selection.name for selection in of_kind(self.extensions, PairSelection))
+            of_both = " With replay_as='own' it needs a new one and an old one." if len(parts) > 1 else ""
             raise ValueError(
-                f"None of the {len(taking_part)} pairs that this process has of the step is left to be trained: the "
-                f"selection ({names}) has left them all out. Every process needs one at least."
+                f"None of the {sum(window.sizes[0])} pairs that this process has of the step is left to be trained: "
+                f"the selection ({names}) has left them all out. Every process needs one at least.{of_both}"
             )
         return taking_part
 
@@ -272,8 +276,10 @@ class WindowStep:
         for number, term in enumerate(of_kind(self.extensions, LossTerm)):
             of_micro_batches = [(m.references or [])[number] for m in micro_batches]
             value = value_of_term(term, in_order if term.in_order else features, of_micro_batches)
-            window.term_values[term.name] = value.detach()
-            loss = loss + (value - value.detach())
+            mean = Processes().sum(value.detach()) / self._setup.args.world_size
+            window.term_values[term.name] = mean
+            # All processes have to see it if the term of one is not finite.
+            loss = loss + (value - value.detach()) + (mean - mean)
         return loss
 
     def _second_window(

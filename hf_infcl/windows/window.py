@@ -54,7 +54,7 @@ class Window:
         self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)
         self.encoded = 0  # forwards so far, in both passes
         self.part_losses: list[Tensor] = []  # with replay_as="own" of the global batch's new and of its old pairs
-        self.term_values: dict[str, Tensor] = {}  # of the loss on this process, by the names of the terms, once known
+        self.term_values: dict[str, Tensor] = {}  # means over the processes, by the names of the terms, once known
         self.is_selected = False  # whether it is decided which pairs take part, also if it repeats another window
         self.taking_part: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
         self._arriving: Iterator[Mapping[str, Any]] | None = None

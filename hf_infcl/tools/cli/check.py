@@ -15,6 +15,7 @@ from torch.utils.data import ConcatDataset
 from ...checkpoints.lock import check_writable
 from ...conversion.models import load_readers
 from ...data import ContrastiveCollator, ImageTextDataset, ImageTextStream
+from ...encoders.dual_encoder import check_type_of_config
 from ...encoders.image_size import check_sizes_of_config, config_for_images
 from ...encoders.pooling import Pooling
 from ...evaluation.metrics import CEILING
@@ -59,6 +60,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     workers = args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
+        check_type_of_config(config, of_model.model)
         config = config_for_images(config, args.image_size)
         if (sizes := args.image_sizes()) is not None:
             check_sizes_of_config(config.vision_config, sizes.sizes)

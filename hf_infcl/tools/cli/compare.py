@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ...conversion.models import load, load_config
-from ...encoders.dual_encoder import DualEncoder
+from ...encoders.dual_encoder import DualEncoder, check_type_of_config
 from ...training.trainer import InfCLTrainer
 from ..publishing.comparison import comparison, lines_of_comparison, write_comparison
 from ..publishing.telling import quieten
@@ -30,7 +30,7 @@ def compare(parser: Parser, namespace: argparse.Namespace, user_options: set[str
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         for name, _ in models:
-            load_config(name)  # a wrong name is told before the first model is measured
+            check_type_of_config(load_config(name), name)  # what is wrong is told before the first model is measured
         for name, one in models:
             if one.dims is not None and one.dims > (width := DualEncoder(load(name).model).width()):
                 raise ValueError(

@@ -7,6 +7,7 @@ import argparse
 from ...conversion.models import load_config
 from ...conversion.pretrained import base_of_adapters
 from ...data.collator import text_positions
+from ...encoders.dual_encoder import check_type_of_config
 from ...options.batch_options import auto_or_number
 from ..planning.answers import answer_line, choose_answer
 from ..planning.counting import MOST_TOKENS
@@ -28,6 +29,7 @@ def plan(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) 
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         auto_or_number("texts_at_once", asked or "auto", 1)
         config = load_config(namespace.model, namespace.open_clip_model)
+        check_type_of_config(config, namespace.model)
         longest, tokens = text_positions(config), namespace.max_text_tokens
         # A model of more positions than usual may have a tokenizer that states fewer, and reads all only if it is told.
         if tokens is not None and longest is not None and tokens >= longest + (longest > MOST_TOKENS):
