@@ -34,7 +34,7 @@ class Extension:
         return {}
 
     def begin_window(self, window: Window, step: int) -> None:
-        """Called before the first forward of the window that follows so many optimizer steps."""
+        """Called before the first forward of the window after so many optimizer steps, also of one that is repeated."""
 
     def logs(self) -> dict[str, float]:
         """Numbers about the last trained windows for Trainer's logs; collective."""

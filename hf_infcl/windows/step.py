@@ -245,8 +245,10 @@ class WindowStep:
             if chosen is not None:
                 check_mask(selection, "select", chosen, len(features[0]))
                 taking_part = chosen if taking_part is None else taking_part & chosen
-        parts = [] if taking_part is None else [taking_part]
-        if parts and self._setup.args.replay_as == "own" and (old := window.replayed()) is not None:
+        if taking_part is None:
+            return None
+        parts, old = [taking_part], window.replayed()
+        if self._setup.args.replay_as == "own" and old is not None:
             parts = [taking_part & old, taking_part & ~old]  # each has a loss of its own
         if not all(bool(part.any()) for part in parts):
             names = ", ".join(selection.name for selection in of_kind(self.extensions, PairSelection))
