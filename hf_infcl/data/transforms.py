@@ -84,10 +84,12 @@ class ImageTransform:
         else:
             size = (int(self.size * height / width), self.size)
         # torch accepts neither read-only arrays, which PIL returns, nor negative strides, which a flip creates.
-        pixels = torch.from_numpy(np.require(image, requirements=["C", "W"])).permute(2, 0, 1)
+        batch = torch.from_numpy(np.require(image, requirements=["C", "W"]))[None].permute(0, 3, 1, 2)
         if size != (height, width):
-            # With 3 channels, torch has a fast path for this layout (channels last in memory).
-            pixels = F.interpolate(pixels[None], size, mode=self.mode, antialias=True)[0]
+            # With 3 channels, torch has a fast path for this layout (channels last in memory). It looks at the stride
+            # of the batch as well: after permute(...)[None], it would bring the result into another layout.
+            batch = F.interpolate(batch, size, mode=self.mode, antialias=True)
+        pixels = batch[0]
         if crop is None:
             return pixels
         top, left = (size[0] - crop[0]) // 2, (size[1] - crop[1]) // 2
