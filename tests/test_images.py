@@ -11,6 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from datasets import Dataset
 from helpers.pictures import picture
@@ -117,6 +118,11 @@ class TestDecoding:
             assert decode_rgb(file.getvalue()).shape == (4, 2, 3), tag
 
 
+def without_app_segments(encoded: bytes) -> bytes:
+    """A JPEG without JFIF's segment, which comes first."""
+    return encoded[:2] + encoded[4 + struct.unpack(">H", encoded[4:6])[0] :]
+
+
 JPEGS = {
     "4:4:4": (jpeg(photograph(37, 53), subsampling=0), True),
     "4:2:2": (jpeg(photograph(37, 53), subsampling=1), True),
@@ -124,6 +130,10 @@ JPEGS = {
     "progressive": (jpeg(photograph(64, 80), progressive=True), True),
     "grey": (jpeg(photograph(37, 53).convert("L")), True),
     "upright by EXIF": (jpeg(photograph(37, 53), exif=oriented(1)), True),
+    "with a comment": (jpeg(photograph(37, 53), comment="a" * 300), True),
+    "with a profile of its colours": (jpeg(photograph(37, 53), icc_profile=bytes(200)), True),
+    "without JFIF": (without_app_segments(jpeg(photograph(37, 53))), True),
+    "as RGB": (jpeg(photograph(37, 53), keep_rgb=True), True),
     "bytes behind its end": (jpeg(photograph(37, 53)) + b"trailing", True),
     "turned by EXIF": (jpeg(photograph(37, 53), exif=oriented(6)), False),
     "CMYK": (jpeg(photograph(37, 53).convert("CMYK")), False),
@@ -157,6 +167,33 @@ class TestFastDecoding:
         expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB"))
         assert np.array_equal(decode_rgb(encoded), expected)
         assert fast["decoded"] == (by_simplejpeg and "simplejpeg" in request.node.name)
+
+    def test_a_plain_file_is_decoded_without_pil(self, monkeypatch):
+        pytest.importorskip("simplejpeg")
+        plain = ("4:4:4", "4:2:2", "4:2:0", "progressive", "grey", "with a comment", "without JFIF")
+        large = jpeg(Image.new("RGB", (64, 80)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Image, "open", lambda file: pytest.fail("PIL opens it"))
+            for kind in plain:
+                decode_rgb(JPEGS[kind][0])
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64 * 80 - 1)
+        with pytest.warns(Image.DecompressionBombWarning):
+            decode_rgb(large)
+
+    def test_broken_files_are_told_as_by_pil(self, monkeypatch):
+        pytest.importorskip("simplejpeg")
+        encoded = jpeg(photograph(64, 80))
+        sized = encoded.index(b"\xff\xc0")
+        cut = [encoded[:length] for length in (0, 2, 3, 11, 30, sized + 1, sized + 9, sized + 12, 900)]
+        told: list[list[tuple[type, str]]] = []
+        for library in (decoding.simplejpeg, None):
+            monkeypatch.setattr(decoding, "simplejpeg", library)
+            told.append([])
+            for broken in (*cut, encoded[:2] + encoded[20:60], encoded[:2] + bytes(500)):
+                with pytest.raises(Exception, match=r"\w") as error:
+                    decode_rgb(broken)
+                told[-1].append((error.type, str(error.value)))
+        assert told[0] == told[1]
 
     @pytest.mark.usefixtures("fast")
     def test_a_file_cut_off_is_an_error_all_the_same(self):
@@ -265,6 +302,21 @@ class TestTransform:
     )
     def test_what_does_something_else_has_no_transform(self, processor):
         assert ImageTransform.of(processor) is None
+
+    @pytest.mark.parametrize("resample", [2, 3])
+    def test_the_layout_in_memory_changes_no_pixel(self, resample):
+        """torch has code of its own for images whose channels come last, and which the transform relies on."""
+        random, mode = Random(0), {2: "bilinear", 3: "bicubic"}[resample]
+        for number in range(60):
+            size, wanted = (tuple(random.randint(1, 300) for _ in range(2)) for _ in range(2))
+            image = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
+            processor = clip_images(size=dict(zip(("height", "width"), wanted, strict=True)), do_center_crop=False)
+            processor.resample = resample
+            pixels = ImageTransform.of(processor)(image)
+            planes = torch.from_numpy(image).permute(2, 0, 1).contiguous()[None]
+            assert torch.equal(pixels, F.interpolate(planes, wanted, mode=mode, antialias=True)[0]), (size, wanted)
+            if size != wanted:
+                assert pixels.stride(0) == 1, "the layout is the one that is fast"
 
     def test_a_crop_is_resized_as_a_whole(self):
         transform = ImageTransform.of(clip_images(size={"shortest_edge": 20}, crop_size={"height": 16, "width": 16}))
