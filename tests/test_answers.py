@@ -11,7 +11,7 @@ from helpers.demo import infcl
 
 from hf_infcl.tools.cli.check import line_of_answer
 from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.planning.answers import ANSWERS, PAGE, answer_line, choose_answer, table
+from hf_infcl.tools.planning.answers import ANSWERS, PAGE, TOO_FEW_STEPS, answer_line, choose_answer, table
 
 ROOT = Path(__file__).parents[1]
 
@@ -108,17 +108,44 @@ def test_the_answer_for_a_set_that_was_checked(options, known, name):
         ("few pairs", {}, 500, "--recipe finetune_alone --global_batch_size 64 --num_train"),
         ("few pairs", {"global_batch": 48}, 500, "--recipe finetune_alone --global_batch_size 48 --num_train"),
         ("few pairs", {"global_batch": 48}, 32, "--recipe finetune_alone --global_batch_size 8 --num_train"),
-        ("frozen images", {}, 500, "--recipe lit --global_batch_size 64\n"),  # in place of 8,192
-        ("frozen images", {"recipe": "lit"}, 50_000, "--recipe lit\n"),
+        ("frozen images", {}, 500, "--recipe lit --global_batch_size 64 --num_train_epochs 13\n"),  # in place of 8,192
+        ("frozen images", {"recipe": "lit"}, 50_000, "--recipe lit --global_batch_size 4096\n"),
+        ("frozen images", {"recipe": "lit"}, 500_000, "--recipe lit\n"),
+        ("frozen images", {"recipe": "lit", "num_train_epochs": 2}, 500_000, "--recipe lit\n"),
+        ("pairs", {"global_batch": 4096}, 50_000, "--recipe finetune_alone --global_batch_size 2048\n"),
+        ("pairs", {"global_batch": 4096, "epochs": 20.0}, 50_000, "--recipe finetune_alone --global_batch_size 4096\n"),
+        ("pairs", {"global_batch": 4096, "epochs": 1.0}, 50_000, "--recipe finetune_alone --global_batch_size 256\n"),
+        ("pairs", {"global_batch": 4096, "max_steps": 20}, 50_000, "--recipe finetune_alone --global_batch_size 4096"),
         ("many pairs", {}, 1_000_000, "--recipe finetune_clip --streaming --samples_per_epoch 1000000 --torch_compile"),
         ("many pairs", {"samples_per_epoch": 2_000_000}, 3_000_000, "--samples_per_epoch 2000000 --torch_compile"),
         ("many pairs", {"dataset": ["a/table"]}, 1_000_000, "--recipe finetune_clip --torch_compile"),
-        ("old pairs", {"replay_dataset": ["my old"]}, 500, "--replay_dataset 'my old' --guard_dataset 'my old'\n"),
+        ("old pairs", {"replay_dataset": ["my old"]}, 500, "--guard_dataset 'my old' --num_train_epochs 7\n"),
         ("several captions", {"captions_per_image": 2}, None, "--captions_per_image 2\n"),
     ],
 )
 def test_an_answer_has_the_numbers_of_the_user(name, options, pairs, write):
     assert write in answer_line(ANSWERS[name], options, options, pairs=pairs)
+
+
+def test_a_part_of_a_stream_says_nothing_of_the_number_of_steps():
+    options = {"global_batch": 4096}
+    assert "--global_batch_size 4096\n" in answer_line(ANSWERS["pairs"], options, options, pairs=50_000, at_least=True)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_no_answer_makes_too_few_steps(name):
+    """Whatever the recipe says of batch and epochs."""
+    for pairs in (30, 500, 3000, 50_000, 5_000_000):
+        words = shlex.split(answer_line(ANSWERS[name], pairs=pairs).partition("\n")[0].partition(": ")[2])
+        if {"--recipe", "--global_batch_size"}.isdisjoint(words):
+            continue  # such an answer changes neither
+        files = ["--dataset", "my/images", "--model", "my/clip", "--output_dir", "out"]
+        options, known = PARSERS["train"]().read([*words, *files])
+        if "max_steps" in known:
+            continue
+        batch = options.global_batch_size or options.per_device_train_batch_size * options.gradient_accumulation_steps
+        steps = options.num_train_epochs * pairs / batch * (2 if options.replay_dataset else 1)
+        assert steps >= TOO_FEW_STEPS, (pairs, words)
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,9 @@ def test_old_pairs_in_shards_have_a_name(model, tmp_path, capsys):
     as_shards(tmp_path / "old", [Row(scene(500 + row), f"old {sentence(row)}") for row in range(40)])
     old = ["--replay_streaming", "--replay_dataset", tmp_path / "old/{0..2}.tar"]
     assert check(model, tmp_path / "out", *words, *old)[1].keys() == {"train", "replay1"}
-    assert f"--replay_dataset {tmp_path}/old/{{0..2}}.tar: 30 pairs, all read" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"--replay_dataset {tmp_path}/old/{{0..2}}.tar: 30 pairs, all read" in printed
+    assert "the training set, split train: 40 pairs, all read by " in printed
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_reading(model, tmp_path, capsys):

@@ -311,6 +311,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     out = tmp_path / "out"
     auto = ("--resume_from_checkpoint", "auto")
     infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, *auto)
+    assert f"There is no checkpoint in {out} to resume from: the training begins." in capsys.readouterr().out
     assert left_in(out).keys() == {*LEFT}
     before = left_in(out)
     line = mistake(capsys, *small)
@@ -327,6 +328,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert "schedule_length was '2 steps' and is '3 steps'" in mistake(capsys, *small, "--max_steps", 3, *auto)
     assert left_in(out) == before
     infcl(*small, "--max_steps", 3, *auto, "--resume_with_changes")
+    assert f"\nResumed from {out / 'checkpoint-2'}, after step 2 of 3.\n" in capsys.readouterr().out
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 3
     assert (out / "eval_results.json").exists(), "a run that goes on keeps what was measured before"
 

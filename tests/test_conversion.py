@@ -4,14 +4,12 @@ import copy
 import json
 import shutil
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from helpers.demo import mistake
-from helpers.hub import talk_to
 from helpers.open_clip_models import (
     CASES,
     CLIP,
@@ -35,7 +33,6 @@ from hf_infcl.conversion import (
     folders,
     from_open_clip,
     load_open_clip,
-    models,
     to_open_clip,
     tokenizing,
 )
@@ -312,18 +309,6 @@ def test_a_path_that_does_not_exist_is_told_as_one(source, tmp_path, monkeypatch
         hub = "no model of this name was downloaded" if source in ("outputs/clip", "no_such.pt") else "is not the id of"
         assert ("Check the path" if "--open_clip_model" in more else hub) in line
         assert not (tmp_path / "ours").exists()
-
-
-def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
-    waits: list[float] = []  # between attempts of the Hub's client, which takes 24 seconds for each file
-    monkeypatch.setattr(time, "sleep", waits.append)
-    talk_to("http://127.0.0.1:9", monkeypatch)  # nothing listens there
-    for load in (models.load, models.load_readers, models.load_config, lambda name: convert(name, tmp_path / "ours")):
-        waits.clear()
-        with pytest.raises(ValueError, match="no model of this name was downloaded before, and the Hub could not be"):
-            load("no-such/model")
-        assert waits == [1]
-        assert not constants.HF_HUB_OFFLINE
 
 
 def test_a_hub_repository_is_read_like_a_folder(tmp_path, monkeypatch):

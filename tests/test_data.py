@@ -269,9 +269,7 @@ class TestLoadPairs:
     def test_a_misspelt_folder_without_a_network(self, monkeypatch):
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(
-            ValueError, match=r"no local folder has this name, and the Hub could not be reached"
-        ) as told:
+        with pytest.raises(ValueError, match=r"no local folder has this name, .* the Hub could not be reached") as told:
             load_pairs("my/imgaes", split="train")
         assert "on the Hub:" not in str(told.value), "which is not known"
 

@@ -122,6 +122,19 @@ def test_repeated_captions_are_told_with_the_cure(warnings, captions, options, c
         assert "has 32 pairs, are each other's negatives unless you pass pair_id_column='caption' (--pair_id" in line
 
 
+def test_a_training_that_is_resumed_does_not_tell_again(tmp_path, warnings):
+    train = pairs([LONG, *["the same"] * 7])
+    trainer_for(tmp_path, train, max_steps=2, save_strategy="steps", save_steps=1).train()
+    assert len(warnings) == 2
+    again = trainer_for(tmp_path, train, max_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert len(warnings) == 2
+    assert again.caption_notices.cut["training set"] == 0.125, "the card has it"
+    other = trainer_for(tmp_path, train, max_steps=3, gradient_accumulation_steps=1, resume_with_changes=True)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert len(warnings) == 4, "of another batch"
+
+
 def test_old_pairs_are_not_called_the_training_set(tmp_path, warnings):
     new, old = pairs([f"new {letter}" for letter in LETTERS[:8]]), pairs([LONG, *["the same old words"] * 7])
     trainer = InfCLTrainer(

@@ -169,7 +169,7 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     assert "sigmoid loss" in said
     assert "is 1,024 per GPU" in said
     assert "An epoch of 400,000 pairs takes 97 steps" in said
-    assert "This is too few steps for a learning rate schedule" in said
+    assert "This is too few steps for a learning rate schedule: lower --global_batch to 2,048, or train for 2" in said
     assert "--gpu must be h100 or h200, whose rates were measured, got 'a100'. For another" in mistake(
         capsys, *command, "--gpu", "a100"
     )
@@ -486,6 +486,32 @@ def test_the_plan_knows_replay_and_averages(small_model, capsys):
 )
 def test_the_length_is_that_of_the_trainer(small_model, capsys, words, told):
     assert told in planned(capsys, small_model, "--global_batch", 1024, "--dataset_size", 100_000, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "batch"),
+    [
+        (["--global_batch", 8192, "--epochs", 5], "lower --global_batch to 4,096, or train for 9 epochs or more", 4096),
+        (["--global_batch", 8192, "--max_steps", 7], "raise --max_steps to 100 or more", 8192),
+        (["--epochs", 5, "--global_batch_schedule", "4096:0.5", "8192"], "train for 6 epochs or more", 512),
+    ],
+)
+def test_what_is_too_few_steps_is_not_recommended(small_model, capsys, words, told, batch):
+    said = planned(capsys, small_model, "--dataset_size", 100_000, *words)
+    assert f"This is too few steps for a learning rate schedule: {told}.\n" in said
+    assert f"--recipe finetune_alone --global_batch_size {batch}\n" in said
+
+
+def test_the_batch_of_a_plan_replaces_that_of_a_recipe(small_model, capsys):
+    said = planned(capsys, small_model, "--recipe", "lit", "--global_batch", 64)
+    assert "--global_batch replaces gradient_accumulation_steps 8 of lit.yaml." in said
+    assert "\nChoose  --global_batch_size 64 --bf16" in said
+    said = planned(capsys, small_model, "--recipe", "finetune_clip", "--global_batch", 64)
+    assert "--global_batch replaces global_batch_size 2048 of finetune_clip.yaml." in said
+    both = ["--recipe", "lit", "--global_batch", 64, "--gradient_accumulation_steps", 4]
+    assert "\nChoose  --per_device_train_batch_size 16 --gradient_accumulation_steps 4" in planned(
+        capsys, small_model, *both
+    )
 
 
 def test_a_training_is_refused_only_if_it_certainly_does_not_fit(tmp_path):

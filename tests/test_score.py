@@ -22,11 +22,13 @@ from helpers.trainers import arguments
 from PIL import Image
 from torch.utils.data import default_collate
 
-from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer
+from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
 from hf_infcl.tools.checking.findings import findings_of_ledger
+from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
+from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept, words_of_excluded
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger, probability_wrong
 from hf_infcl.tools.scoring.scoring import score_pairs
@@ -353,6 +355,27 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     assert trained.key.max() < 90
     words += ["--output_dir", tmp_path / "other", "--exclude", f"{tmp_path / 'run' / LEDGER_FILE}:0.9"]
     assert "is of other data" in mistake(capsys, "train", *words)
+    # ---- Embeddings of the whole set serve the rest of it ----
+    infcl("embed", folder / "model", "--dataset", data, "--output_dir", tmp_path / "teacher", *PLAIN)
+    words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--output_dir", tmp_path / "taught"]
+    words += ["--teacher_embeddings", tmp_path / "teacher", "--exclude", f"{out / LEDGER_FILE}:0.9"]
+    infcl("train", *words)
+    logs = json.loads((tmp_path / "taught" / "trainer_state.json").read_text())["log_history"]
+    assert logs[0]["teacher_loss"] == pytest.approx(0, abs=1e-4), "the start is its own teacher, pair by pair"
+
+
+def test_what_two_ledgers_leave_has_the_numbers_of_the_whole_table(folder, tmp_path):
+    args = InfCLTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    asked: list[str] = []
+    for name, keys in (("first", [3, 10]), ("second", [0, 9])):  # rows of what was left before
+        found = training_set(DataOptions([str(folder / "pictures")], exclude=asked), ColumnOptions(), args)
+        scores = np.where(np.isin(np.arange(len(found)), keys), -1.0, 5.0)
+        make_ledger(found.content_fingerprint(), np.arange(len(found)), scores).write(tmp_path / f"{name}.parquet")
+        asked = [*asked, f"{tmp_path / name}.parquet:0.9"]
+    found = training_set(DataOptions([str(folder / "pictures")], exclude=asked), ColumnOptions(), args)
+    assert found.numbers.tolist() == sorted({*range(96)} - {3, 10, 0, 11})
+    for row in (0, 8, 91):
+        assert found.captions(row) == found.whole.captions(found.numbers[row])
 
 
 def test_a_ledger_without_wrong_pairs_advises_to_exclude_none(tmp_path):

@@ -354,6 +354,31 @@ def test_stored_views_are_the_crops_of_the_training(tmp_path, kind):
         taught(tmp_path, data(), teacher_embeddings=[views], image_size_schedule=["8:0.5", "16"])
 
 
+@pytest.mark.parametrize("views", [None, 2])
+def test_embeddings_of_a_whole_table_are_found_where_rows_were_excluded(tmp_path, views):
+    """Each row by its number in the whole table, and its crops are those that it has there."""
+    options: dict[str, Any] = {"augmentation": "flip_crop", "seed": 3} if views else {}
+    whole, kept = ImageTextDataset(rows(), **options), np.array([0, 2, *range(5, 24)])
+
+    def part() -> ImageTextDataset:
+        data = ImageTextDataset(rows().select(kept), **options)
+        data.whole, data.numbers = whole, kept
+        return data
+
+    folder = store(source_of_training(whole, views), tmp_path / "whole")
+    stored = taught(tmp_path / "a", part(), teacher_embeddings=[folder], dataloader_num_workers=1, max_steps=2)
+    online = taught(tmp_path / "b", part(), teacher=(large_teacher(), large_processor()), max_steps=2)
+    online.train_dataset.places_of_whole = views is not None  # so that both see the same crops
+    plain = taught(tmp_path / "c", part(), teacher_weight=1.0, max_steps=2)
+    for trainer in (stored, online, plain):
+        trainer.train()
+    assert (moved(online) - moved(stored)).norm() < 1e-3 * (moved(online) - moved(plain)).norm()
+    own = store(source_of_training(part(), views), tmp_path / "part")
+    assert not taught(tmp_path, part(), teacher_embeddings=[own]).train_dataset.places_of_whole, "its own are found too"
+    with pytest.raises(ValueError, match="rows of the set were 24 and are 21"):
+        taught(tmp_path, ImageTextDataset(rows().select(kept), **options), teacher_embeddings=[folder])
+
+
 def test_views_come_again_after_their_number():
     data = ImageTextDataset(rows(), augmentation="crop")
 

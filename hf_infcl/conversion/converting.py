@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
+from ..hub import asks_hub_once
 from .comparison import ENOUGH, differences
 from .ends import check_ends
-from .explaining import asks_hub_once
 from .folders import CONFIG, read, write
 from .incoming import from_open_clip
 from .outgoing import to_open_clip

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
-from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-from huggingface_hub.utils import http_backoff, logging
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 _CONFIGS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)  # of a whole model, and of adapters
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
@@ -32,40 +25,6 @@ def explained(checkpoint: str, *, needed: str = "", kind: str = "model") -> Iter
         yield
     except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
         raise ValueError(_explanation(checkpoint, error, needed, kind)) from error
-
-
-def asks_hub_once(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorates a function that loads a model: if the Hub cannot be reached, it takes what was downloaded before.
-
-    The libraries would ask for each of the files, and try again for 24 seconds each time. The first argument of the
-    function is the model; for a path that exists nothing is asked.
-    """
-    first = next(iter(inspect.signature(load).parameters))
-
-    @wraps(load)
-    def loading(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        source = str(args[0] if args else kwargs[first])
-        if constants.HF_HUB_OFFLINE or Path(source).exists() or _hub_answers():
-            return load(*args, **kwargs)
-        constants.HF_HUB_OFFLINE = True
-        try:
-            return load(*args, **kwargs)
-        finally:
-            constants.HF_HUB_OFFLINE = False
-
-    return loading
-
-
-def _hub_answers() -> bool:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # the second attempt is no news
-    try:
-        http_backoff("HEAD", constants.ENDPOINT, max_retries=1, retry_on_status_codes=(), timeout=10)
-    except Exception:  # of the library that speaks HTTP, which differs between releases
-        return False
-    finally:
-        logging.set_verbosity(verbosity)
-    return True
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:

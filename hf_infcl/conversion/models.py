@@ -12,8 +12,8 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import PretrainedConfig, ProcessorMixin
 
+from ..hub import asks_hub_once
 from .converting import load_open_clip
-from .explaining import asks_hub_once
 from .folders import is_of_open_clip, read_config
 from .incoming import transformers_config
 from .pretrained import base_of_adapters, load_pretrained, load_pretrained_config, load_processor
@@ -99,6 +99,7 @@ def load_config(checkpoint: str, open_clip_model: str | None = None) -> Pretrain
     return load_pretrained_config(checkpoint, base_of_adapters(checkpoint))
 
 
+@asks_hub_once
 def stated_licence(checkpoint: str) -> str | None:
     """The licence in a model's card, in its folder or on the Hub; None if none is stated or the card cannot be read."""
     path = Path(checkpoint, "README.md")

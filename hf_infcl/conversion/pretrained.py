@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_config_file
 
+from ..hub import asks_hub_once
 from .explaining import explained
 from .folders import HUB
 
@@ -69,6 +70,7 @@ def load_processor(checkpoint: str, base: str | None) -> Any:
         return AutoProcessor.from_pretrained(checkpoint)
 
 
+@asks_hub_once
 def base_of_adapters(checkpoint: str) -> str | None:
     """The folder or Hub id of the model on which adapters of peft were trained; None for whatever is no adapters.
 

@@ -10,7 +10,8 @@ import transformers
 from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerBase
 
-from .explaining import asks_hub_once, explained
+from ..hub import asks_hub_once
+from .explaining import explained
 
 OPENAI = "openai/clip-vit-base-patch32"
 # The tokenizer of OpenAI's CLIP maps this text to these ids.

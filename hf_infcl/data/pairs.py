@@ -169,6 +169,10 @@ class ImageTextDataset(PairSource, ImageDataset):
     """
 
     _LACKS = "column {1!r}: no {0}"
+    # Of rows that were selected from a table: all of its rows, and the numbers that these have there, [n] int64.
+    whole: ImageTextDataset | None = None
+    numbers: np.ndarray | None = None
+    places_of_whole = False  # whether they have the places and the augmentations that they have there
 
     def __init__(
         self,
@@ -242,6 +246,12 @@ class ImageTextDataset(PairSource, ImageDataset):
         """Sets the epoch, which determines the drawn captions. Call it in every process before the epoch starts."""
         self._epoch.fill_(epoch)
 
+    def _place(self, row: int) -> int:
+        return row if self.numbers is None or not self.places_of_whole else int(self.numbers[row])
+
+    def _seed_of_view(self, sample: Any, epoch: int) -> str:
+        return super()._seed_of_view(self._place(sample), epoch)
+
     def views(self, row: int, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
         """The image of a row as the first ``count`` epochs augment it: what `augment` returns, by its seed."""
         return self._augmented(image, row, count)
@@ -292,7 +302,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         except ValueError as error:
             raise self._bad_sample(row, str(error)) from error
         if self._number is not None:
-            item["place"] = (self._number, str(row), self._seed_of_view(row, self._now))
+            item["place"] = (self._number, str(self._place(row)), self._seed_of_view(row, self._now))
         return item
 
     @property

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..hub import hub_asked_once, not_there
 from ..shards.members import register
 from ..shards.names import IMAGE_EXTENSIONS
 from ..shards.opening import existing_part, existing_paths_are_literal, name_or_folder, open_shard
@@ -108,7 +109,7 @@ class Table:
     def _builder(self) -> datasets.DatasetBuilder:
         import datasets
 
-        with existing_paths_are_literal():
+        with existing_paths_are_literal(), hub_asked_once(self._source):
             return datasets.load_dataset_builder(name_or_folder(self._source), self._name)
 
     def _load_files(self, split: str, image_column: str) -> datasets.Dataset:
@@ -135,10 +136,7 @@ class Table:
             _check_no_pairs_of_files(rows, files, split)
             return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
         except ConnectionError as error:
-            raise ValueError(
-                f"There is no dataset at {source!r}: no local folder has this name, and the Hub could not be reached "
-                f"({error}). Check the name; a path is relative to {os.getcwd()}."
-            ) from error
+            raise ValueError(not_there("dataset", source)) from error
         except (FileNotFoundError, HFValidationError) as error:
             raise ValueError(
                 f"There is no dataset at {source!r}, neither as a local folder nor on the Hub: {error}"

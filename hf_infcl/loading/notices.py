@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..data.collator import ContrastiveCollator
 from ..data.pairs import REPEATED, caption_pair_id
 from ..data.wrapped import all_parts
+from ..windows.setup import Setup
 
 logger = logging.get_logger(__name__)
 
@@ -23,6 +24,7 @@ _TOKENIZED = 2_000  # captions whose tokens are counted
 class CaptionNotices:
     """Looks once at the captions of each dataset, and warns about those that are cut or repeated."""
 
+    is_again: bool = False  # whether the run that is resumed has told of them
     cut: dict[str, float] = field(default_factory=dict)  # the share of captions that are, if any, by the dataset's name
     _seen: set[str] = field(default_factory=set)
 
@@ -45,13 +47,14 @@ class CaptionNotices:
             texts = texts[:: -(-len(texts) // _TOKENIZED) or 1]
             if cut := sum(map(collator.is_cut, texts)):
                 self.cut[name] = share = cut / len(texts)
-                logger.warning(
+                tell = logger.info if self.is_again else logger.warning
+                tell(
                     f"{share:.1%} of {len(texts):,} captions of the {name} have more than {collator.max_length} "
                     "tokens, the limit of the model, which does not see what follows. Captions that differ only there "
                     f"are equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
                 )
         for part, sample in zip(parts, samples, strict=True):
-            if batch_size is None or part.pair_id_column is not None:
+            if self.is_again or batch_size is None or part.pair_id_column is not None:
                 continue
             if (repeated := repeated_captions(sample)) > REPEATED * len(sample):
                 logger.warning(
@@ -61,13 +64,13 @@ class CaptionNotices:
                     "on the command line)."
                 )
 
-    def look_at_all(self, train: object, evaluated: object, collator: object, batch_size: int) -> None:
+    def look_at_all(self, setup: Setup, evaluated: object) -> None:
         """Looks at the training set, or at the ``parts`` that it consists of, and at the evaluation sets."""
-        parts: Mapping[str, object] = getattr(train, "parts", {"training set": train})
+        parts: Mapping[str, object] = getattr(setup.data, "parts", {"training set": setup.data})
         for name, part in parts.items():
-            self.look(name, all_parts(part), collator, batch_size)
+            self.look(name, all_parts(part), setup.collator, setup.args.global_batch_size)
         for name, dataset in evaluated.items() if isinstance(evaluated, Mapping) else [("", evaluated)]:
-            self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), collator)
+            self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), setup.collator)
 
 
 def repeated_captions(sample: list[list[str]]) -> int:

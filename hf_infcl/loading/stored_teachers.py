@@ -44,9 +44,9 @@ def stored_teachers(
     if not folders:
         return [], False
     sides = args.taught_sides
-    leaves = [part for one in data for part in _leaves(one)]
-    sets = [_DataSet(part, number, sides) for number, part in enumerate(leaves)]
     opened = [StoredEmbeddings(one) for folder in folders for one in embedding_folders(folder)]
+    leaves = [part for one in data for part in _leaves(one)]
+    sets = [_DataSet(part, number, sides, opened) for number, part in enumerate(leaves)]
     for stored in opened:
         if lacking := [KINDS[side] for side in sides if KINDS[side] not in stored.kinds]:
             raise ValueError(
@@ -57,7 +57,7 @@ def stored_teachers(
             raise ValueError(
                 f"The embeddings in {stored.folder} are of other data than the training set: "
                 f"{'; '.join(one.difference(stored) for one in sets)}. Embed the training set itself, with the same "
-                "exclude and columns if it has any: `infcl embed` takes the whole command of a training."
+                "columns if it has any: `infcl embed` takes the whole command of a training."
             )
     without = [told for one in sets if (told := one.describe_missing(opened))]
     leaves_out = args.teacher_missing == "contrastive"
@@ -106,11 +106,19 @@ def describe_views(part: ImageTextDataset | ImageTextStream, count: int | None) 
 class _DataSet:
     """A table or a stream of the training set, by its number there, which is compared with what was embedded.
 
+    Of a table from which pairs were excluded, that is the table without them or, if no folder has that, with them.
+
     Raises:
         ValueError: its captions have no stored embeddings.
     """
 
-    def __init__(self, part: ImageTextDataset | ImageTextStream, number: int, sides: Sequence[str]) -> None:
+    def __init__(
+        self,
+        part: ImageTextDataset | ImageTextStream,
+        number: int,
+        sides: Sequence[str],
+        opened: Sequence[StoredEmbeddings],
+    ) -> None:
         self.part, self.number, self._kinds = part, number, [KINDS[side] for side in sides]
         options = part.options
         if "text" in sides and (options.get("text_dropout") or part.negative_caption_column):
@@ -122,6 +130,11 @@ class _DataSet:
         self._is_table = isinstance(part, ImageTextDataset)
         if isinstance(part, ImageTextDataset):
             self._described = described_table(len(part), part.encoded, part.captions)
+            part.places_of_whole = False
+            if part.whole is not None and all(map(self.difference, opened)):
+                whole = described_table(len(part.whole), part.whole.encoded, part.whole.captions)
+                if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
+                    self._described, part.places_of_whole = whole, True
         else:
             self._described = described_shards(shard.url for shard in part.shards)
 

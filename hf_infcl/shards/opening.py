@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from ..hub import hub_answers, hub_asked_once, not_there
 from .urls import Url, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
     literal = len(existing_part(source))
     patterns = [source] if literal == len(source) else _expand_braces(source, literal)
     urls: list[str]
+    if source.startswith("hf://") and not hub_answers():
+        raise ValueError(f"The shards at {source!r} are on the Hub, which could not be reached.")
     if os.path.isdir(source):
         urls = [Url(url) for url in _data_files(source, split, name)]
     elif len(patterns) > 1 or source.endswith(_FORMATS) or _MAGIC.search(source, literal):
@@ -159,8 +162,10 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
             "parquet files with to_parquet."
         )
     try:
-        with existing_paths_are_literal():
+        with existing_paths_are_literal(), hub_asked_once(source):
             files = datasets.load_dataset_builder(name_or_folder(source), name).config.data_files or {}
+    except ConnectionError as error:
+        raise ValueError(not_there("folder of shards", source)) from error
     except (OSError, HFValidationError, ValueError) as error:
         raise ValueError(
             f"There are no shards at {source!r}, neither in a local folder nor on the Hub: {error}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...hub import hub_answers, hub_asked_once
 from .names import BENCHMARKS, folder_name
 
 OWNER = "clip-benchmark"
@@ -108,11 +109,14 @@ def _snapshot(repository: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
+        with hub_asked_once(repository):
+            return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = f"could not be downloaded from the Hub: {type(error).__name__}: {str(error).splitlines()[0]}"
+        if not hub_answers():
+            why = "was not downloaded before, and the Hub could not be reached."
         raise ValueError(
-            f"{repository} could not be downloaded from the Hub: {type(error).__name__}: {str(error).splitlines()[0]} "
-            "Without a network, copy the set to a folder and name that with --benchmark_folder."
+            f"{repository} {why} Without a network, copy the set to a folder and name that with --benchmark_folder."
         ) from error
 
 

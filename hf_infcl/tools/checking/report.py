@@ -22,7 +22,8 @@ def facts_lines(facts: SetFacts, *, workers: int, seconds: float) -> Iterator[st
     what = "pairs" if facts.has_captions else "labelled images"
     read = "all read" if facts.is_whole else f"{facts.looks:,} read"
     pairs = f"{facts.pairs:,} {what}, {read}" if facts.pairs is not None else f"{facts.looks:,} {what} read"
-    yield f"{facts.name}: {pairs} by {workers} worker{'s' if workers > 1 else ''} in {seconds:.1f} s."
+    split = "" if facts.split is None else f", split {facts.split}"
+    yield f"{facts.name}{split}: {pairs} by {workers} worker{'s' if workers > 1 else ''} in {seconds:.1f} s."
     if facts.sizes:
         width, height = (int(statistics.median(sides)) for sides in zip(*facts.sizes, strict=True))
         least, most = min(map(min, facts.sizes)), max(map(max, facts.sizes))

@@ -30,6 +30,7 @@ class SetFacts:
     has_captions: bool = True  # whether its rows are pairs; otherwise they are labelled images
     pairs: int | None = None  # the number of its rows; None for a stream
     pooling: Pooling | None = None  # of the `Looker`
+    split: str | None = None  # of its source, where that is known
     # ---- What `add` adds up ----
     looks: int = 0  # the number of pairs that were read
     faults: dict[str, dict[str, str]] = field(default_factory=dict)  # by fault and pair, what it consists in
@@ -138,6 +139,7 @@ def read_facts(
     has_captions = not isinstance(dataset, ZeroShotDataset)
     is_trained = key == TRAINED or key.startswith(REPLAYED)
     facts = SetFacts(name, limits, is_trained, has_captions, pairs, looker.pooling)
+    facts.split = getattr(dataset, "split", None)
     is_cut = False
     for part in read(dataset, looker, samples, workers=workers, progress=f"check {key}" if show else ""):
         facts.add(part)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from torch.utils.data import ConcatDataset
 
 from ...checkpoints.average_search import halves
@@ -75,10 +76,13 @@ def training_set(
                 options[option] = find(rows.features)
         if columns.pair_id_column == columns.caption_column and "pair_id_column" not in named:
             options["pair_id_column"] = options["caption_column"]
-        dataset = ImageTextDataset(rows, **options)
+        dataset = whole = ImageTextDataset(rows, **options)
+    kept = np.arange(len(rows))
     for asked in data.exclude or ():  # not named as the set is: the mistake is in the ledger
-        rows = rows.select(rows_kept(dataset, asked))
+        chosen = rows_kept(dataset, asked)
+        kept, rows = kept[chosen], rows.select(chosen)
         dataset = ImageTextDataset(rows, **options)
+        dataset.whole, dataset.numbers = whole, kept  # by which a teacher's stored embeddings are found
     return _with_name(dataset, name)
 
 

@@ -308,11 +308,11 @@ class Parser(HfArgumentParser):
                 raise
             self.error(message)
 
-    def settle(self, namespace: argparse.Namespace, user_options: set[str] | None) -> None:
-        """Leaves out what the file says where an option of the command line decides in its place, as for `build`."""
+    def settle(self, namespace: argparse.Namespace, user_options: set[str] | None, total: str = "") -> None:
+        """As for `build`, leaves out what an option of the command line decides, which ``total`` does about batches."""
         from ...options.combinations import DECIDED_BY  # importing torch takes seconds
 
-        for option, values, other in DECIDED_BY:
+        for option, values, other in (*DECIDED_BY, *((total, (), name) for name in ("global_batch_size", *DIVISION))):
             applies = self._typed.get(option) == option and (not values or getattr(namespace, option) in values)
             if applies and getattr(namespace, other, None) not in ("steps", self.get_default(other)):
                 self._give_way((other, option), namespace, user_options)

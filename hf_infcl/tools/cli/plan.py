@@ -19,7 +19,7 @@ from .parser import Parser
 
 def plan(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Prints the memory, the time and the options of a training."""
-    parser.settle(namespace, user_options)
+    parser.settle(namespace, user_options, "global_batch")
     asked, namespace.texts_at_once = namespace.texts_at_once, None  # whose windows the plan may have to choose
     if namespace.global_batch is None:
         namespace.global_batch = namespace.global_batch_size

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...options.batch_options import DIVISION
+from ...options.files import options_in
+
 PAGE = "scripts/ANSWERS.md"
+RECIPES = Path(__file__).parents[2] / "recipes"
 FEW, MANY = 10_000, 1_000_000  # pairs, between which the answer for 50,000 holds: a hundred steps or more
 FINE_TUNING = 1e-4  # the highest usual learning rate of a checkpoint's weights, but for adapters and a locked tower
 # Options of a training that begins with weights which know something.
@@ -18,6 +24,8 @@ OF_CHECKPOINTS = (
 SMALL_MEMORY = 24  # GiB of a GPU
 
 LEAST = 8  # pairs, of a quarter of which a batch has negatives
+SMALL_BATCH = 64  # which is not lowered further for more steps
+TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 # Options that say what a user has. Where he has written them, an answer has his values.
 OF_USER = (
     *("samples_per_epoch", "captions_per_image", "replay_dataset", "guard_dataset", "teacher_embeddings"),
@@ -171,6 +179,11 @@ ANSWERS = {
 }
 
 
+def batch_of_enough_steps(samples: float) -> int:
+    """The largest power of two that divides so many samples, those of all epochs, into `TOO_FEW_STEPS` or more."""
+    return 1 << (max(1, int(samples / TOO_FEW_STEPS)).bit_length() - 1)
+
+
 def table() -> str:
     """The table of the page."""
     rows = [f"| {one.have} | `{one.write}` | {one.gain} | {one.price} |" for one in ANSWERS.values()]
@@ -226,6 +239,8 @@ def answer_line(
         at_least: whether it has these pairs or more.
     """
     write = _fitted(answer, options or {}, decided, pairs)
+    if pairs and not at_least:
+        write = _with_enough_steps(write, options or {}, decided, pairs)
     if not write:
         return ""
     have, gain, price = (
@@ -240,6 +255,34 @@ def answer_line(
     return f"For {have}: {write}\n  {measured}: {gain}. Price: {price}. All answers: {PAGE}."
 
 
+def _with_enough_steps(write: str, options: Mapping[str, Any], decided: Collection[str], pairs: int) -> str:
+    """What to write with a batch that leaves `TOO_FEW_STEPS`, or for a small set with the epochs for as many."""
+    recipe, usual = (re.search(rf"--{name} (\w+)", write) for name in ("recipe", "global_batch_size"))
+    if not (recipe or usual) or "max_steps" in decided:
+        return write
+    values = {"num_train_epochs": 3} | (_values_of(recipe[1]) if recipe else {})
+    batch = int(usual[1]) if usual else values.get("global_batch_size") or math.prod(values[name] for name in DIVISION)
+    written = re.search(r"--num_train_epochs (\d+)", write)
+    asked = next((options[name] for name in ("epochs", "num_train_epochs") if name in decided), None)
+    epochs = asked or (int(written[1]) if written else values["num_train_epochs"])
+    pairs *= 1 + ("--replay_dataset" in write)  # half of a batch is old
+    fewer = max(batch_of_enough_steps(pairs * epochs), min(SMALL_BATCH, batch))
+    if fewer < batch:
+        write = _with_batch(write, fewer)
+    least = math.ceil(TOO_FEW_STEPS * min(fewer, batch) / pairs)
+    return write if epochs >= least or asked or written else f"{write} --num_train_epochs {least}"
+
+
+def _with_batch(write: str, batch: int) -> str:
+    words = f"--global_batch_size {batch}"
+    return re.sub(r"--global_batch_size \d+", words, write) if "--global_batch_size" in write else f"{write} {words}"
+
+
+def _values_of(recipe: str) -> dict[str, Any]:
+    """The options of a recipe."""
+    return {name: value for name, (value, _) in options_in(RECIPES / f"{recipe}.yaml").items()}
+
+
 def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> str:
     """What to write, with the user's values; empty if it would contradict them, or if there are next to no pairs."""
     write, recipe = answer.write, re.search(r"--recipe (\w+)", answer.write)
@@ -248,15 +291,13 @@ def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str]
     if has_other or (pairs and pairs < LEAST) or (has_batch and answer is ANSWERS["batch"]):
         return ""
     batch = (options.get("global_batch") or options.get("global_batch_size")) if has_batch else None
-    usual = re.search(r" --global_batch_size (\d+)", write)
+    usual = re.search(r"--global_batch_size (\d+)", write)
     if pairs and not (batch and batch <= pairs):
         fits = 1 << ((pairs // 4).bit_length() - 1)  # the largest power of two up to a quarter of the pairs
         # A recipe has a batch of its own, which may be larger than a small set.
         batch = min(int(usual[1]), fits) if usual else fits if recipe and pairs < FEW else None
-    if batch and usual:
-        write = write.replace(usual[0], f" --global_batch_size {batch}")
-    elif batch and recipe:
-        write += f" --global_batch_size {batch}"
+    if batch and (usual or recipe):
+        write = _with_batch(write, batch)
     values = {name: options.get(name) for name in OF_USER if name in decided}
     values["samples_per_epoch"] = values.get("samples_per_epoch") or pairs
     values["guard_dataset"] = values.get("guard_dataset") or values.get("replay_dataset")

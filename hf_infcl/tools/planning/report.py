@@ -9,10 +9,9 @@ import torch
 
 from ...loading.shares import replay_share
 from ...options.batch_options import DIVISION
+from .answers import LEAST, TOO_FEW_STEPS, batch_of_enough_steps
 from .costs import GIB, LEFT_OUT, USABLE, Choice, seconds, step_cost
 from .planner import Planner
-
-TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 
 
 def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[str]:
@@ -68,9 +67,18 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     elif per_epoch is not None and epochs != 1:
         yield f"  {epochs:g} epochs take {number(steps, 'step')}{f' and {duration(steps * mean)}' * is_timed}."
     if 0 < steps < TOO_FEW_STEPS:
-        yield "  This is too few steps for a learning rate schedule: lower --global_batch or train longer."
+        yield f"  This is too few steps for a learning rate schedule: {_more_steps(planner, steps, epochs)}."
     if pairs is None and options.dataset and is_timed and options.max_steps <= 0:
         yield "With --dataset_size, the number of its pairs, a plan also tells the time of an epoch."
+
+
+def _more_steps(planner: Planner, steps: int, epochs: float) -> str:
+    """What to write for `TOO_FEW_STEPS` steps."""
+    if planner.options.max_steps > 0:
+        return f"raise --max_steps to {TOO_FEW_STEPS} or more"
+    longer = f"train for {math.ceil(epochs * TOO_FEW_STEPS / steps)} epochs or more"
+    fewer, several = batch_of_enough_steps(planner.choice.global_batch * steps), len(planner.stages) > 1
+    return longer if several or fewer < LEAST else f"lower --global_batch to {fewer:,}, or {longer}"
 
 
 def _premises(planner: Planner, old: int, *, has_adapters: bool) -> Iterator[str]:

@@ -10,7 +10,8 @@ from ...evaluation.metrics import CHANGE, LOW, SCORES
 from ...optimizers import NAMES
 from ...options.arguments import InfCLTrainingArguments
 from ...options.declaring import spelled
-from ..planning.report import TOO_FEW_STEPS, number
+from ..planning.answers import TOO_FEW_STEPS
+from ..planning.report import number
 from .facts import Evaluation, TrainingFacts
 
 # A step of Adam moves a weight by about the learning rate, and one of Muon a matrix by a fifth of its rate (root mean

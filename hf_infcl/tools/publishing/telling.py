@@ -57,7 +57,13 @@ class ProgressPrinter(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if state.is_world_process_zero and (table := self._trainer.optimization.table_of_groups):
+        if not state.is_world_process_zero:
+            return
+        if checkpoint := self._trainer.resumption.checkpoint:
+            print(f"Resumed from {checkpoint}, after step {state.global_step:,} of {state.max_steps:,}.")
+        elif args.resume_from_checkpoint == "auto":
+            print(f"There is no checkpoint in {args.output_dir} to resume from: the training begins.")
+        if table := self._trainer.optimization.table_of_groups:
             print(table)
 
     def on_log(

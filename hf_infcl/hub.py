@@ -1,0 +1,72 @@
+"""What is read from the Hub: if it cannot be reached, that is asked once, and what was downloaded before is used."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
+
+from huggingface_hub import constants
+from huggingface_hub.utils import http_backoff, logging
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def hub_asked_once(source: str) -> Iterator[None]:
+    """The context in which a model or a data set is loaded, with the Hub's client offline if the Hub does not answer.
+
+    The libraries would ask for each file, and try again for 24 seconds each time. For a path nothing is asked.
+    """
+    is_path = os.path.exists(source) or source.startswith((".", os.sep))
+    if is_path or constants.HF_HUB_OFFLINE or hub_answers():
+        yield
+        return
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = False
+
+
+def asks_hub_once(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorates a function, whose first argument is what it loads, with `hub_asked_once`."""
+    first = next(iter(inspect.signature(load).parameters))
+
+    @wraps(load)
+    def loading(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with hub_asked_once(str(args[0] if args else kwargs[first])):
+            return load(*args, **kwargs)
+
+    return loading
+
+
+def hub_answers() -> bool:
+    """Whether the Hub can be reached, after two attempts; an answer holds for up to a minute."""
+    return _answers(constants.ENDPOINT, int(time.monotonic() // 60))
+
+
+@lru_cache(maxsize=1)
+def _answers(endpoint: str, minute: int) -> bool:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # the second attempt is no news
+    try:
+        http_backoff("HEAD", endpoint, max_retries=1, retry_on_status_codes=(), timeout=10)
+    except Exception:  # of the library that speaks HTTP, which differs between releases
+        return False
+    finally:
+        logging.set_verbosity(verbosity)
+    return True
+
+
+def not_there(what: str, source: str) -> str:
+    """The sentence for a name that is no folder, if the Hub cannot be asked for it; ``what`` is such as "dataset"."""
+    return (
+        f"There is no {what} at {source!r}: no local folder has this name, nothing of this name was downloaded before, "
+        f"and the Hub could not be reached. Check the name; a path is relative to {os.getcwd()}."
+    )

@@ -1,0 +1,96 @@
+"""A Hub that cannot be reached is asked once, whatever is loaded, and the sentence does not say what it has."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.demo import mistake
+from helpers.hub import hub_for_this_process, talk_to
+from huggingface_hub import constants
+
+from hf_infcl.conversion import models
+from hf_infcl.conversion.converting import convert
+from hf_infcl.conversion.tokenizing import named_tokenizer
+from hf_infcl.data import ImageTextStream, load_pairs
+from hf_infcl.data.tables import Table
+from hf_infcl.hub import _answers, asks_hub_once
+from hf_infcl.tools.benchmarks import benchmark_sets
+
+NEITHER = "There is no {} at 'no-such/name': no local folder has this name, nothing of this name was downloaded before"
+LOADS: dict[str, tuple[Callable[..., object], str]] = {
+    "model": (models.load, "no model of this name was downloaded before"),
+    "config": (models.load_config, "no model of this name was downloaded before"),
+    "readers": (models.load_readers, "no model of this name was downloaded before"),
+    "conversion": (lambda name: convert(name, Path("ours")), "no model of this name was downloaded before"),
+    "tokenizer": (named_tokenizer, "no tokenizer of this name was downloaded before"),
+    "table": (lambda name: load_pairs(name, split="train"), NEITHER.format("dataset")),
+    "stream": (ImageTextStream, NEITHER.format("folder of shards")),
+    "shards": (lambda name: ImageTextStream(f"hf://datasets/{name}/{{0..9}}.tar"), r"'hf://.*' are on the Hub, which"),
+    "pattern": (lambda name: ImageTextStream(f"hf://datasets/{name}/*.tar"), r"'hf://.*' are on the Hub, which"),
+    "benchmark": (lambda name: benchmark_sets([name]), "no-such/name was not downloaded before"),
+}
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the Hub's client waits between attempts, of a Hub where nothing listens."""
+    seconds: list[float] = []
+    _answers.cache_clear()
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    talk_to("http://127.0.0.1:9", monkeypatch)
+    return seconds
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_what_is_not_there_is_told_after_one_question(kind, waits, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    load, words = LOADS[kind]
+    for _ in range(2):  # the answer holds
+        with pytest.raises(ValueError, match=words) as told:
+            load("no-such/name")
+        assert "could not be reached" in str(told.value)
+        assert "HF_HUB_OFFLINE" not in str(told.value), "which nobody has set"
+        assert waits == [1]
+        assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_split_is_looked_for_without_a_question_of_its_own(waits):
+    table = Table("no-such/name")
+    assert table.split_to_evaluate() == "test"
+    with pytest.raises(ValueError, match="There is no dataset"):
+        table.load("test")
+    assert waits == [1]
+
+
+def test_a_licence_is_not_waited_for(waits):
+    assert models.stated_licence("no-such/name") is None
+    assert waits == [1]
+
+
+@pytest.mark.parametrize("path", ["/no/folder", "./folder"])
+def test_for_a_path_nothing_is_asked(path, waits):
+    for load in (models.load, lambda name: load_pairs(name, split="train"), ImageTextStream):
+        with pytest.raises(ValueError, match=r"There (is|are) no"):
+            load(path)
+    assert waits == []
+
+
+def test_a_command_tells_it_in_a_line(waits, tmp_path, capsys):
+    words = ["train", "--model", "no-such/model", "--dataset", "no-such/name", "--use_cpu", "--max_steps", 1]
+    line = mistake(capsys, *words, "--output_dir", tmp_path)
+    assert NEITHER.format("dataset") in line
+    assert waits == [1]
+
+
+def test_while_the_hub_answers_its_client_stays_online(tmp_path, monkeypatch):
+    """So that the client tries again where a request fails."""
+    offline: list[bool] = []
+
+    @asks_hub_once
+    def load(name: str) -> None:
+        offline.append(constants.HF_HUB_OFFLINE)
+
+    with hub_for_this_process(monkeypatch, tmp_path / "cache"):
+        load("no-such/name")
+    assert offline == [False]
