@@ -112,6 +112,12 @@ def test_the_answer_for_a_set_that_was_checked(options, known, name):
         ("frozen images", {"recipe": "lit"}, 50_000, "--recipe lit --global_batch_size 4096\n"),
         ("frozen images", {"recipe": "lit"}, 500_000, "--recipe lit\n"),
         ("frozen images", {"recipe": "lit", "num_train_epochs": 2}, 500_000, "--recipe lit\n"),
+        (
+            "few pairs",
+            {"global_batch": 64},
+            120,
+            "--recipe finetune_alone --global_batch_size 64 --num_train_epochs 54 ",
+        ),
         ("pairs", {"global_batch": 4096}, 50_000, "--recipe finetune_alone --global_batch_size 2048\n"),
         ("pairs", {"global_batch": 4096, "epochs": 20.0}, 50_000, "--recipe finetune_alone --global_batch_size 4096\n"),
         ("pairs", {"global_batch": 4096, "epochs": 1.0}, 50_000, "--recipe finetune_alone --global_batch_size 256\n"),

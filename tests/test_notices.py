@@ -126,7 +126,7 @@ def test_a_training_that_is_resumed_does_not_tell_again(tmp_path, warnings):
     train = pairs([LONG, *["the same"] * 7])
     trainer_for(tmp_path, train, max_steps=2, save_strategy="steps", save_steps=1).train()
     assert len(warnings) == 2
-    again = trainer_for(tmp_path, train, max_steps=2)
+    again = trainer_for(tmp_path, train, max_steps=3, resume_with_changes=True)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert len(warnings) == 2
     assert again.caption_notices.cut["training set"] == 0.125, "the card has it"

@@ -63,9 +63,8 @@ def create_muon(
     )
     if start := getattr(getattr(model, "config", None), "_name_or_path", ""):
         logger.warning(
-            f"The model was loaded from {start}. Muon is for training from random weights, or from weights that were "
-            "trained with Muon. If these were trained with AdamW, as most on the Hub, fine-tuning all of them with "
-            "Muon was worse than with AdamW where it was compared (arXiv 2605.10468)."
+            f"The model was loaded from {start}. If AdamW trained it, as most on the Hub, compare the result with that "
+            "of AdamW, which others found better (arXiv 2605.10468)."
         )
     return MuonAdamW(
         groups,

@@ -154,6 +154,7 @@ class Resumption:
         self.checkpoint, self._allows_changes = checkpoint, allows_changes
         # None if there is no checkpoint, or another trainer wrote it.
         self.record = None if checkpoint is None else RunRecord.read(checkpoint)
+        self.is_of_same_data = False  # in global batches of the same size
         self.changes: list[str] = []  # phrases about what differs from the run of the checkpoint
         self.begin: Position | None = None  # where the training goes on, as soon as `rest` has computed it
 
@@ -193,6 +194,8 @@ class Resumption:
                 "of this run."
             )
             return
+        of_data = "content", "global_batch_size"
+        self.is_of_same_data = all(getattr(record.run, name) == getattr(run, name) for name in of_data)
         self.changes = list(differences(record.run, run))
         self._allow(self.changes)
         if record.processes != world_size:

@@ -270,7 +270,10 @@ def _with_enough_steps(write: str, options: Mapping[str, Any], decided: Collecti
     if fewer < batch:
         write = _with_batch(write, fewer)
     least = math.ceil(TOO_FEW_STEPS * min(fewer, batch) / pairs)
-    return write if epochs >= least or asked or written else f"{write} --num_train_epochs {least}"
+    if epochs >= least or asked:
+        return write
+    words = f"--num_train_epochs {least}"
+    return write.replace(written[0], words) if written else f"{write} {words}"
 
 
 def _with_batch(write: str, batch: int) -> str:
