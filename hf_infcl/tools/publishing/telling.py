@@ -60,11 +60,11 @@ class ProgressPrinter(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if checkpoint := self._trainer.resumption.checkpoint:
-            print(f"Resumed from {checkpoint}, after step {state.global_step:,} of {state.max_steps:,}.")
+            tqdm.write(f"Resumed from {checkpoint}, after step {state.global_step:,} of {state.max_steps:,}.")
         elif args.resume_from_checkpoint == "auto":
-            print(f"There is no checkpoint in {args.output_dir} to resume from: the training begins.")
+            tqdm.write(f"There is no checkpoint in {args.output_dir} to resume from: the training begins.")
         if table := self._trainer.optimization.table_of_groups:
-            print(table)
+            tqdm.write(table)
 
     def on_log(
         self,
