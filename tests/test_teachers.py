@@ -692,7 +692,7 @@ def start_of_maps_of(trainer: InfCLTrainer) -> list[Tensor]:
         {"texts_at_once": 3, "retain_graphs": "2"},
         {"ema_decay": 0.5, "gradient_accumulation_steps": 2},
         {"optimizer": "muon", "optim": "adamw_torch", "learning_rate": 1e-3},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
         {"gradient_checkpointing": True},
         {"freeze": "image"},
         {"matryoshka_dims": [4, 8]},

@@ -219,7 +219,7 @@ def test_texts_of_one_length_keep_it(tmp_path):
         {"keep_features": 1.0},
         {"offload_inputs": True},
         {"gradient_checkpointing": True},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
         {"global_batch_schedule": ["4:0.25", "12"], "gradient_accumulation_steps": 1},
     ],
     ids=str,
