@@ -26,19 +26,21 @@ EXTRAS = ("deepspeed", "matplotlib", "peft", "simplejpeg", "sklearn", "triton")
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from the sdist, as on machines for which an index has no wheel; dist/ holds both."""
+
+    def build(kind: str, source: Path) -> Path:
+        code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder / 'dist')!r}))"
+        printed = subprocess.check_output([sys.executable, "-c", code], cwd=source, stderr=subprocess.PIPE, text=True)
+        return folder / "dist" / printed.split()[-1]
+
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "hf_infcl", source / "hf_infcl", ignore=shutil.ignore_patterns("__pycache__"))
-    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder / 'dist')!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    (sdist,) = (folder / "dist").glob("*.tar.gz")
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-q"]
-    subprocess.run([*pip, "-w", folder / "dist", sdist], check=True, capture_output=True)
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
+    sdist = build("sdist", source)
+    shutil.unpack_archive(sdist, folder)
+    return build("wheel", folder / sdist.name.removesuffix(".tar.gz"))
 
 
 def test_the_archives_hold_the_package_and_nothing_else(wheel):
@@ -96,14 +98,21 @@ def test_every_package_that_is_imported_is_declared(wheel):
 
 
 def test_the_wheel_alone_runs_without_what_is_only_an_extra(wheel, tmp_path):
+    """The loss and all names of `hf_infcl` do without the packages for data and metrics as well."""
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", "--target", tmp_path / "site"]
     subprocess.run([*pip, wheel], check=True, capture_output=True)
     code = f"""
 import importlib, pkgutil, sys
-for name in {EXTRAS}:
+for name in {(*EXTRAS, "datasets", "evaluate")}:
     sys.modules[name] = None  # importing it raises ImportError
-import hf_infcl
+import torch, hf_infcl, hf_infcl.training.trainer, hf_infcl.tools.publishing
 assert hf_infcl.__file__.startswith({str(tmp_path)!r}), hf_infcl.__file__
+for name in hf_infcl.__all__:
+    getattr(hf_infcl, name)
+x = torch.eye(4)
+loss = hf_infcl.contrastive_loss(x, x, 1.0)
+assert abs(loss.item() - torch.nn.functional.cross_entropy(x, torch.arange(4)).item()) < 1e-6, loss
+del sys.modules["datasets"], sys.modules["evaluate"]
 needs_triton = ("hf_infcl.kernels.triton_", "hf_infcl.kernels.hopper_")
 for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
     if not module.name.startswith(needs_triton) and not module.name.endswith("__main__"):
