@@ -20,6 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from accelerate.utils import imports
+
+# In each training, accelerate reads the metadata of packages several times, which takes 5% of a small one.
+imports._is_package_available = functools.cache(imports._is_package_available)
 
 # What is imported once for all processes of the tests. The server ignores what it cannot import.
 PRELOADED = [
