@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+import queue
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from .collectives import Processes, failures_announced
 
-_PINNED = 2  # batches in pinned memory that may wait for the device beside the newest one
+_PINNED = 2  # batches that lie ready in pinned memory
 
 
 def gather_rows(tensors: Any) -> Any:
@@ -89,26 +88,19 @@ class AnnouncingDataLoader:
 
 
 class _EarlyLoader:
-    """A loader of torch whose workers can be started before it is iterated over.
-
-    torch's thread would pin all batches that the workers have loaded ahead, and allocate memory for each, of up to
-    twice its size, because the sizes of pinned blocks are powers of two. For a GPU, this pins a batch when it is asked
-    for, and waits until the device has read the older ones.
-    """
+    """A loader of torch whose workers can be started before it is iterated over."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._begun: Iterator[Any] | None = None
 
     def begin(self) -> None:
-        loader = self._loader
-        pins = loader.pin_memory and torch.cuda.is_available()
-        before, loader.pin_memory = loader.pin_memory, loader.pin_memory and not pins
-        try:
-            batches = iter(loader)
-        finally:
-            loader.pin_memory = before
-        self._begun = _pinned(batches) if pins else batches
+        self._begun = iter(self._loader)
+        # Otherwise torch's thread would pin all batches that the workers have loaded ahead, and allocate memory for
+        # each, of up to twice its size, because the sizes of pinned blocks are powers of two. There is no option for
+        # this, so the queue into which it puts them is bounded.
+        if isinstance(ready := getattr(self._begun, "_data_queue", None), queue.Queue):
+            ready.maxsize = _PINNED
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun is None:
@@ -119,29 +111,3 @@ class _EarlyLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-
-def _pinned(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches in pinned memory. Each is sent to the device before the next one is asked for."""
-    sent: deque[torch.cuda.Event] = deque()
-    for batch in batches:
-        yield _in_pinned_memory(batch)
-        event = torch.cuda.Event()
-        event.record()
-        sent.append(event)
-        if len(sent) > _PINNED:
-            sent.popleft().synchronize()
-
-
-def _in_pinned_memory(batch: Any) -> Any:
-    """A batch after its tensors were copied to pinned memory; what is neither a tensor nor holds any stays."""
-    if callable(pin := getattr(batch, "pin_memory", None)):
-        return pin()
-    if isinstance(batch, MutableMapping):
-        pinned = copy.copy(batch)  # of the same class, such as BatchFeature
-        pinned.update({name: _in_pinned_memory(value) for name, value in batch.items()})
-        return pinned
-    if isinstance(batch, (list, tuple)):
-        values = map(_in_pinned_memory, batch)
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
