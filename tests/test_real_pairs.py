@@ -637,7 +637,9 @@ def test_similarities_of_a_teacher_are_learned_from_its_softmax_both_ways(module
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_a_side_is_taught_by_the_teacher_s_embeddings_of_it(module, tmp_path, side):
     taught, data = module("wrong_and_taught"), {"images": torch.zeros(1), "stored": (None, None)}
-    term = taught._term({**taught.PLAIN, **taught.stored_by("small 4", side=side)}, data, tmp_path, 8)
+    term = taught._term(
+        {**taught.PLAIN, **module("wrong_and_taught_runs").stored_by("small 4", side=side)}, data, tmp_path, 8
+    )
     features = F.normalize(torch.randn(2, 6, 8), dim=-1)
     known = features.roll(1, dims=-1)
     references = term.reference({"stored_images": known[0], "stored_texts": known[1]}, {})
@@ -650,7 +652,7 @@ def test_a_wider_teacher_has_the_same_similarities(module, tmp_path):
     taught, data = module("wrong_and_taught"), {"images": torch.zeros(1)}
     images, texts = torch.randn(6, 8), torch.randn(6, 2, 8)
     data["stored"] = images, texts
-    job = {**taught.PLAIN, "seed": 0, **taught.stored_by("small 4"), "teacher": "wider"}
+    job = {**taught.PLAIN, "seed": 0, **module("wrong_and_taught_runs").stored_by("small 4"), "teacher": "wider"}
     term = taught._term(job, data, tmp_path, 8)
     assert [weight.shape for weight in term.parameters()] == [(12, 8)] * 2
     wider_images, wider_texts = data["stored"]
