@@ -191,7 +191,7 @@ MASK = torch.ones(8, dtype=torch.bool)
         ),
         ({"state_dict": always({"n": {"of": object()}})}, "state_dict of the extension 'returns' must return a dict"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_what_an_extension_must_not_return_is_refused(tmp_path, methods, message):
     options = {"save_strategy": "steps", "save_steps": 1}
@@ -219,7 +219,7 @@ def test_numbers_and_options_of_an_extension_become_json(tmp_path):
         ([WindowsSeen(), WindowsSeen()], "Several extensions of the step have the name 'windows_seen'"),
         ([Returns(name="loss_parts")], "have the name 'loss_parts': tower_norms, positive_cosines, loss_parts"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_no_list_of_different_extensions_is_refused(tmp_path, extensions, message):
     with pytest.raises(ValueError, match=message):
