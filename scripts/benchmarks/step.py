@@ -390,7 +390,8 @@ def plot(table: Path) -> None:
         panels.append((group[0]["comparison"], max(settings.values(), key=len)))
     if not panels:
         return
-    figure, axes = common.subplots(-(-len(panels) // 2), min(2, len(panels)), (7.6, 4.0))
+    height = max(4.0, 0.33 * max(len(group) for _, group in panels))
+    figure, axes = common.subplots(-(-len(panels) // 2), min(2, len(panels)), (7.6, height))
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     for axis, (comparison, group) in zip(axes.flat, panels, strict=False):

@@ -55,6 +55,8 @@ class Setting:
         }
         if options["freeze"] == "image":
             options["patch_dropout"] = None
+        if options["bf16_activations"]:
+            options["gradient_checkpointing"] = False
         options["bf16"] = options["bf16_activations"] or drawn.random() < 0.9
         # A forward takes 2 operations for each weight and token, and a step four times as much: two forwards and a
         # backward. A layer has 12 · width² weights, and those of the text tower about half as many.

@@ -85,7 +85,7 @@ ANSWERS = {
     "many pairs": Answer(
         "a checkpoint and some 5 million pairs",
         "--recipe finetune_clip --streaming --samples_per_epoch 5000000 --torch_compile",
-        f"what so many pairs gain was not measured; [compiled 2,531 images a second instead of 1,587]({_STEP})",
+        f"what so many pairs gain was not measured; [compiled 2,710 images a second instead of 1,593]({_STEP})",
         "old knowledge goes: use finetune_keep if you have old pairs",
     ),
     "random weights": Answer(
@@ -172,8 +172,8 @@ ANSWERS = {
         "--global_batch_size 1024",
         "one loss over 1,024 pairs instead of four over 256, from random weights: "
         f"[with AdamW 20.2 → 22.9, with Muon 40.1 → 44.6]({_TABLES}#the-same-number-of-steps)",
-        "another forward, but of graphs that memory keeps: with short texts [1,587 images a second in 58.0 GiB, "
-        f"`Trainer` 1,540 in 26.1]({_STEP})",
+        "another forward, but of graphs that memory keeps: with short texts [1,593 images a second in 76.8 GiB, "
+        f"`Trainer` 1,599 in 26.1]({_STEP})",
         RECALL,
     ),
 }
