@@ -8,4 +8,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 export OMP_NUM_THREADS=1 # the tests start processes of their own: more threads only get in each other's way
 unset PYTHONDONTWRITEBYTECODE # with it, each of these processes would compile the package again
-exec python -m pytest -n 3 --dist worksteal "$@"
+exec python -m pytest -n 4 --dist worksteal "$@"

@@ -264,7 +264,7 @@ def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, caps
     saved = {"epoch": 2, "name": "run", "state_dict": {f"module.{n}": t for n, t in tensors("CLIP").items()}}
     path = tmp_path / "epoch_2.pt"
     torch.save(saved, path)
-    assert "Name the model with --open_clip_model" in mistake(capsys, "convert", path, tmp_path / "ours")
+    assert "need --open_clip_model beside them" in mistake(capsys, "convert", path, tmp_path / "ours")
     named = str(folder_of("CLIP", tmp_path / "theirs") / folders.CONFIG)
     found = folders.read(path, named)
     expected, _ = from_open_clip(tensors("CLIP"), CLIP)

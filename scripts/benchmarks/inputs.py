@@ -76,6 +76,11 @@ MODELS["vit-b-32"] = MODELS["vit-b-16"] | {"vision_config": MODELS["vit-b-16"]["
 Batch = dict[str, Tensor]
 
 
+def prefixes(name: str) -> list[int]:
+    """An eighth, a quarter and half of the dimensions of a model's embeddings, at which these may be cut."""
+    return [MODELS[name]["projection_dim"] // part for part in (8, 4, 2)]
+
+
 def sizes_of(name: str, image_size: int | None = None) -> dict[str, Any]:
     """The keyword arguments of the config of a model, for images of its own or of another size.
 

@@ -32,8 +32,7 @@ from hf_infcl.tools.planning.costs import GIB, GPUS, LAUNCHES, Choice, Cost, Cou
 from hf_infcl.tools.planning.counting import count
 
 from .common import RESULTS, STEP_SETTING, Row, newest
-from .inputs import sizes_of
-from .step import OVERHEAD
+from .inputs import prefixes, sizes_of
 
 WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
 FORWARD_ALONE = 1.28 * GIB / 256  # bytes per pair of a forward of ViT-B/16 without a graph
@@ -128,7 +127,7 @@ def _choice(row: Row) -> Choice:
         "texts_at_once": accumulation if "texts at once" in name else 1,
     }
     if "matryoshka" in name:
-        options["matryoshka_dims"] = OVERHEAD["hf_infcl matryoshka"]["matryoshka_dims"]
+        options["matryoshka_dims"] = prefixes(row["model"])
     return Choice(int(row["world_size"]), int(row["micro_batch_size"]), accumulation, options)
 
 

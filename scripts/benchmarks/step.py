@@ -86,7 +86,7 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl leave_out 0.5": {"retain_graphs": "1", "leave_out": "0.5"},
     "hf_infcl stored teacher": {"retain_graphs": "1", "teacher": "stored"},
     "hf_infcl online teacher": {"retain_graphs": "1", "teacher": "online"},
-    "hf_infcl matryoshka": {"retain_graphs": "1", "matryoshka_dims": [64, 128, 256]},  # of 512
+    "hf_infcl matryoshka": {"retain_graphs": "1", "matryoshka_dims": "all"},
     "hf_infcl texts at once": {"retain_graphs": "1", "texts_at_once": "all"},
     "hf_infcl texts at once, retain auto": {"retain_graphs": "auto", "texts_at_once": "all"},
     "hf_infcl by default": {"global_batch_size": "all"},  # as if the user had said nothing else
@@ -212,7 +212,8 @@ def implementations(
     for name, options in OVERHEAD.items():
         if args.patch_dropout and options.get("freeze") == "image":
             continue  # a frozen image tower sees all patches
-        all_of = {"global_batch_size": steps * args.micro_batch_size * common.world_size()}
+        all_of: dict[str, Any] = {"global_batch_size": steps * args.micro_batch_size * common.world_size()}
+        all_of["matryoshka_dims"] = inputs.prefixes(args.model)
         numbers = {name: all_of.get(name, steps) if value == "all" else value for name, value in options.items()}
         options = ({} if "global_batch_size" in numbers else {"texts_at_once": 1}) | numbers | common_options
         yield name, trains(args, pool, training.PooledInfCLTrainer, **options), steps
