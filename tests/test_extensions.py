@@ -179,11 +179,13 @@ MASK = torch.ones(8, dtype=torch.bool)
         ({"select": always(MASK[:2])}, r"select of the extension 'returns' must return a tensor \[8\] of torch.bool"),
         ({"select": always(torch.arange(8))}, r"got \[8\] torch.int64"),
         ({"select": always(MASK[:, None])}, r"got \[8, 1\] torch.bool"),
+        ({"select": always(MASK.to("meta"))}, r"on the CPU, got \[8\] torch.bool on meta"),
         ({"select": always([True] * 8)}, "got list"),
         ({"passed_over": always(MASK)}, r"passed_over of the extension 'returns' must return a tensor \[24\]"),
         ({"value": lambda features, _: features[0].sum(1)}, r"value of the term 'returns' .* got \[8\] torch.float32"),
         ({"value": always(1.0)}, r"value of the term 'returns' must return a scalar tensor of floats, got 1.0"),
         ({"reference": always(torch.ones(4))}, "reference of the term 'returns' must return a tuple of tensors"),
+        ({"reference": always(torch.ones(4, 2))}, "reference of the term 'returns' .*: it is a tensor"),
         ({"reference": always((torch.tensor(1.0),))}, "reference of the term 'returns' .*: zero-dimensional"),
         (
             {"inputs": lambda inputs: {name: value[:3] for name, value in inputs.items()}},
@@ -201,12 +203,12 @@ def test_what_an_extension_must_not_return_is_refused(tmp_path, methods, message
 
 def test_numbers_and_options_of_an_extension_become_json(tmp_path):
     made = Returns(logs=lambda: {"seen": torch.tensor(2.0)})
-    made.unused = [torch.nn.Parameter(torch.ones(2))]
+    made.unused = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)]
     made.parameters = lambda: made.unused
     run = trainer(tmp_path, made, save_strategy="steps", save_steps=1)
     run.train()
     assert [entry["seen"] for entry in run.state.log_history if "loss" in entry] == [2.0, 2.0]
-    assert torch.equal(made.unused[0], torch.ones(2)), "a parameter that a step does not use stays"
+    assert torch.equal(torch.stack(made.unused), torch.ones(2, 2)), "what a step does not use, or train, stays"
     trainer(tmp_path, made, save_strategy="steps", save_steps=1, max_steps=3).train(resume_from_checkpoint=True)
 
 
@@ -268,7 +270,7 @@ def test_each_part_of_a_replay_with_losses_of_their_own_needs_a_pair(tmp_path, o
     made.select = lambda window, *_: window.replayed() == old
     args = arguments(tmp_path, replay_share=0.5, replay_as="own")
     more = {"replay_dataset": models.Pairs(24, seed=3), "extensions": [made]}
-    with pytest.raises(ValueError, match=r"left them all out.* With replay_as='own' it needs a new one and an old"):
+    with pytest.raises(ValueError, match=r"^No new or no old one .* left them all out.* it needs a new one and an old"):
         InfCLTrainer(models.clip(), args, default_collate, train_dataset=pairs(), **more).train()
 
 

@@ -157,7 +157,7 @@ def of_kind(extensions: Iterable[Extension], kind: type[Kind]) -> list[Kind]:
 
 def term_parameters(extensions: Iterable[Extension]) -> list[nn.Parameter]:
     """What trains beside the model, of all terms."""
-    return [parameter for term in of_kind(extensions, LossTerm) for parameter in term.parameters()]
+    return [one for term in of_kind(extensions, LossTerm) for one in term.parameters() if one.requires_grad]
 
 
 # ---- Extensions that others have written are checked where a mistake would train something else, or end late ----
@@ -165,13 +165,15 @@ def term_parameters(extensions: Iterable[Extension]) -> list[nn.Parameter]:
 
 def check_extensions(extensions: object) -> None:
     """Raises a ValueError for what is no list of extensions."""
-    wrong = [extensions] if not isinstance(extensions, (list, tuple)) else extensions
-    for one in wrong:
-        if wrong is not extensions or not isinstance(one, Extension):
-            what = f"the class {one.__name__}" if isinstance(one, type) else f"{type(one).__name__} {one!r}"
-            raise ValueError(
-                f"extensions must be a list of objects of the classes of hf_infcl.windows.extensions, got {what}."
-            )
+    wrong = [extensions]
+    if isinstance(extensions, (list, tuple)):
+        wrong = [one for one in extensions if not isinstance(one, Extension)]
+    if wrong:
+        first = wrong[0]
+        what = f"the class {first.__name__}" if isinstance(first, type) else f"{type(first).__name__} {first!r}"
+        raise ValueError(
+            f"extensions must be a list of objects of the classes of hf_infcl.windows.extensions, got {what}."
+        )
 
 
 def check_names(extensions: Sequence[Extension]) -> None:
@@ -185,11 +187,12 @@ def check_names(extensions: Sequence[Extension]) -> None:
 
 
 def check_mask(extension: Extension, method: str, mask: object, rows: int) -> None:
-    """Raises a ValueError unless what a method has returned is [rows] bool."""
-    if not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (rows,)):
-        found = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+    """Raises a ValueError unless what a method has returned is [rows] bool on the CPU."""
+    found = f"{list(mask.shape)} {mask.dtype} on {mask.device}" if isinstance(mask, Tensor) else type(mask).__name__
+    if found != f"[{rows}] torch.bool on cpu":
         raise ValueError(
-            f"{method} of the extension {extension.name!r} must return a tensor [{rows}] of torch.bool, got {found}."
+            f"{method} of the extension {extension.name!r} must return a tensor [{rows}] of torch.bool on the CPU, got "
+            f"{found}."
         )
 
 
@@ -219,6 +222,8 @@ def value_of_term(term: LossTerm, features: Features, references: Sequence[Featu
         ValueError: it is no scalar, or the references cannot be concatenated.
     """
     try:
+        if any(isinstance(one, Tensor) for one in references):  # whose rows would pass for the tensors of a tuple
+            raise TypeError("it is a tensor")
         joined = tuple(map(torch.cat, zip(*references, strict=True)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(

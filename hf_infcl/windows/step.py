@@ -252,9 +252,11 @@ class WindowStep:
             parts = [taking_part & old, taking_part & ~old]  # each has a loss of its own
         if not all(bool(part.any()) for part in parts):
             names = ", ".join(selection.name for selection in of_kind(self.extensions, PairSelection))
-            of_both = " With replay_as='own' it needs a new one and an old one." if len(parts) > 1 else ""
+            which, of_both = "None", ""
+            if len(parts) > 1:
+                which, of_both = "No new or no old one", " With replay_as='own' it needs a new one and an old one."
             raise ValueError(
-                f"None of the {sum(window.sizes[0])} pairs that this process has of the step is left to be trained: "
+                f"{which} of the {sum(window.sizes[0])} pairs that this process has of the step is left to be trained: "
                 f"the selection ({names}) has left them all out. Every process needs one at least.{of_both}"
             )
         return taking_part
@@ -389,7 +391,7 @@ class WindowStep:
 
 def _check_rows(window: Window, encoded: Features) -> None:
     """Raises a ValueError if a change of the inputs, or the model, has left rows out or added some."""
-    rows, expected = [len(rows) for rows in encoded], [sum(sizes) for sizes in window.sizes]
+    rows, expected = list(map(len, encoded)), list(map(sum, window.sizes))
     if rows != expected:
         raise ValueError(
             f"The step has {expected[0]} images and {expected[1]} texts, but {rows[0]} and {rows[1]} embeddings. The "
