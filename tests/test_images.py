@@ -118,6 +118,12 @@ class TestDecoding:
             assert decode_rgb(file.getvalue()).shape == (4, 2, 3), tag
 
 
+def turned_at_the_end_of_its_header(encoded: bytes) -> bytes:
+    """A JPEG with EXIF data right before its pixels, where few programs write them."""
+    at, exif = encoded.index(b"\xff\xda"), oriented(6).tobytes()
+    return encoded[:at] + b"\xff\xe1" + struct.pack(">H", 2 + len(exif)) + exif + encoded[at:]
+
+
 def without_app_segments(encoded: bytes) -> bytes:
     """A JPEG without JFIF's segment, which comes first."""
     return encoded[:2] + encoded[4 + struct.unpack(">H", encoded[4:6])[0] :]
@@ -136,6 +142,7 @@ JPEGS = {
     "as RGB": (jpeg(photograph(37, 53), keep_rgb=True), True),
     "bytes behind its end": (jpeg(photograph(37, 53)) + b"trailing", True),
     "turned by EXIF": (jpeg(photograph(37, 53), exif=oriented(6)), False),
+    "turned by EXIF behind its size": (turned_at_the_end_of_its_header(jpeg(photograph(37, 53))), False),
     "CMYK": (jpeg(photograph(37, 53).convert("CMYK")), False),
 }
 

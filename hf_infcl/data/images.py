@@ -39,9 +39,10 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-# What may precede the size of a JPEG that PIL need not look at: JFIF, comments and tables, but no EXIF, XMP or Adobe.
+# What may precede the pixels of a JPEG that PIL need not look at: JFIF, comments and tables, but no EXIF, XMP or Adobe.
 _PLAIN = (0xE0, 0xFE, 0xDB, 0xC4, 0xDD)
 _SIZE = (0xC0, 0xC1, 0xC2)  # the size in a baseline, extended or progressive JPEG
+_PIXELS = 0xDA
 
 
 class BadSampleError(ValueError):
@@ -291,15 +292,15 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
 
 def _is_plain_jpeg(encoded: bytes) -> bool:
     """Whether PIL would open this file as an upright JPEG in RGB or grey. To ask PIL takes a tenth of decoding it."""
-    at = 2 if encoded[:2] == b"\xff\xd8" else len(encoded)
+    at, has_size = 2 if encoded[:2] == b"\xff\xd8" else len(encoded), False
     while at + 10 <= len(encoded):
         start, marker, length = struct.unpack_from(">BBH", encoded, at)
         if start == 0xFF and marker in _SIZE:
             bits, height, width, channels = struct.unpack_from(">BHHB", encoded, at + 4)
             most = Image.MAX_IMAGE_PIXELS  # of more, PIL warns
-            return bits == 8 and channels in (1, 3) and 0 < height * width <= (most or 2**32)
-        if start != 0xFF or marker not in _PLAIN:
-            return False
+            has_size = bits == 8 and channels in (1, 3) and 0 < height * width <= (most or 2**32)
+        elif start != 0xFF or marker not in _PLAIN:
+            return has_size and (start, marker) == (0xFF, _PIXELS)
         at += 2 + length
     return False
 
