@@ -2,13 +2,14 @@
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
+import psutil
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +26,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.stored_embeddings import StoredEmbeddings, of_caption
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
+from hf_infcl.tools.embedding.output import begin
 from hf_infcl.tools.embedding.sources import ShardSource, make_source, table_source
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
@@ -117,6 +119,12 @@ def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_f
         embedded(images, tmp_path / "images", max_length=max_length)
 
 
+def test_what_differs_within_the_data_is_named(tmp_path):
+    begin(tmp_path, {"fingerprint": "a", "data": {"rows": 5}})
+    with pytest.raises(ValueError, match=r"\(data views was None and is 2\)"):
+        begin(tmp_path, {"fingerprint": "b", "data": {"rows": 5, "views": 2}})
+
+
 def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folder(tmp_path, monkeypatch):
     source = table_source(table(), "image", "caption", None, "x")
     embedded(source, tmp_path, format="npy")
@@ -130,7 +138,7 @@ def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folde
     assert (known.tolist(), stored.rows, stored.width) == ([True] * len(keys) + [False], 21, 12)
     assert stored.find("images", [])[0].shape == (0, 12)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "sysconf", lambda name: 16)  # so many pages of 16 bytes do not hold the embeddings
+        patched.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=256))  # which do not hold them
         large = StoredEmbeddings(tmp_path)
     np.testing.assert_allclose(large.find("texts", keys)[0], texts, atol=1e-6)
     mappings = Path("/proc/self/smaps").read_text().split(f"{tmp_path}/texts.npy")[1:]

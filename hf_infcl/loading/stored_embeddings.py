@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from ..data.images import BadSampleError
 from ..data.streams import name_of_shard
@@ -118,8 +118,7 @@ def _read_at_random(values: Any) -> None:
 
     Of smaller files, reading ahead brings the rows that are asked for later.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if isinstance(values.base, mmap.mmap) and values.nbytes > memory / 2:
+    if values.nbytes > psutil.virtual_memory().total / 2 and hasattr(mmap, "MADV_RANDOM"):  # which Windows lacks
         values.base.madvise(mmap.MADV_RANDOM)
 
 

@@ -101,7 +101,8 @@ def _differences(before: Mapping[str, Any], record: Mapping[str, Any]) -> dict[s
     for name, was in before.items():
         now = record.get(name)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
-            differing |= {f"{name} {inner}": values for inner, values in _differences(was, now).items()}
+            inner = _differences(dict.fromkeys(now) | dict(was), now)
+            differing |= {f"{name} {part}": values for part, values in inner.items()}
         elif was != now:
             differing[name] = was, now
     return differing
