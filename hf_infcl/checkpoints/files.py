@@ -269,7 +269,7 @@ def _not_resumable(checkpoint: str) -> str:
         return f"There is no checkpoint {checkpoint}."
     if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
         if Path(checkpoint, TRAINER_STATE_NAME).is_file():
-            if any(path for pattern in _OPTIMIZER_FILES for path in Path(checkpoint).glob(pattern)):
+            if any(any(Path(checkpoint).glob(pattern)) for pattern in _OPTIMIZER_FILES):
                 return ""  # another trainer's
             inside = ", ".join(folder.name for folder in _folders(checkpoint)) or "none here"
             return (

@@ -169,10 +169,10 @@ class ImageTextDataset(PairSource, ImageDataset):
     """
 
     _LACKS = "column {1!r}: no {0}"
-    # Of rows that were selected from a table: all of its rows, and the numbers that these have there, [n] int64.
+    # Of rows that were selected from a table: the whole table, and the number of each row there, [n] int64.
     whole: ImageTextDataset | None = None
     numbers: np.ndarray | None = None
-    places_of_whole = False  # whether they have the places and the augmentations that they have there
+    places_of_whole = False  # whether the items have the places and the augmentations of the whole table's
 
     def __init__(
         self,

@@ -66,11 +66,12 @@ def run_repeating(
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        graphs = step.memory.graph_budget.kept
-        if graphs > 1:
+        if (graphs := step.memory.graph_budget.kept) > 1:
             step.memory.keep_fewer_graphs()
+            had, now, rounding = f"{graphs} graphs kept", graphs - 1, ""
         else:
             args.largest_micro_batch = -(-largest // 2)
+            had, now, rounding = f"micro-batches of {largest} pairs", args.largest_micro_batch, "rounding and "
         parts = split_batches(window.loaded, args.largest_micro_batch)
         for index in range(len(window)):
             window.release(index)  # Trainer's loop holds its batches
@@ -80,9 +81,6 @@ def run_repeating(
         data.window.is_selected, data.window.taking_part = window.is_selected, window.taking_part
         release_memory()
         if args.process_index == 0:
-            had, now, rounding = f"{graphs} graphs kept", graphs - 1, ""
-            if graphs == 1:
-                had, now, rounding = f"micro-batches of {largest} pairs", args.largest_micro_batch or 1, "rounding and "
             logger.warning(
                 f"The step after step {number} ran out of memory with {had}. It is repeated with {now}, as are the "
                 f"following ones; the result stays the same but for {rounding}dropout masks."

@@ -47,11 +47,13 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
         ValueError: there is nothing at the source, it has other files than tar and parquet, or it has no such split.
     """
     source = Url(source)
+    if source.startswith("hf://") and not hub_answers():
+        raise ValueError(
+            f"The shards at {source!r} are on the Hub, which could not be reached. Try again, or name a local copy."
+        )
     literal = len(existing_part(source))
     patterns = [source] if literal == len(source) else _expand_braces(source, literal)
     urls: list[str]
-    if source.startswith("hf://") and not hub_answers():
-        raise ValueError(f"The shards at {source!r} are on the Hub, which could not be reached.")
     if os.path.isdir(source):
         urls = [Url(url) for url in _data_files(source, split, name)]
     elif len(patterns) > 1 or source.endswith(_FORMATS) or _MAGIC.search(source, literal):

@@ -309,7 +309,7 @@ class Parser(HfArgumentParser):
             self.error(message)
 
     def settle(self, namespace: argparse.Namespace, user_options: set[str] | None, total: str = "") -> None:
-        """As for `build`, leaves out what an option of the command line decides, which ``total`` does about batches."""
+        """Leaves out what options of the command line decide, as for `build`; ``total`` is one that decides batches."""
         from ...options.combinations import DECIDED_BY  # importing torch takes seconds
 
         for option, values, other in (*DECIDED_BY, *((total, (), name) for name in ("global_batch_size", *DIVISION))):
