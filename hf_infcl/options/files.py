@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 
+# The files of options that the package holds, by the names of --recipe.
+RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
+
 
 class _Loader(yaml.SafeLoader):
     """Plain values as in YAML 1.2: `no` and dates are text, 1e-6 is a number, unlike in PyYAML's YAML 1.1."""

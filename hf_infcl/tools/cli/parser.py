@@ -26,7 +26,7 @@ from ...options.batch_options import DIVISION
 from ...options.declared import of_transformers, training_options
 from ...options.declaring import HEADINGS
 from ...options.facts import check_values, facts_by_name
-from ...options.files import options_in
+from ...options.files import RECIPES, options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
 from .messages import about_words, missing_package, tell
 
@@ -54,8 +54,6 @@ OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": N
 OF_COMPUTING |= {"ddp_backend": None}
 
 PLACE = "path/to/"  # how the files of recipes begin the name of what the user has to name
-# The files of options that the package holds, by the names of --recipe.
-RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):

@@ -6,14 +6,12 @@ import math
 import re
 import shlex
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...options.batch_options import DIVISION
-from ...options.files import options_in
+from ...options.files import RECIPES, options_in
 
 PAGE = "scripts/ANSWERS.md"
-RECIPES = Path(__file__).parents[2] / "recipes"
 FEW, MANY = 10_000, 1_000_000  # pairs, between which the answer for 50,000 holds: a hundred steps or more
 FINE_TUNING = 1e-4  # the highest usual learning rate of a checkpoint's weights, but for adapters and a locked tower
 # Options of a training that begins with weights which know something.
@@ -260,7 +258,8 @@ def _with_enough_steps(write: str, options: Mapping[str, Any], decided: Collecti
     recipe, usual = (re.search(rf"--{name} (\w+)", write) for name in ("recipe", "global_batch_size"))
     if not (recipe or usual) or "max_steps" in decided:
         return write
-    values = {"num_train_epochs": 3} | (_values_of(recipe[1]) if recipe else {})
+    of_recipe = options_in(RECIPES[recipe[1]]) if recipe else {}
+    values = {"num_train_epochs": 3} | {name: value for name, (value, _) in of_recipe.items()}
     batch = int(usual[1]) if usual else values.get("global_batch_size") or math.prod(values[name] for name in DIVISION)
     written = re.search(r"--num_train_epochs (\d+)", write)
     asked = next((options[name] for name in ("epochs", "num_train_epochs") if name in decided), None)
@@ -279,11 +278,6 @@ def _with_enough_steps(write: str, options: Mapping[str, Any], decided: Collecti
 def _with_batch(write: str, batch: int) -> str:
     words = f"--global_batch_size {batch}"
     return re.sub(r"--global_batch_size \d+", words, write) if "--global_batch_size" in write else f"{write} {words}"
-
-
-def _values_of(recipe: str) -> dict[str, Any]:
-    """The options of a recipe."""
-    return {name: value for name, (value, _) in options_in(RECIPES / f"{recipe}.yaml").items()}
 
 
 def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> str:
