@@ -274,19 +274,20 @@ def test_each_part_of_a_replay_with_losses_of_their_own_needs_a_pair(tmp_path, o
         InfCLTrainer(models.clip(), args, default_collate, train_dataset=pairs(), **more).train()
 
 
-def rank_observes(rank: int, world_size: int, folder: str) -> str:
-    seen = WindowsSeen()
+def rank_fails(rank: int, world_size: int, folder: str, method: str) -> str:
+    made = WindowsSeen() if method == "after_first_pass" else Returns()
     if rank == 1:
-        seen.after_first_pass = lambda *_: 1 / 0
+        vars(made)[method] = lambda *_: 1 / 0
     try:
-        trainer(folder, seen).train()
+        trainer(folder, made).train()
     except (ZeroDivisionError, RuntimeError) as error:
         return str(error)
     return "went on"
 
 
-def test_an_observer_that_fails_ends_all_processes(ranks, tmp_path):
-    heard, own = ranks.run(rank_observes, 2, str(tmp_path), timeout=60)
+@pytest.mark.parametrize("method", ["inputs", "reference", "after_first_pass", "select", "value"])
+def test_an_extension_that_fails_on_one_process_ends_all(ranks, tmp_path, method):
+    heard, own = ranks.run(rank_fails, 2, str(tmp_path), method, timeout=60)
     assert "rank 1: ZeroDivisionError: division by zero" in heard
     assert own == "division by zero"
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.options import batch_division
-from hf_infcl.windows.extensions import of_kind
+from hf_infcl.passes.grad_cache import Features
+from hf_infcl.windows.extensions import LossTerm, of_kind
 from hf_infcl.windows.selection import WithoutNoisyPairs
 
 PLAIN: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 2}
@@ -208,3 +209,37 @@ def test_all_processes_keep_their_decision(ranks, tmp_path, once, failing, numbe
         torch.testing.assert_close(weights, parameters(other), rtol=1e-4, atol=1e-5)
         assert [entry[-1] for entry in logs] == [entry[-1] for entry in logged(other)]
         assert visits == selection_of(other).averages.mean_visits
+
+
+# ---- Terms of the loss ----
+
+
+class Large(LossTerm):
+    """The first time, there may be no memory for it."""
+
+    name = "large"
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        fails, self.fails = self.fails, False
+        if fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return (features[0] * features[1]).mean()
+
+
+def rank_term(rank: int, world_size: int, folder: str, failing: int) -> tuple[int | None, Tensor]:
+    options = {**PLAIN, **FREE, "global_batch_size": 16, "extensions": [Large(rank == failing)]}
+    with mock.patch.object(batch_division, "UNTRIED", 4):
+        trainer = trainer_for(folder, data=models.Pairs(64), **options)
+    trainer.train()
+    return trainer.args.largest_micro_batch, parameters(trainer)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_term_without_memory_on_one_process_repeats_the_step_on_all(ranks, tmp_path, failing):
+    (_, expected), _ = ranks.run(rank_term, 2, str(tmp_path), None, timeout=60)
+    for largest, weights in ranks.run(rank_term, 2, str(tmp_path), failing, timeout=60):
+        assert largest == 2
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)

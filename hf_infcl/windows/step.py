@@ -144,8 +144,8 @@ class WindowStep:
                     window.taking_part, window.is_selected = self._select(window, features), True
             taking_part = window.taking_part
             del encoded, features  # they take the memory of the whole window
-            # ---- The contrastive loss and the terms, and the gradient of the features ----
-            self.may_repeat = self.repeats and self._setup.args.world_size == 1
+            # ---- The terms and the contrastive loss, and the gradient of the features ----
+            self.may_repeat = self.repeats
             with record_function("infcl: loss"):
                 loss_of = partial(self._loss_and_terms, window, micro_batches, taking_part)
                 of_terms = term_parameters(self.extensions)
@@ -274,12 +274,17 @@ class WindowStep:
         The values of the terms are logged apart.
         """
         temperature, in_order = self._setup.encoder.scale_and_bias(parameters), window.in_order(features)
+        terms, values = of_kind(self.extensions, LossTerm), []
+        # The other processes learn of an error here when they exchange the inputs of the loss.
+        with failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window)):
+            for number, term in enumerate(terms):
+                of_micro_batches = [(m.references or [])[number] for m in micro_batches]
+                values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
+        self.may_repeat = self.repeats and self._setup.args.world_size == 1
         loss = self._loss.of(window, in_order, *temperature, taking_part)
         if (weight := self._setup.args.contrastive_weight) != 1:
             loss = loss.detach() + weight * (loss - loss.detach())
-        for number, term in enumerate(of_kind(self.extensions, LossTerm)):
-            of_micro_batches = [(m.references or [])[number] for m in micro_batches]
-            value = value_of_term(term, in_order if term.in_order else features, of_micro_batches)
+        for term, value in zip(terms, values, strict=True):
             mean = Processes().sum(value.detach()) / self._setup.args.world_size
             window.term_values[term.name] = mean
             # All processes have to see it if the term of one is not finite.

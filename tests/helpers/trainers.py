@@ -33,7 +33,7 @@ def arguments(folder: Any, **options: Any) -> InfCLTrainingArguments:
 
 def trainer_for(folder: Any, model: Any = None, data: Any = None, **options: Any) -> InfCLTrainer:
     others = ("eval_dataset", "replay_dataset", "callbacks", "compute_metrics", "model_init", "processing_class")
-    extras = {k: options.pop(k) for k in others if k in options}
+    extras = {k: options.pop(k) for k in (*others, "extensions") if k in options}
     extras |= {"teacher": options.pop("teacher")} if isinstance(options.get("teacher"), torch.nn.Module) else {}
     data = models.Pairs(40) if data is None else data
     model = model if model is not None or "model_init" in extras else models.clip()
