@@ -21,6 +21,7 @@ from hf_infcl.micro_batches.search import Trial, find_graphs, find_micro_batch, 
 from hf_infcl.micro_batches.trials import Trials
 from hf_infcl.options import batch_division
 from hf_infcl.options.batch_division import largest_micro_batch, possible_micro_batches
+from hf_infcl.passes.graph_budget import GraphBudget
 from hf_infcl.processes.collectives import OtherRankFailedError, Processes, alone
 from hf_infcl.windows.window import Window
 
@@ -177,6 +178,26 @@ def test_nothing_fits_and_what_another_process_holds_counts():
     assert find_texts_at_once(memory, Trial(16), 4, lambda n: min(n, 2), compiled=False) == 2
     assert find_texts_at_once(memory, Trial(16), 4, int, compiled=True) == 1
     assert find_graphs(memory, Trial(16), 4, lambda n: min(n, 3)) == 3
+
+
+@pytest.mark.parametrize(("total", "expected"), [(80, 4), (75, 4), (74, 3), (40, 2), (39, 1), (20, 1)])
+def test_graphs_are_measured_in_windows_alone(monkeypatch, total, expected):
+    """Of 17 bytes each, beside 2 that rest and one more that a window takes, and a twentieth of the memory is free."""
+    total, peak = 100 * total, [0]
+    values = {"memory_allocated": 200, "memory_reserved": 300, "mem_get_info": (total - 300, total)}
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 0))
+    budget, kept = GraphBudget(None, torch.device("cuda")), []
+    for _ in range(6):
+        kept.append(budget.graphs(4))
+        peak[0] = 200 + 100 + 1700 * kept[-1]
+        budget.end_window()
+        peak[0] = total  # of an evaluation
+    assert kept[:2] == [1, 1], "before the optimizer has its state"
+    assert kept[3:] == [expected] * 3
+    assert 300 + 1700 * expected <= 0.95 * total or expected == 1
 
 
 # ---- Batches are split and repeated ----

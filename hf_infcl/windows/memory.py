@@ -68,5 +68,6 @@ class WindowMemory:
             gc.collect()
 
     def end_window(self) -> None:
-        """Called when a window has been trained."""
+        """Called when a window has been trained; collective."""
         self._compiles = False
+        self.graph_budget.end_window()
