@@ -63,7 +63,8 @@ def write(args: argparse.Namespace) -> None:
         part.save_pretrained(args.output_dir)
     print(
         f"{args.output_dir}: CLIPModel of {model.num_parameters():,} random weights for images of {args.image_size} "
-        f"pixels, a vocabulary of {len(processor.tokenizer)} tokens from {len(captions):,} captions"
+        f"pixels, a vocabulary of {len(processor.tokenizer)} tokens from {len(captions):,} captions. Train them with "
+        "--optimizer muon --learning_rate 5e-4: the recipes of fine-tuning are for weights that were trained"
     )
 
 

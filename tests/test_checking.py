@@ -120,13 +120,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_no_more_workers_are_advised_than_the_machine_has(tmp_path, rate, words, options):
-    given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path), "--use_cpu"]
+    given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path)]
     namespace, known = PARSERS["check"]().read(given)
     for smallest, more in ((895, []), (896, ["--min_side 448"] if rate == 1 else [])):
         images = {"batch": None, "rate": rate, "smallest": smallest, "side": 224}
         line, added = predict_workers(transformers.CLIPConfig(), namespace, known, **images, cores=2)
         assert words in line
         assert added == [*more, f"--dataloader_num_workers {options}"]
+    namespace.use_cpu = True
+    assert predict_workers(transformers.CLIPConfig(), namespace, known, **images, cores=2) == ("", [])
 
 
 def test_a_check_predicts_the_rate_that_a_plan_predicts(model, tmp_path, capsys):

@@ -101,7 +101,8 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         side=trained_facts.limits.side,
         cores=cores(),
     )
-    print(workers_line)
+    if workers_line:
+        print(workers_line)
     every = [finding for _, findings in results.values() for finding in findings]
     has_length = data.samples_per_epoch is not None or namespace.max_steps > 0
     if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and not has_length:

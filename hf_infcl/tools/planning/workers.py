@@ -28,6 +28,8 @@ def predict_workers(
 ) -> tuple[str, list[str]]:
     """A line about the workers that one GPU needs, as `infcl plan` predicts its rate, and the options to add.
 
+    Both are empty for a training on a CPU, whose rate is not predicted.
+
     Args:
         batch: the global batch of the options; None if they name none.
         rate: the images that a worker reads per second; 0 if none could be decoded.
@@ -35,7 +37,9 @@ def predict_workers(
         side: the pixels to which they are scaled.
         cores: those of this machine.
     """
-    of_plan = {"gpus": 1, "gpu": "h100", "gpu_memory": None, "measure": False, "use_cpu": False}
+    if options.use_cpu:
+        return "", []
+    of_plan = {"gpus": 1, "gpu": "h100", "gpu_memory": None, "measure": False}
     if torch.cuda.is_available() and "h200" in torch.cuda.get_device_name().lower():
         of_plan["gpu"] = "h200"
     of_plan["global_batch"] = batch or ASSUMED_BATCH

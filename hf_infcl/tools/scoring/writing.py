@@ -15,7 +15,7 @@ from ...processes.collectives import Processes
 from ...shards.names import sample_key
 from ...windows.selection import WithoutNoisyPairs
 from . import WINDOW
-from .ledger import CERTAIN, LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
+from .ledger import CERTAIN, LEDGER_FILE, RATHER_WRONG, SHEET_FILE, Ledger, make_ledger
 from .scoring import score_pairs
 from .sheet import SHOWN, draw_suspicious
 from .words import lines_of_words
@@ -144,7 +144,7 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
         yield (
             f"{'At least' if learned else 'About'} {expected:,.0f} of {len(ledger):,} pairs do not seem to belong "
             f"together, {wrong:,} of them with a probability of at least {CERTAIN:g}."
-            + (f" `infcl train --exclude {file}:{CERTAIN:g}` trains without these." if wrong else "")
+            + (f" `infcl train --exclude {file}:{RATHER_WRONG:g}` trains without all that rather are." if wrong else "")
         )
     if ledger.caption and any(ledger.caption):
         yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
