@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,11 @@ def test_no_answer_contradicts_the_user(name, options, pairs):
 
 
 def test_plan_and_check_end_with_the_line_that_fits(small: list[Any], tmp_path, capsys):
-    _, _, model, *_ = small
+    _, _, random, *_ = small
+    infcl("plan", "--model", random, "--global_batch", 64, "--dataset_size", 70_000)
+    assert "\nFor random weights and up to ten million pairs: --optimizer muon" in capsys.readouterr().out
+    (model := tmp_path / "model").mkdir()
+    shutil.copy(Path(random, "config.json"), model)  # whose weights are not known
     infcl("plan", "--model", model, "--global_batch", 64, "--dataset_size", 70_000)
     printed = capsys.readouterr().out
     assert (

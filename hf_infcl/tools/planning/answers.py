@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import safetensors
 
 from ...options.batch_options import DIVISION
 from ...options.files import RECIPES, options_in
@@ -199,7 +203,8 @@ def choose_answer(options: Mapping[str, Any], *, pairs: int | None, texts: float
     """
     pairs = pairs or 0
     has_high_rate = (options.get("learning_rate") or 0.0) > FINE_TUNING
-    random = (options.get("optimizer") == "muon" or has_high_rate) and not any(map(options.get, OF_CHECKPOINTS))
+    is_from_scratch = options.get("optimizer") == "muon" or has_high_rate or _is_untrained(options.get("model"))
+    random = is_from_scratch and not any(map(options.get, OF_CHECKPOINTS))
     reasons = {
         "languages": foreign,
         "teacher": options.get("teacher") or options.get("teacher_embeddings"),
@@ -217,6 +222,16 @@ def choose_answer(options: Mapping[str, Any], *, pairs: int | None, texts: float
         "few pairs": pairs > 0,
     }
     return ANSWERS[next((name for name, holds in reasons.items() if holds), "batch")]
+
+
+def _is_untrained(model: str | None) -> bool:
+    """Whether a local folder holds random weights: their temperature is the one that they begin with."""
+    config, weights = Path(model or "", "config.json"), Path(model or "", "model.safetensors")
+    if not (config.is_file() and weights.is_file()):
+        return False
+    first = json.loads(config.read_text(encoding="utf-8")).get("logit_scale_init_value", 0.0)  # of SigLIP 0
+    with safetensors.safe_open(weights, "pt") as file:
+        return "logit_scale" in file.keys() and abs(file.get_tensor("logit_scale").item() - first) < 1e-6  # noqa: SIM118
 
 
 def answer_line(
