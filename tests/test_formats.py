@@ -97,7 +97,9 @@ def test_a_file_of_the_training_is_evaluated_like_the_folder(pairs, tmp_path):
 def test_a_plan_reads_the_config_alone(tmp_path, capsys):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / folders.CONFIG).write_text(json.dumps(config("CLIP")))
-    transformers.CLIPModel(load_config(str(tmp_path / "theirs"))).save_pretrained(tmp_path / "ours")
+    model = transformers.CLIPModel(load_config(str(tmp_path / "theirs")))
+    torch.nn.init.constant_(model.logit_scale, 4.0)  # random weights are advised otherwise
+    model.save_pretrained(tmp_path / "ours")
     plans = []
     for folder in ("theirs", "ours"):
         infcl("plan", "--model", tmp_path / folder, "--global_batch", 64)
