@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import default_collate
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.passes.grad_cache import Features
-from hf_infcl.windows.extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver
+from hf_infcl.windows.extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, value_of_term
 from hf_infcl.windows.window import Window
 
 RATE, WEIGHT = 5e-3, 2.0
@@ -199,6 +200,12 @@ def test_what_an_extension_must_not_return_is_refused(tmp_path, methods, message
     options = {"save_strategy": "steps", "save_steps": 1}
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, Returns(**methods), **options).train()
+
+
+def test_references_that_do_not_fit_into_memory_are_no_mistake():
+    made = Returns()
+    with mock.patch.object(torch, "cat", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        value_of_term(made, (torch.zeros(2, 3),) * 2, [(torch.zeros(2, 3),)])
 
 
 def test_numbers_and_options_of_an_extension_become_json(tmp_path):

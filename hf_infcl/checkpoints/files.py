@@ -259,7 +259,7 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     return None
 
 
-# What a training of any wrapper writes of its optimizer: Trainer, FSDP in shards, DeepSpeed.
+# The files of an optimizer, as Trainer, FSDP (in shards) and DeepSpeed name them.
 _OPTIMIZER_FILES = ("optimizer*", "global_step*")
 
 

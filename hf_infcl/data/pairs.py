@@ -169,7 +169,7 @@ class ImageTextDataset(PairSource, ImageDataset):
     """
 
     _LACKS = "column {1!r}: no {0}"
-    # Of rows that were selected from a table: the whole table, and the number of each row there, [n] int64.
+    # If the rows were selected from a table, the whole table, and the number of each row there, [n] int64.
     whole: ImageTextDataset | None = None
     numbers: np.ndarray | None = None
     places_of_whole = False  # whether the items have the places and the augmentations of the whole table's

@@ -24,7 +24,7 @@ _TOKENIZED = 2_000  # captions whose tokens are counted
 class CaptionNotices:
     """Looks once at the captions of each dataset, and warns about those that are cut or repeated."""
 
-    is_again: bool = False  # whether the run that is resumed has told of them
+    was_told: bool = False  # whether the run that is resumed has told all this
     cut: dict[str, float] = field(default_factory=dict)  # the share of captions that are, if any, by the dataset's name
     _seen: set[str] = field(default_factory=set)
 
@@ -47,14 +47,14 @@ class CaptionNotices:
             texts = texts[:: -(-len(texts) // _TOKENIZED) or 1]
             if cut := sum(map(collator.is_cut, texts)):
                 self.cut[name] = share = cut / len(texts)
-                tell = logger.info if self.is_again else logger.warning
+                tell = logger.info if self.was_told else logger.warning
                 tell(
                     f"{share:.1%} of {len(texts):,} captions of the {name} have more than {collator.max_length} "
                     "tokens, the limit of the model, which does not see what follows. Captions that differ only there "
                     f"are equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
                 )
         for part, sample in zip(parts, samples, strict=True):
-            if self.is_again or batch_size is None or part.pair_id_column is not None:
+            if self.was_told or batch_size is None or part.pair_id_column is not None:
                 continue
             if (repeated := repeated_captions(sample)) > REPEATED * len(sample):
                 logger.warning(

@@ -116,7 +116,7 @@ class StoredEmbeddings:
 def _read_at_random(values: Any) -> None:
     """Keeps the system from reading 128 KiB for each row of a file that does not stay in memory anyway.
 
-    Of smaller files, reading ahead brings the rows that are asked for later.
+    For smaller files it should read ahead: the rows that come along are asked for later.
     """
     if values.nbytes > psutil.virtual_memory().total / 2 and hasattr(mmap, "MADV_RANDOM"):  # which Windows lacks
         values.base.madvise(mmap.MADV_RANDOM)

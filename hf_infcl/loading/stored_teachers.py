@@ -106,7 +106,7 @@ def describe_views(part: ImageTextDataset | ImageTextStream, count: int | None) 
 class _DataSet:
     """A table or a stream of the training set, by its number there, which is compared with what was embedded.
 
-    Of a table from which pairs were excluded, that is the table without them or, if no folder has that, with them.
+    If pairs were excluded from a table, the embeddings may be those of the pairs that remain or of the whole table.
 
     Raises:
         ValueError: its captions have no stored embeddings.

@@ -16,14 +16,14 @@ from ..checkpoints.record import RunRecord
 from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_division import largest_micro_batch, possible_micro_batches
-from ..options.batch_options import DIVISION
+from ..options.batch_options import DIVISION, SEARCHED
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, announce_failure, failures_announced
 from ..windows.setup import Setup
 from .search import ENOUGH, Trial, find_graphs, find_micro_batch, find_texts_at_once
 from .trials import Trials, memory_is_known, release_memory
 
-_FOUND = (*DIVISION, "texts_at_once", "retain_graphs", "largest_micro_batch")
+_FOUND = (*DIVISION, *SEARCHED, "largest_micro_batch")
 
 logger = logging.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Repeats a step that runs out of memory in a way that takes less: nothing has been updated before its end."""
+"""Repeats a step that runs out of memory with fewer graphs or smaller micro-batches, before anything was updated."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from ..processes.preemption import ended_with_launcher
 from .batch_division import divide_global_batch
-from .batch_options import BatchOptions, auto_or_number
+from .batch_options import SEARCHED, BatchOptions, auto_or_number
 from .batch_schedule import BatchSchedule, Course, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
 from .course_options import CourseOptions
@@ -76,7 +76,7 @@ class InfCLTrainingArguments(
         self.per_device_train_batch_size = 8 if micro_batch is None else micro_batch  # the default of TrainingArguments
         self.gradient_accumulation_steps = 1 if accumulation is None else accumulation
         self.asked: tuple[Any, ...] = (micro_batch, accumulation)
-        for name in ("texts_at_once", "retain_graphs"):
+        for name in SEARCHED:
             value = getattr(self, name)
             setattr(self, name, "auto" if value is None else str(value))
             self.asked += (None if value is None else str(value),)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .declaring import FROM_1, HelpPlace, option
 
 DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
+SEARCHED = ("texts_at_once", "retain_graphs")  # what a training finds for its micro-batches, in this order
 
 
 def auto_or_number(name: str, value: object, least: int) -> str:

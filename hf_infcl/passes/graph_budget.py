@@ -17,7 +17,7 @@ class GraphBudget:
     Args:
         wanted: the number, or None for as many as fit into the memory of the GPU. Until this is known, one graph is
             kept. It is measured in the second window, because the optimizer's state is created at the end of the
-            first, and again in the third, which keeps so many that the size of one is known.
+            first, and again in the third, whose further graphs show how large one is.
 
     Attributes:
         kept: the number of graphs of the last window.
@@ -49,7 +49,7 @@ class GraphBudget:
             # The peak of a window above its resting state is an upper bound for one graph.
             self._peak_of_one, graph = peak, peak - self._resting
             self._most_of_one = graph
-        else:  # of the two windows, the second may have had shorter texts
+        else:  # the later window may have had shorter texts
             graph = max((peak - self._peak_of_one) // (self.kept - 1), int(0.9 * self._most_of_one))
         free, total = torch.cuda.mem_get_info(self._device)
         unused = free + torch.cuda.memory_reserved(self._device) - peak - int(MARGIN * total)

@@ -42,7 +42,7 @@ def checked_arguments(
             launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is passed; a dataset of
             images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
             several captions per image; the batches of ``global_batch_schedule`` do not fit the data or the processes;
-            ``output_dir`` is not writable; ``extensions`` is no list of them.
+            ``output_dir`` is not writable; ``extensions`` is not a list of extensions.
     """
     if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
         kwargs = {**kwargs, "processing_class": data_collator.processor}  # so that it is saved beside the model

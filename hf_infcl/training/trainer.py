@@ -167,7 +167,7 @@ class InfCLTrainer(Trainer):
         self.training_data.passed_over = self.window_step.passed_over
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         if loader is not None and self.is_world_process_zero():
-            self.caption_notices.is_again = self.resumption.is_of_same_data
+            self.caption_notices.was_told = self.resumption.is_of_same_data
             self.caption_notices.look_at_all(self.setup, self.eval_dataset)
         return self.window_step, self.training_data, self.progress
 

@@ -164,7 +164,7 @@ def term_parameters(extensions: Iterable[Extension]) -> list[nn.Parameter]:
 
 
 def check_extensions(extensions: object) -> None:
-    """Raises a ValueError for what is no list of extensions."""
+    """Raises a ValueError unless it is given a list of extensions."""
     wrong = [extensions]
     if isinstance(extensions, (list, tuple)):
         wrong = [one for one in extensions if not isinstance(one, Extension)]
@@ -225,6 +225,8 @@ def value_of_term(term: LossTerm, features: Features, references: Sequence[Featu
         if any(isinstance(one, Tensor) for one in references):  # whose rows would pass for the tensors of a tuple
             raise TypeError("it is a tensor")
         joined = tuple(map(torch.cat, zip(*references, strict=True)))
+    except torch.OutOfMemoryError:  # after which the step is repeated
+        raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"reference of the term {term.name!r} must return a tuple of tensors [rows, ...], as many for each "

@@ -26,7 +26,7 @@ OF_CHECKPOINTS = (
 SMALL_MEMORY = 24  # GiB of a GPU
 
 LEAST = 8  # pairs, of a quarter of which a batch has negatives
-SMALL_BATCH = 64  # which is not lowered further for more steps
+SMALL_BATCH = 64  # the smallest that is advised in order to have more steps
 TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 # Options that say what a user has. Where he has written them, an answer has his values.
 OF_USER = (

@@ -16,7 +16,7 @@ from ...encoders.image_size import check_sizes_of_config
 from ...micro_batches.search import Trial, find_graphs, find_micro_batch, find_texts_at_once
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_division import divide_global_batch, possible_micro_batches
-from ...options.batch_options import DIVISION
+from ...options.batch_options import DIVISION, SEARCHED
 from ...options.batch_schedule import BatchSchedule, divided_batch
 from ...options.combinations import CHECKPOINTING
 from ...options.declared import training_options
@@ -25,7 +25,6 @@ from ...options.image_sizes import ImageSizes
 from .costs import EFFECTS, GIB, GPUS, USABLE, Choice, Counts, seconds, step_cost
 from .counting import count, measure
 
-SEARCHED = ("texts_at_once", "retain_graphs")  # what a training chooses after the micro-batch
 CHECKPOINTED = "gradient_checkpointing"
 SMALL = 32  # below this micro-batch, inputs are offloaded or activations checkpointed if that allows a larger one
 

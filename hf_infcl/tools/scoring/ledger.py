@@ -16,7 +16,7 @@ import numpy as np
 LEDGER_FILE, SHEET_FILE = "_ledger.parquet", "_ledger.png"
 RECORD = b"infcl"  # in the metadata of the file
 CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
-RATHER_WRONG = 0.5  # and from which on its exclusion was measured to gain most, see scripts/real_pairs
+RATHER_WRONG = 0.5  # the probability whose exclusion gained more than that of CERTAIN in scripts/real_pairs
 _WIDTH = 0.25  # of the window in which scores are counted, to both sides
 _ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32, "text_key": np.int64, "image_key": np.int64}
 

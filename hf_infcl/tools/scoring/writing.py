@@ -141,10 +141,14 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
         yield f"Do not exclude pairs by the scores in {file}, because the rule of --leave_out has not begun."
         return
     else:
+        likely = f"{file}:{RATHER_WRONG:g}"
         yield (
             f"{'At least' if learned else 'About'} {expected:,.0f} of {len(ledger):,} pairs do not seem to belong "
             f"together, {wrong:,} of them with a probability of at least {CERTAIN:g}."
-            + (f" `infcl train --exclude {file}:{RATHER_WRONG:g}` trains without all that rather are." if wrong else "")
+            + (
+                f" `infcl train --exclude {likely}` trains without all that are likelier wrong than right."
+                * bool(wrong)
+            )
         )
     if ledger.caption and any(ledger.caption):
         yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
