@@ -266,6 +266,8 @@ def draw_wrong_captions(found: dict[tuple[str, ...], dict[str, Any]], path: Path
             axis.plot(shares, means, f"{form}-", color=colour, label=label, markersize=6)
             for share in shares:
                 axis.plot([share] * len(points[share]), points[share], ".", color=colour, alpha=0.4)
+                if len(points[share]) == 1:
+                    axis.plot(share, *points[share], form, color=colour, markersize=6, markerfacecolor="white")
         axis.set(xlabel="wrong captions, %", title=title, xlim=(-2, 53), xticks=[0, 10, 20, 50])
         axis.set_ylim(0)
     axes[0].set(ylabel="%")

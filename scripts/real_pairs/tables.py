@@ -392,12 +392,12 @@ def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, s
     """The means over the seeds of each setting of wrong_and_taught.py."""
     if not found:
         return ""
-    body = []
+    body, figures = [], ("vendor_recall@1", "concepts_recall@5", "validation")
     for setting, rows in sorted(found.items()):
-        figures = ([float(row[name]) for row in rows.values()] for name in ("vendor_recall@1", "concepts_recall@5"))
-        body.append([*setting, str(len(rows)), *(f"{sum(values) / len(values):.1f}" for values in figures)])
+        means_of = (statistics.mean(float(row[name]) for row in rows.values()) for name in figures)
+        body.append([*setting, str(len(rows)), *(f"{mean:.1f}" for mean in means_of)])
     head = ["trained on", "student", "optimizer", "samples", "wrong captions", "pairs", "teacher", "options", "seeds"]
-    return markdown([*head, STYLE, CONCEPTS], body)
+    return markdown([*head, *(SIDE_BY_SIDE[name] for name in figures)], body)
 
 
 # The columns of scripts that run jobs side by side, and what the tables call them.

@@ -110,18 +110,20 @@ ANSWERS = {
     "noisy": Answer(
         "captions of which some are wrong",
         "--leave_out noisy",
-        "[from random weights with Muon 33.5 → 41.0 with a fifth of them wrong, 15.4 → 27.5 with half; with AdamW "
-        f"15.6 → 18.3 and 5.0 → 7.1; in a fine-tuning new 20.6 → 22.2]({_TABLES}#wrong-captions-and-teachers)",
-        "ten epochs or more; right pairs of rare concepts may be left out",
+        "[from random weights with Muon 33.5 → 41.1 with a fifth of them wrong, 15.4 → 27.0 with half; with AdamW "
+        "15.6 → 18.3 and 5.0 → 7.1; little in a fine-tuning by Muon: new 20.2 → 21.8 and 14.5 → 15.8]"
+        f"({_TABLES}#wrong-captions-and-teachers)",
+        "ten epochs or more; right pairs of rare concepts may be left out; nothing is gained where wrong captions are "
+        f"titles that many files share: [44.5 → 44.2]({_TABLES}#wrong-captions-and-teachers)",
         f"{RECALL}; new: recall@5 on what a checkpoint is trained on",
     ),
     "teacher": Answer(
         "a large model that knows the pairs, and a small one to train",
         "--recipe distill --teacher_embeddings outputs/teacher",
-        f"[from random weights with Muon 45.6 → 53.3, for a third of the size 38.7 → 48.3; with AdamW 22.8 → 35.6]"
+        f"[from random weights with Muon 45.6 → 53.3, for a third of the size 38.7 → 48.3; with AdamW 22.8 → 35.5]"
         f"({_TABLES}#wrong-captions-and-teachers)",
-        "one `infcl embed` over the pairs; in a fine-tuning it does not keep what the model knew: "
-        f"[22.5 → 19.9]({_TABLES}#wrong-captions-and-teachers)",
+        "one `infcl embed` over the pairs; in a fine-tuning by Muon it does not keep what the model knew: "
+        f"[23.3 → 20.3]({_TABLES}#wrong-captions-and-teachers)",
         RECALL,
     ),
     "several captions": Answer(
