@@ -281,20 +281,24 @@ def test_each_part_of_a_replay_with_losses_of_their_own_needs_a_pair(tmp_path, o
         InfCLTrainer(models.clip(), args, default_collate, train_dataset=pairs(), **more).train()
 
 
-def rank_fails(rank: int, world_size: int, folder: str, method: str) -> str:
-    made = WindowsSeen() if method == "after_first_pass" else Returns()
+OF_OBSERVERS = ("after_first_pass", "after_backward", "end_window")
+
+
+def rank_fails(rank: int, world_size: int, folder: str, method: str, count: int) -> str:
+    made = WindowsSeen() if method in OF_OBSERVERS else Returns()
     if rank == 1:
         vars(made)[method] = lambda *_: 1 / 0
     try:
-        trainer(folder, made).train()
+        trainer(folder, made, per_device_train_batch_size=6, gradient_accumulation_steps=count).train()
     except (ZeroDivisionError, RuntimeError) as error:
         return str(error)
     return "went on"
 
 
-@pytest.mark.parametrize("method", ["inputs", "reference", "after_first_pass", "select", "value"])
-def test_an_extension_that_fails_on_one_process_ends_all(ranks, tmp_path, method):
-    heard, own = ranks.run(rank_fails, 2, str(tmp_path), method, timeout=60)
+@pytest.mark.parametrize("method", ["begin_window", "inputs", "reference", "select", "value", *OF_OBSERVERS, "logs"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_extension_that_fails_on_one_process_ends_all(ranks, tmp_path, method, count):
+    heard, own = ranks.run(rank_fails, 2, str(tmp_path), method, count, timeout=60)
     assert "rank 1: ZeroDivisionError: division by zero" in heard
     assert own == "division by zero"
 

@@ -76,6 +76,8 @@ class WindowStep:
         self.windows = 0  # that were trained
         self.extensions = [*_make_extensions(setup, course), *setup.extensions]
         check_names(self.extensions)
+        # Whether processes wait for each other where nothing but an extension that others wrote can have failed.
+        self._awaits_observers = args.world_size > 1 and bool(of_kind(setup.extensions, StepObserver))
         # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
         # parameters within a forward or a backward.
         self.repeats = not is_sharded(setup.accelerator)
@@ -161,12 +163,16 @@ class WindowStep:
         for index in range(len(second_window)):
             last = index == len(second_window) - 1
             announces = self._announces(window)
-            if last and announces:
-                Processes().agree([])  # where a lack of memory on another process arrives
+            if last and (announces or self._awaits_observers):
+                Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
                 self.may_repeat = False
             announced = failures_announced(repeats=True) if announces and not last else nullcontext()
             with announced, self._gradient_sync(last=last):
                 self._backward(model, window, passes, index, step, last=last)
+            observers = () if self.checks.skipped.skipping else self._observers
+            with failures_announced_unless_sharded(self._setup.accelerator, repeats=announces and not last):
+                for observer in observers:
+                    observer.after_backward(index, self._gradient_scale)
             self.memory.after_backward(second_window, index, step)
         # ---- The end of the window ----
         if self.checks.skipped.skipping:
@@ -183,8 +189,9 @@ class WindowStep:
         self.may_repeat = self.repeats
         model.train()  # once, as the mode must be the same in both passes
         self._setup.encoder.eval_frozen_parts()
-        for extension in self.extensions:
-            extension.begin_window(window, step)
+        with failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window)):
+            for extension in self.extensions:
+                extension.begin_window(window, step)
         self.memory.begin_window(window, [change.graphs for change in of_kind(self.extensions, StepChange)])
         self._wrapper.begin_window()
         self.checks.begin_window(model, term_parameters(self.extensions))
@@ -328,8 +335,6 @@ class WindowStep:
             surrogate = passes.surrogate(index)
             if surrogate is not None:
                 accelerator.backward(surrogate, **self._wrapper.backward_options)
-        for observer in self._observers:
-            observer.after_backward(index, self._gradient_scale)
         self.checks.check_gradient(model, passes, window, step, last=last)
 
     def _end(self, window: Window) -> None:
@@ -337,8 +342,11 @@ class WindowStep:
             self._wrapper.check_gradients()
         self.windows += 1
         self.memory.end_window()
-        for observer in self._observers:
-            observer.end_window(window, self._gradient_scale)
+        with failures_announced_unless_sharded(self._setup.accelerator):
+            for observer in self._observers:
+                observer.end_window(window, self._gradient_scale)
+        if self._awaits_observers:
+            Processes().agree([])  # where an error of another process arrives, before anything else is exchanged
 
     # ---- Around the step ----
 
@@ -374,7 +382,10 @@ class WindowStep:
         """The logs of the extensions, of `Temperature` and of the checks, which read Trainer's; collective."""
         metrics: dict[str, float] = {}
         for extension in self.extensions:
-            metrics |= {name: float(value) for name, value in extension.logs().items()}  # JSON has no tensors
+            with failures_announced_unless_sharded(self._setup.accelerator):
+                metrics |= {name: float(value) for name, value in extension.logs().items()}  # JSON has no tensors
+            if extension in self._setup.extensions:
+                Processes().agree([])  # as at the end of a window
         return metrics | self._temperature.logs() | self.checks.logs(logs)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
