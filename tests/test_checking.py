@@ -300,6 +300,17 @@ def test_old_pairs_in_shards_have_a_name(model, tmp_path, capsys):
     assert "the training set, split train: 40 pairs, all read by " in printed
 
 
+@pytest.mark.parametrize("recipe", [[], ["--recipe", "finetune_alone"]])
+def test_a_check_without_a_folder_writes_nothing(model, tmp_path, capsys, monkeypatch, recipe):
+    words = as_folder(tmp_path / "data", clean())
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(SystemExit):
+        infcl("check", "--model", model, "--use_cpu", *words, *recipe, "--eval_dataset", f"{words[1]}?split=train")
+    assert "With --output_dir, the check also writes pictures" in capsys.readouterr().out
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_a_folder_that_cannot_be_written_is_told_before_the_reading(model, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):

@@ -183,6 +183,9 @@ def rank_fsdp(rank: int, world_size: int, folder: str, kind: str) -> list[Tensor
     matrices = [p for g in whole.optimizer.param_groups if g["algorithm"] == "muon" for p in g["params"]]
     assert len(matrices) == 17
     assert all(isinstance(p, DTensor) for p in matrices), "nothing was sharded"
+    encoder = whole.dual_encoder
+    assert isinstance(encoder.temperature_parameters[0], DTensor)
+    assert not encoder.has_first_temperature(), "it was trained"
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
     assert resumed.steps_trained == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(whole), strict=True))
@@ -236,17 +239,18 @@ def test_an_optimizer_that_was_passed_is_not_replaced(tmp_path):
         InfCLTrainer(models.clip(), **options, train_dataset=models.Pairs(8), optimizers=(optimizer, None))
 
 
-def test_rates_that_are_too_high_and_pretrained_weights_are_told(tmp_path, caplog):
-    model = models.clip()
+@pytest.mark.parametrize("build", [models.clip, models.siglip])
+def test_rates_that_are_too_high_and_pretrained_weights_are_told(tmp_path, caplog, build):
+    model = build()
     model.config.name_or_path = "someone/clip"
+    with caplog.at_level(logging.WARNING):
+        trainer_for(tmp_path, model, **MUON).create_optimizer()
+    assert "was loaded" not in caplog.text, "random weights"
+    torch.nn.init.constant_(model.logit_scale, 3.0)
     with caplog.at_level(logging.WARNING):
         trainer_for(tmp_path, model, **{**MUON, "learning_rate": 0.03}).create_optimizer()
     assert "Muon's learning rate of 0.12 changes every matrix by a large part" in caplog.text
-    assert "was loaded from someone/clip" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        trainer_for(tmp_path, **MUON).create_optimizer()
-    assert not caplog.text
+    assert "was loaded from someone/clip and was trained" in caplog.text
 
 
 def rank_refused(rank: int, world_size: int, folder: str, options: dict[str, Any], message: str) -> None:

@@ -203,6 +203,14 @@ class DualEncoder:
             scale = scale.exp()
         return scale, bias[0] if bias else None
 
+    def has_first_temperature(self) -> bool:
+        """Whether the temperature is the one that random weights begin with; collective under FSDP."""
+        scale = self.temperature_parameters[0]
+        value = (scale.full_tensor() if isinstance(scale, DTensor) else scale).item()
+        first = getattr(self.base.config, f"{self.temperature_name}_init_value", 0.0)  # SigLIP's config has none
+        possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
+        return any(abs(value - one) < 1e-6 for one in possible)
+
     @torch.no_grad()
     def clamp_temperature(self, parameter: Tensor, maximum: float) -> None:
         """Clamps the temperature's parameter, or a copy of it, so that the multiplier lies within [1, maximum].

@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
+from ..encoders.dual_encoder import DualEncoder
 from ..optimizers import MuonAdamW, parameter_groups
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import NO_DEEPSPEED
@@ -37,7 +37,7 @@ def check_wrapper_of_muon(accelerator: Accelerator) -> None:
 
 
 def create_muon(
-    model: nn.Module, args: InfCLTrainingArguments, decaying: Collection[str], accelerator: Accelerator
+    encoder: DualEncoder, args: InfCLTrainingArguments, decaying: Collection[str], accelerator: Accelerator
 ) -> MuonAdamW:
     """The optimizer of ``optimizer="muon"``, with rates that are not yet scaled with the batch.
 
@@ -53,7 +53,7 @@ def create_muon(
             "from 0.001 to 0.01 are usual; muon_learning_rate sets it."
         )
     groups = parameter_groups(
-        model,
+        encoder.model,
         learning_rate=args.learning_rate,
         muon_learning_rate=rate,
         weight_decay=args.weight_decay,
@@ -61,10 +61,11 @@ def create_muon(
         to_muon=args.muon_parameters or (),
         to_adamw=args.adamw_parameters or (),
     )
-    if start := getattr(getattr(model, "config", None), "_name_or_path", ""):
+    start = getattr(getattr(encoder.model, "config", None), "_name_or_path", "")
+    if start and not encoder.has_first_temperature():  # Muon is meant for random weights
         logger.warning(
-            f"The model was loaded from {start}. If AdamW trained it, as most on the Hub, compare the result with that "
-            "of AdamW, which others found better (arXiv 2605.10468)."
+            f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, compare "
+            "the result with that of AdamW, which others found better (arXiv 2605.10468)."
         )
     return MuonAdamW(
         groups,

@@ -64,7 +64,7 @@ class Optimization:
         beside = term_parameters(setup.extensions)
         _check_beside(user_optimizer, beside)
         if is_muon:
-            optimizer: torch.optim.Optimizer = create_muon(model, args, decaying(model), accelerator)
+            optimizer: torch.optim.Optimizer = create_muon(encoder, args, decaying(model), accelerator)
         else:
             with errors_of_options(args, "optim", "optim_args", "optimizer"):
                 optimizer = create()

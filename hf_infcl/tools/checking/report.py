@@ -54,21 +54,24 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
         yield "  Nothing is wrong with it."
 
 
-def write_report(folder: Path, results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], to_add: str) -> None:
-    """Writes the contact sheet and all findings with their rows into the folder, and tells the options to add."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_sheet(list(results.values())).save(folder / SHEET_FILE)
-    sets = {
-        name: {
-            "pairs": facts.pairs,
-            "read": facts.looks,
-            "pairs_per_second_of_a_worker": round(facts.rate, 1),
-            "findings": [asdict(finding) for finding in findings],
+def write_report(folder: Path | None, results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], to_add: str) -> None:
+    """Writes the contact sheet and all findings with their rows into a folder, if any, and tells the options to add."""
+    if folder is None:
+        print("With --output_dir, the check also writes pictures and all rows of each finding.")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_sheet(list(results.values())).save(folder / SHEET_FILE)
+        sets = {
+            name: {
+                "pairs": facts.pairs,
+                "read": facts.looks,
+                "pairs_per_second_of_a_worker": round(facts.rate, 1),
+                "findings": [asdict(finding) for finding in findings],
+            }
+            for name, (facts, findings) in results.items()
         }
-        for name, (facts, findings) in results.items()
-    }
-    text = json.dumps({"options": to_add, "sets": sets}, indent=1)
-    (folder / FINDINGS_FILE).write_text(text, encoding="utf-8")
-    print(f"Pictures are in {folder / SHEET_FILE}, and all rows of each finding in {folder / FINDINGS_FILE}.")
+        text = json.dumps({"options": to_add, "sets": sets}, indent=1)
+        (folder / FINDINGS_FILE).write_text(text, encoding="utf-8")
+        print(f"Pictures are in {folder / SHEET_FILE}, and all rows of each finding in {folder / FINDINGS_FILE}.")
     if to_add:
         print(f"Add to `infcl train`: {to_add}")

@@ -50,13 +50,14 @@ TOLD_BY_TRAINER = ("cut", "repeated_captions")
 
 
 def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
-    """Prints facts and findings of all sets, and writes the contact sheet and all findings into --output_dir."""
+    """Prints facts and findings of all sets; the contact sheet and all findings go into --output_dir, if it is named."""
     options, of_model, _, data, columns, evaluation, keep, args = parser.build(namespace, user_options, computes=False)
     if args.world_size > 1:
         parser.error("The check reads with the workers of one process. Start it without a launcher.")
     samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
     if samples == 0:
         parser.error("--check_samples must be at least 1, got 0.")
+    decided = {name for name in user_options if parser.typed(name) or not namespace.recipe}
     workers = args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
@@ -73,7 +74,8 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         ledger = None if options.ledger is None else Ledger.read(options.ledger)
         if ledger is not None:
             check_data(ledger.content, sets[TRAINED].content_fingerprint(), options.ledger)
-        check_writable(str(args.output_dir))  # before hours of reading
+        if "output_dir" in decided:
+            check_writable(str(args.output_dir))  # before hours of reading
     results: dict[str, tuple[SetFacts, list[Finding]]] = {}
     for key, dataset in sets.items():
         began = time.perf_counter()
@@ -110,8 +112,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     # Those that remedy findings, each once.
     remedies = dict.fromkeys([*(finding.options for finding in every), *options_of_loading, *length])
     to_add = " ".join(filter(None, remedies))
-    write_report(Path(args.output_dir), results, to_add)
-    decided = {name for name in user_options if parser.typed(name) or not namespace.recipe}
+    write_report(Path(args.output_dir) if "output_dir" in decided else None, results, to_add)
     if line := line_of_answer(vars(namespace), decided, *results[TRAINED]):
         print(line)
     sys.exit(int(any(finding.spoils for finding in every)))
