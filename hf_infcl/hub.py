@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from huggingface_hub import constants
@@ -64,8 +66,39 @@ def _answers(endpoint: str, minute: int) -> bool:
     return True
 
 
+def path_words(name: str) -> str:
+    """How a sentence goes on that says that no folder has a name, if a path was meant; empty for what may be a Hub id.
+
+    A path was meant if the name begins like one, or if its first folder or a path of a similar name exists.
+    """
+    parts = Path(name).parts
+    begins_as_path = name.startswith((".", os.sep))
+    if os.path.exists(name) or not parts:
+        return ""
+    near = _path_near(parts)
+    if not (near or begins_as_path or (len(parts) > 1 and os.path.isdir(parts[0]))):
+        return ""
+    but = f", but there is {near!r}" if near else ""
+    where = "" if os.path.isabs(name) else f" A path is relative to {os.getcwd()}."
+    return f"{but}.{where}" + ("" if begins_as_path else " The Hub has nothing of this name, or could not be asked.")
+
+
+def _path_near(parts: Sequence[str]) -> str:
+    """The existing path whose folders have names similar to these; empty if there is none."""
+    path = ""
+    for part in parts:
+        names = os.listdir(path or ".") if os.path.isdir(path or ".") and os.access(path or ".", os.R_OK) else []
+        near = [part] if os.path.exists(os.path.join(path, part)) else difflib.get_close_matches(part, names, n=1)
+        if not near:
+            return ""
+        path = os.path.join(path, near[0])
+    return path
+
+
 def not_there(what: str, source: str) -> str:
     """The sentence for a name that is no folder, if the Hub cannot be asked for it; ``what`` is such as "dataset"."""
+    if words := path_words(source):
+        return f"There is no {what} at {source!r}: no such folder exists{words}"
     return (
         f"There is no {what} at {source!r}: no local folder has this name, nothing of this name was downloaded before, "
         f"and the Hub could not be reached. Check the name; a path is relative to {os.getcwd()}."

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -321,7 +322,11 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
 
     # If a finished run is resumed, nothing is trained and all files stay as they are.
     infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, "--resume_from_checkpoint", "true")
-    assert "stay unchanged" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "This run was finished before, after step 2, so nothing was trained. To train on, pass a larger" in printed
+    assert "--max_steps with --resume_with_changes" in printed
+    assert "stay unchanged" in printed
+    assert "took" not in printed
     assert left_in(out) == before
 
     # Another length changes the schedule of the learning rate.
@@ -937,7 +942,7 @@ def test_the_help_of_a_training_is_of_a_page_and_a_half_and_the_whole_one_begins
     assert len(shown) - 1 <= 60, "besides --help"
     assert shown[:5] == ["help", "recipe", "dataset", "streaming", "samples_per_epoch"], "in the order of the places"
     assert shown.index("max_steps") < shown.index("early_stopping_patience") < shown.index("learning_rate")
-    assert {"use_cpu", "eval_strategy", "logging_steps"} <= set(shown)
+    assert {"use_cpu", "eval_strategy", "logging_steps", "exclude", "teacher_embeddings"} <= set(shown)
     of_one_set = {one.name for kind in (DataOptions, EvaluationOptions) for one in fields(kind) if of_a_set(one)}
     assert {"dataset_name", "eval_split", "replay_caption_column"} < of_one_set
     assert not {"lanes", "shuffle_buffer", "backend", "strategy", *of_one_set} & set(shown)
@@ -1088,7 +1093,10 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
         ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "eval_pictures=3 has no effect without"),
         ("evaluate --model m --eval_dataset d --eval_pictures -1", "eval_pictures must be a whole number of at least"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
-        ("train --model ./no/such/model --dataset DEMO/digits", "no folder './no/such/model', and the name is not"),
+        (
+            "train --model ./no/such/model --dataset DEMO/digits",
+            "There is no folder './no/such/model'. A path is relative to",
+        ),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),
         (f"{TRAIN} --lora_merge", "the adapters of --lora_rank, which is not given"),
         (f"{TRAIN} --caption_column text", "'label']. Name the right one with caption_column (--caption"),
@@ -1192,6 +1200,34 @@ def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys,
         assert "the Hub could not be reached" in line
         assert "run `hf download openai/clip-vit-bas config.json`" in line, "a plan needs no weights"
     assert "no folder 'a/b/c', and the name is not the id" in mistake(capsys, *command[:2], "a/b/c", *command[3:])
+
+
+def test_a_folder_before_the_options_is_named_as_it_was_written(demo, tmp_path, capsys):
+    for command in ("score", "embed"):
+        line = mistake(
+            capsys, command, demo / "clip-init", demo / "digit", "--use_cpu", "--output_dir", tmp_path / "out"
+        )
+        assert f"at '{demo / 'digit'}': no such folder exists, but there is '{demo / 'digits'}'." in line
+        assert "--dataset" not in line
+        assert ("error: DATA " in line) == (command == "score")
+
+
+def test_a_conversion_to_onnx_is_told_where_that_is(capsys):
+    line = mistake(capsys, "convert", "clip", "onnx", "--to", "onnx")
+    assert "transformers or open_clip, got 'onnx'. scripts/AFTER_TRAINING.md exports the towers to ONNX" in line
+
+
+def test_embeddings_that_are_missing_are_told_with_the_command_that_writes_them(demo, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", demo / "clip-init", f"--dataset={demo / 'digits'}?caption_column=caption", "--split", "train"]
+    words += ["--teacher_embeddings", "teacher", "--use_cpu", "--max_steps", 1, "--output_dir", tmp_path / "out"]
+    for command in ("check", "train"):
+        line = mistake(capsys, command, *words)
+        assert "there is no folder teacher." in line
+    told = line.partition("infcl embed TEACHER ")[2]
+    infcl("embed", demo / "clip-init", *shlex.split(told), "--use_cpu")
+    infcl("train", *words, "--global_batch_size", 8)
+    assert "teacher_loss" in capsys.readouterr().out
 
 
 def test_a_package_that_is_not_installed_is_one_line_whichever_library_asks_for_it(demo, tmp_path, capsys, monkeypatch):

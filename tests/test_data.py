@@ -260,7 +260,7 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=r"There is no dataset at '.*nothing'"):
             load_pairs(str(tmp_path / "nothing"), split="train")
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ValueError, match=r"There is no dataset at '\./nothing', neither as a local folder"):
+        with pytest.raises(ValueError, match=r"at '\./nothing': no such folder exists\. A path is relative"):
             load_pairs("./nothing", split="train")  # not a valid name on the Hub
         (tmp_path / "empty").mkdir()
         with pytest.raises(ValueError, match=r"There is no dataset at '.*empty'.* doesn't contain any data files"):

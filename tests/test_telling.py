@@ -72,6 +72,7 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
         remove_callback=handler.remove_callback,
         add_callback=handler.add_callback,
         eval_dataset={"pairs": [], "zero_shot": []},
+        steps_trained=10,
         optimization=SimpleNamespace(table_lines_groups="the groups"),
     )
     ProgressPrinter(trainer)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,25 @@ def test_what_is_not_there_is_told_after_one_question(kind, waits, tmp_path, mon
         assert "HF_HUB_OFFLINE" not in str(told.value), "which nobody has set"
         assert waits == [1]
         assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("name", ["./dta/imgs", "data/imgs", "dat/images"])
+@pytest.mark.parametrize("answers", [False, True])
+def test_what_is_near_to_a_misspelt_path_is_told_before_the_hub(waits, tmp_path, monkeypatch, name, answers):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/images").mkdir(parents=True)
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") if answers else nullcontext():
+        for load in (models.load, lambda path: load_pairs(path, split="train"), ImageTextStream):
+            with pytest.raises(ValueError, match=r"no such folder exists|There is no folder") as told:
+                load(name)
+            said = str(told.value)
+            assert f", but there is 'data/images'. A path is relative to {tmp_path}." in said
+            assert "hf download" not in said
+            assert ("The Hub has nothing of this name" in said) == (name[0] != ".")
+            with pytest.raises(
+                ValueError, match=r"\./nothing'(: no such folder exists)?\. A path is relative to [^ ]+\.$"
+            ):
+                load("./nothing")
 
 
 def test_a_split_is_looked_for_without_a_question_of_its_own(waits):

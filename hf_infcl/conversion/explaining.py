@@ -10,6 +10,8 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
+from ..hub import path_words
+
 _CONFIGS = (CONFIG_NAME, ADAPTER_CONFIG_NAME)  # of a whole model, and of adapters
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
@@ -55,6 +57,8 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
         return f"{checkpoint!r} does not hold a {kind} that can be loaded{parts}: {reason}"
     of_weights = Path(checkpoint).suffix in WEIGHTS
     tried = f"There is no file {checkpoint!r}" if of_weights else f"There is no folder {checkpoint!r}"
+    if words := path_words(checkpoint):
+        return f"{tried}{words}"
     if HFValidationError in causes:
         return f"{tried}, and the name is not the id of a {kind} on the Hub, such as openai/clip-vit-base-patch32."
     if LocalEntryNotFoundError in causes:

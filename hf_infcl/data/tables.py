@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..hub import hub_asked_once, not_there
+from ..hub import hub_asked_once, not_there, path_words
 from ..shards.members import register
 from ..shards.names import IMAGE_EXTENSIONS
 from ..shards.opening import existing_part, existing_paths_are_literal, name_or_folder, open_shard
@@ -138,9 +138,9 @@ class Table:
         except ConnectionError as error:
             raise ValueError(not_there("dataset", source)) from error
         except (FileNotFoundError, HFValidationError) as error:
-            raise ValueError(
-                f"There is no dataset at {source!r}, neither as a local folder nor on the Hub: {error}"
-            ) from error
+            words = path_words(source)
+            why = f": no such folder exists{words}" if words else f", neither as a local folder nor on the Hub: {error}"
+            raise ValueError(f"There is no dataset at {source!r}{why}") from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type
             raise ValueError(_not_loaded(source, split, error)) from error
         except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason

@@ -20,7 +20,6 @@ class ModelOptions:
     )
     open_clip_model: str | None = command_option(
         "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or its config as JSON.",
-        short_help=HelpPlace("Model", 20),
     )
     tokenizer: str | None = command_option(
         "Another tokenizer than the model's own: a Hub id or a folder. It is saved with the model. A .pt "

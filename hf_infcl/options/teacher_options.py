@@ -21,6 +21,7 @@ class TeacherOptions:
         "the images as they are or for their augmented views, and cost no more than the reading.",
         decides=False,
         one_machine=True,
+        short_help=HelpPlace("Model", 85),
     )
     teacher_weight: float = option(
         "Weight β of the squared distance to the embeddings of the teacher. All are normalised. The mean over the "

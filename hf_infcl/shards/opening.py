@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..hub import hub_answers, hub_asked_once, not_there
+from ..hub import hub_answers, hub_asked_once, not_there, path_words
 from .urls import Url, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -169,9 +169,9 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
     except ConnectionError as error:
         raise ValueError(not_there("folder of shards", source)) from error
     except (OSError, HFValidationError, ValueError) as error:
-        raise ValueError(
-            f"There are no shards at {source!r}, neither in a local folder nor on the Hub: {error}"
-        ) from error
+        words = path_words(source)
+        why = f": no such folder exists{words}" if words else f", neither in a local folder nor on the Hub: {error}"
+        raise ValueError(f"There are no shards at {source!r}{why}") from error
     if split not in files:
         raise ValueError(f"{source!r} has no split {split!r}. Its splits are {[str(key) for key in files]}.")
     return sorted(str(file) for file in files[split])

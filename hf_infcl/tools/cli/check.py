@@ -37,6 +37,7 @@ from ..checking.findings import (
 from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
+from ..embedding.missing import check_embedded
 from ..planning.answers import answer_line, choose_answer
 from ..planning.workers import predict_workers
 from ..scoring.ledger import Ledger, check_data
@@ -50,7 +51,7 @@ TOLD_BY_TRAINER = ("cut", "repeated_captions")
 
 
 def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
-    """Prints facts and findings of all sets; the contact sheet and all findings go into --output_dir, if it is named."""
+    """Prints facts and findings of all sets, and writes contact sheet and all findings into --output_dir, if named."""
     options, of_model, _, data, columns, evaluation, keep, args = parser.build(namespace, user_options, computes=False)
     if args.world_size > 1:
         parser.error("The check reads with the workers of one process. Start it without a launcher.")
@@ -60,6 +61,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     decided = {name for name in user_options if parser.typed(name) or not namespace.recipe}
     workers = args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
+        check_embedded(args.teacher_embeddings, parser.asked)
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
         check_type_of_config(config, of_model.model)
         config = config_for_images(config, args.image_size)

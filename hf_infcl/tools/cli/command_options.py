@@ -121,7 +121,8 @@ class DataOptions:
     exclude: list[str] | None = command_option(
         "Train without the pairs that a ledger calls wrong. Give the file that `infcl score` has written and the least "
         "probability of what is left out, such as _ledger.parquet:0.9, or the share with the lowest scores, such as "
-        "_ledger.parquet:5%%. Of several ledgers, each is of the set that those before it leave."
+        "_ledger.parquet:5%%. Of several ledgers, each is of the set that those before it leave.",
+        short_help=HelpPlace("Data", 115),
     )
     check_samples: int | None = command_option(
         "Pairs to read before the training, to tell what is wrong with them; 0 for none. Defaults to 256, and to "

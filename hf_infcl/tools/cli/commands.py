@@ -63,6 +63,19 @@ def card_parser() -> PlainParser:
     return parser
 
 
+_FORMATS = ("transformers", "open_clip")
+
+
+def _format(word: str) -> str:
+    """One of `_FORMATS`, or an error that says what writes the others that people ask for."""
+    if word not in _FORMATS:
+        raise argparse.ArgumentTypeError(
+            f"it takes {' or '.join(_FORMATS)}, got {word!r}. scripts/AFTER_TRAINING.md exports the towers to ONNX and "
+            "says how other libraries read the model."
+        )
+    return word
+
+
 def convert_parser() -> PlainParser:
     """The options of `infcl convert`."""
     parser = PlainParser(
@@ -76,9 +89,7 @@ def convert_parser() -> PlainParser:
         "are merged into their model.",
     )
     parser.add_argument("target", help="The folder to write, which may also be the source.")
-    parser.add_argument(
-        "--to", choices=["transformers", "open_clip"], default="transformers", help="The format to write."
-    )
+    parser.add_argument("--to", type=_format, choices=_FORMATS, default="transformers", help="The format to write.")
     parser.add_argument(
         "--open_clip_model",
         metavar="NAME",

@@ -34,9 +34,9 @@ _CLASSES = ("label_column", "class_names", "templates")  # facts of a set of cla
 
 
 def training_set(
-    data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
+    data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments, option: str = "--dataset"
 ) -> ImageTextDataset | ImageTextStream:
-    """The pairs to train on: a table, or a stream of shards."""
+    """The pairs to train on: a table, or a stream of shards. ``option`` is how the user has given its name."""
     facts = facts_of(data.dataset[0])
     named = {name: facts[name] for name in (*columns.of_pairs, "negative_caption_column") if name in facts}
     options = {**_options_of_items(data, args), **columns.of_pairs, **named}
@@ -60,7 +60,7 @@ def training_set(
         for asked in data.exclude or ():
             stream = stream_kept(stream, asked)
         return stream
-    with _named("dataset", data.dataset[0]) as name:
+    with _named(option, data.dataset[0]) as name:
         if weights is not None:
             raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
         rows = load_pairs(data.dataset[0], **place, image_column=options["image_column"])
@@ -108,7 +108,7 @@ def replay_set(
     facts = _facts(data.replay_dataset[0], data, "replay")
     images, captions = facts["image_column"] or columns.image_column, facts["caption_column"] or columns.caption_column
     options |= {"image_column": images, "caption_column": captions, "pair_id_column": _ids(facts, captions, columns)}
-    with _named("replay_dataset", " ".join(data.replay_dataset)) as name:
+    with _named("--replay_dataset", " ".join(data.replay_dataset)) as name:
         order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
         order |= {"split": facts["split"], "name": facts.get("name")}
         return _with_name(ImageTextStream(data.replay_dataset, **order, **options), name)
@@ -151,7 +151,7 @@ def _ids(facts: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str
 def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
     """A table of old pairs. It need not have ids, negative captions or lists of captions, as the new pairs do."""
     facts = _facts(source, data, "replay")
-    with _named("replay_dataset", source) as name:
+    with _named("--replay_dataset", source) as name:
         named = facts["image_column"] or columns.image_column
         rows = load_pairs(source, split=facts["split"], name=facts.get("name"), image_column=named)
         images = _column(rows, "replay", "image_column", facts, columns.image_column, find_image_column)
@@ -200,7 +200,7 @@ def guard_datasets(
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
-        with _named("guard_dataset", source) as shown:
+        with _named("--guard_dataset", source) as shown:
             facts = _facts(source, guards, "guard")
             rows = _rows(source, facts, columns, data)
             rows = rows if half is None else halves(rows)[half]
@@ -225,12 +225,12 @@ def evaluation_datasets(
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:
-        with _named("eval_dataset", options.eval_dataset) as shown:
+        with _named("--eval_dataset", options.eval_dataset) as shown:
             facts = _facts(options.eval_dataset, options, "eval")
             rows = _rows(options.eval_dataset, facts, columns, data)
             sets["pairs"] = _with_name(_pairs(rows, "eval", facts, columns), shown)
     if options.zero_shot_dataset:
-        with _named("zero_shot_dataset", options.zero_shot_dataset) as shown:
+        with _named("--zero_shot_dataset", options.zero_shot_dataset) as shown:
             facts = {"class_names": options.class_names} | _facts(options.zero_shot_dataset, options, "zero_shot")
             rows = _rows(options.zero_shot_dataset, facts, columns, data)
             sets["zero_shot"] = _with_name(_labelled(rows, "zero_shot", facts, columns, options), shown)
@@ -265,7 +265,7 @@ def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | 
 
 @contextmanager
 def _named(option: str, source: str) -> Iterator[str]:
-    name = f"--{option} {source}"
+    name = f"{option} {source}"
     try:
         yield name
     except ValueError as error:

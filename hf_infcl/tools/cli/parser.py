@@ -26,7 +26,7 @@ from ...options.batch_options import DIVISION
 from ...options.declared import of_transformers, training_options
 from ...options.declaring import HEADINGS
 from ...options.facts import check_values, facts_by_name
-from ...options.files import RECIPES, options_in
+from ...options.files import FILES, RECIPES, options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
 from .messages import about_words, missing_package, tell
 
@@ -46,8 +46,6 @@ ELSEWHERE = {
 }
 
 MOST_CHOICES = 11  # of an option that the short help lists
-
-FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
 
 # Options of the machine that computes, with values that any machine has.
 OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "deepspeed": None}
@@ -231,7 +229,7 @@ class Parser(HfArgumentParser):
         Returns:
             All options, and the names of the options that the user has set.
         """
-        asked = list(words)
+        asked = self.asked = list(words)
         values: dict[str, Any] = {}
         from_file: list[str] = []
         try:

@@ -25,7 +25,7 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         chosen = {name: getattr(options, name) for name in names}
         length = 1 if options.streaming else None  # which a training needs
         data = DataOptions([namespace.data], samples_per_epoch=length, **chosen)
-        dataset = training_set(data, columns, args)
+        dataset = training_set(data, columns, args, "DATA")
         model, processor, conversion = load(namespace.model)
         trainer = InfCLTrainer(model, args, processing_class=processor)
         if trainer.is_world_process_zero():

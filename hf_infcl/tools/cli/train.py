@@ -27,6 +27,7 @@ from ...training.with_start import AverageWithStart, checkpoint_of_end
 from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
+from ..embedding.missing import check_embedded
 from ..planning.planner import check_memory
 from ..publishing.callback import CardCallback
 from ..publishing.changes import lines_of_changes
@@ -52,6 +53,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     vars(namespace).update(chosen := intervals(namespace, user_options))
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
+        check_embedded(args.teacher_embeddings, parser.asked)
         alpha = check_average(keep, evaluation, args)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)

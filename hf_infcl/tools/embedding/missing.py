@@ -1,0 +1,32 @@
+"""The command that writes the embeddings which a training lacks."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...options.files import FILES
+
+# Which pairs a training has, and how they are read.
+_OF_PAIRS = {"dataset", "dataset_name", "split", "streaming", "image_column", "caption_column", "caption_templates"}
+_OF_PAIRS |= {f"replay_{name}" for name in ("dataset", "streaming", "split", "image_column", "caption_column")}
+
+
+def check_embedded(folders: Sequence[str] | None, words: Sequence[str]) -> None:
+    """Raises a ValueError with a command that writes it if a folder of a teacher's embeddings does not exist.
+
+    ``words`` are those of the command line of the training that names the ``folders``.
+    """
+    missing = next((folder for folder in folders or () if not Path(folder).exists()), None)
+    if missing is None:
+        return
+    command, is_of_pairs = [*(word for word in words[:1] if word.endswith(FILES)), "TEACHER"], False
+    for word in words:
+        if word.startswith("--"):
+            is_of_pairs = word[2:].partition("=")[0].replace("-", "_") in _OF_PAIRS
+        command += [word] * is_of_pairs
+    raise ValueError(
+        f"--teacher_embeddings: there is no folder {missing}. With the folder or Hub id of the large model in place of "
+        f"TEACHER, this writes it: infcl embed {shlex.join([*command, '--output_dir', missing])}"
+    )
