@@ -425,7 +425,7 @@ def test_wrong_options_are_refused(tmp_path, options, message):
     ("data", "options", "message"),
     [
         (models.Pairs(100), {"global_batch_schedule": ["4:0.5", "18"]}, "18 pairs.* share equally. 16 pairs would do"),
-        (models.Pairs(10), {}, "10 pairs, fewer than one global batch of 16"),
+        (models.Pairs(10), {}, "10 pairs, fewer than one global batch of 16 .* Lower it, for example to 2, use more"),
         (
             models.Pairs(30),
             {"max_steps": -1, "num_train_epochs": 1, "global_batch_schedule": ["4:0.5", "20"]},

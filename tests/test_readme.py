@@ -1,6 +1,7 @@
 """The package accepts the commands and the Python code of the guides, and the links of the guides have targets."""
 
 import ast
+import json
 import re
 import runpy
 import shlex
@@ -119,6 +120,28 @@ def test_the_small_model_of_the_guide_is_made_and_trained(small, tmp_path, monke
     printed = capsys.readouterr().out
     assert "The model, its card (README.md) and its results (*.json) are in outputs/small-clip." in printed
     infcl("embed", "outputs/small-clip", tmp_path / "pairs", "--use_cpu", "--output_dir", "outputs/embeddings")
+
+
+def test_the_student_of_the_guide_is_taught(demo, small, tmp_path, monkeypatch, capsys):
+    """By a model that is no larger, in two steps, and made with the default width. The fixture creates the pairs."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.chdir(tmp_path)
+    words = ["make_small_clip.py", "--dataset", str(tmp_path / "pairs"), "--output_dir", "outputs/clip-init"]
+    with mock.patch.object(sys, "argv", words):
+        runpy.run_path(str(ROOT / "scripts/make_small_clip.py"), run_name="__main__")
+    (block,) = [block for block in blocks("bash") if "--matryoshka_dims" in block]
+    for written, run in (
+        ("openai/clip-vit-large-patch14", str(demo / "clip-init")),
+        ("my/images", str(tmp_path / "pairs")),
+        ("--global_batch_size 256", "--global_batch_size 8 --max_steps 2"),
+        ("\\\n", " "),
+    ):
+        assert written in block
+        block = block.replace(written, run)
+    for line in block.strip().splitlines():
+        infcl(*shlex.split(line)[1:], "--use_cpu", "--report_to", "none")
+    assert json.loads(Path("outputs/small/config.json").read_text())["matryoshka_dims"] == [32, 64]
+    assert json.loads(Path("outputs/small-64/eval_results.json").read_text())
 
 
 def text_of(page: Path) -> str:

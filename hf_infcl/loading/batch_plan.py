@@ -97,10 +97,11 @@ class BatchPlan(Course):
             if rows is not None and size - self.old(size) > rows:
                 options = "global_batch_size, or per_device_train_batch_size × gradient_accumulation_steps × processes"
                 new = f", of which {size - self.old(size):,} are new" if self.old(size) else ""
+                fits = 1 << max(0, (rows // 4).bit_length() - 1)  # with four steps in a pass, or more
                 raise ValueError(
                     f"A pass over the training set has {rows:,} pairs, fewer than one global batch of {size:,}"
-                    f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, use more data, or "
-                    "raise samples_per_epoch of a stream."
+                    f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, for example to {fits}, "
+                    "use more data, or raise samples_per_epoch of a stream."
                 )
         self.begin, self.largest = at, max(schedule.sizes)  # the latter in pairs
         self._too_large: set[int] = set()  # for the rest of a pass

@@ -138,10 +138,10 @@ def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -
             f"dims={args.dims} is more than the {width} dimensions of the embeddings. Choose at most {width}, or leave "
             "it out for all of them."
         )
-    if args.matryoshka_dims and max(args.matryoshka_dims) >= width:
+    if too_large := [dims for dims in args.matryoshka_dims or () if dims >= width]:
         raise ValueError(
             f"matryoshka_dims={args.matryoshka_dims} must be less than the {width} dimensions of the embeddings, which "
-            "are trained in any case. Leave the others out."
+            f"are trained in any case. Leave {', '.join(map(str, too_large))} out."
         )
     if args.matryoshka_dims and hasattr(dual_encoder.base, "config"):
         dual_encoder.base.config.matryoshka_dims = list(args.matryoshka_dims)
