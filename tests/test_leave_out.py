@@ -83,6 +83,7 @@ def test_swapped_captions_are_found_and_the_others_are_learned_better(noisy, tmp
     data, selection = Concepts(wrong=0.3), selection_of(noisy)
     fast = selection.averages._averages[0]
     found = fast < selection.border * mean_of_trained(fast.double(), selection.border)
+    assert torch.equal(selection.left_out(), found), "as the ledger says; all rows were seen often enough"
     assert found[data.is_wrong].float().mean() > 0.9
     assert found[~data.is_wrong].float().mean() < 0.1
     assert left_out(noisy)[0] == 0
@@ -103,6 +104,8 @@ def test_a_share_leaves_out_the_worst_of_each_step(tmp_path):
     made = trainer(tmp_path, data, leave_out=0.3)
     made.train()
     assert left_out(made)[-1] == round(int(0.3 * 128) / 128, 4)
+    left = selection_of(made).left_out()
+    assert int(left.sum()) == int(0.3 * len(left)), "at the end, of all pairs"
     _, slow = selection_of(made).averages.slow()
     assert slow[data.is_wrong].mean() < 0.5 * slow[~data.is_wrong].mean()
 

@@ -109,6 +109,8 @@ def test_wrong_captions_are_found_and_can_be_excluded(place):
     above = (ledger.score[~is_wrong][:, None] > ledger.score[is_wrong]).mean()
     assert len(ledger) == PAIRS
     assert above > 0.9, "the area under the curve of finding them"
+    assert ledger.left_out.mean() == pytest.approx(shares[-1], abs=0.05), "the steps at the end have half of the pairs"
+    assert ledger.left_out[is_wrong].mean() > 0.5 > 0.1 > ledger.left_out[~is_wrong].mean()
     least = np.sort(ledger.p_wrong)[-40]
     stream = ImageTextStream(f"{place}/shards/*.tar", lanes=4, samples_per_epoch=PAIRS)
     kept = stream_kept(stream, f"{place / 'whole' / LEDGER_FILE}:{least}")
@@ -154,7 +156,7 @@ def test_a_killed_training_resumes_to_the_bit_and_on_two_processes_with_the_same
     infcl(*words(place, tmp_path / "run", resume_from_checkpoint="auto"))
     assert torch.equal(weights(tmp_path / "run"), weights(place / "whole"))
     assert left_out(tmp_path / "run") == left_out(place / "whole")
-    for name in ("key", "score", "p_wrong"):
+    for name in ("key", "score", "p_wrong", "left_out"):
         np.testing.assert_array_equal(*(getattr(ledger_of(out), name) for out in (tmp_path / "run", place / "whole")))
     checkpoint = place / "whole" / f"checkpoint-{SAVED}"
     code, printed = launched(

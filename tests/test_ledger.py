@@ -13,7 +13,7 @@ from helpers.trainers import arguments
 from hf_infcl import InfCLTrainer
 from hf_infcl.tools.checking.findings import _named, findings_of_ledger
 from hf_infcl.tools.publishing.facts import FACTS_FILE, has_learned
-from hf_infcl.tools.scoring.ledger import LEDGER_FILE, make_ledger
+from hf_infcl.tools.scoring.ledger import LEDGER_FILE, Ledger, make_ledger
 from hf_infcl.tools.scoring.writing import ledger_lines, write_ledger_of_training
 
 
@@ -33,6 +33,19 @@ def test_scores_that_mean_nothing_advise_to_exclude_none(tmp_path):
     first, second, *_ = ledger_lines(some, tmp_path, learned=True)
     assert first.startswith("This model was trained on these pairs")
     assert second.startswith("At least 1 of 50 pairs")
+
+
+def test_a_check_tells_what_the_training_of_a_ledger_left_out(tmp_path):
+    ledger = make_ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
+    ledger.left_out = np.arange(50) < 2
+    ledger.write(tmp_path / LEDGER_FILE)
+    read = Ledger.read(tmp_path / LEDGER_FILE)
+    np.testing.assert_array_equal(read.left_out, ledger.left_out)
+    (finding,) = findings_of_ledger(read, "it")
+    assert finding.text.endswith("At its end the training left out 2 of 50 pairs (4.00%).")
+    ledger.left_out = None
+    (finding,) = findings_of_ledger(ledger, "it")
+    assert "left out" not in finding.text
 
 
 @pytest.mark.parametrize(

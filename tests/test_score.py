@@ -328,6 +328,7 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     ledger = Ledger.read(out / LEDGER_FILE)
     assert ledger.key.tolist() == list(range(96))
     assert ledger.caption[5] == "b b"
+    assert ledger.left_out is None, "nothing was trained"
     # ---- As a model would find that knows the pairs ----
     scores = np.where(np.arange(96) % 16 == 3, -1.0, 5.0)
     make_ledger(ledger.content, ledger.key, scores, (ledger.text_key, ledger.image_key), ledger.caption).write(
@@ -353,6 +354,7 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     trained = Ledger.read(tmp_path / "run" / LEDGER_FILE)
     assert len(trained) == 16, "those of two steps"
     assert trained.key.max() < 90
+    assert not trained.left_out.any()
     words += ["--output_dir", tmp_path / "other", "--exclude", f"{tmp_path / 'run' / LEDGER_FILE}:0.9"]
     assert "is of other data" in mistake(capsys, "train", *words)
     # ---- Embeddings of the whole set serve the rest of it ----

@@ -91,10 +91,20 @@ class PairAverages:
 
     def slow(self) -> tuple[Tensor, Tensor]:
         """The keys [n] int64 of all pairs seen, in ascending order, and their slow averages [n] fp32."""
+        keys, slots = self._of_seen()
+        return keys, self._averages[1][slots]
+
+    def fast_of_seen(self) -> tuple[Tensor, Tensor]:
+        """The fast averages [n] fp32 and the visits [n] uint8 of the pairs of `slow`, in its order."""
+        _, slots = self._of_seen()
+        return self._averages[0][slots], self._visits[slots]
+
+    def _of_seen(self) -> tuple[Tensor, Tensor]:
+        """The keys of all pairs seen, in ascending order, and their slots."""
         slots = self._visits.nonzero().flatten()
         keys = slots if self._keys is None else self._keys[slots]
         order = keys.argsort()
-        return keys[order], self._averages[1][slots[order]]
+        return keys[order], slots[order]
 
     # ---- The table of a stream ----
 

@@ -132,22 +132,33 @@ class WithoutNoisyPairs(PairSelection):
             self._begin(mean_of_trained(known, BORDER))
         if self.border is None:
             return torch.ones_like(keys, dtype=torch.bool)
-        candidates = visits >= LEAST_VISITS
-        if self._share is None:
-            left = candidates & (average < self.border * mean_of_trained(known, self.border))
-        else:
-            # Averages that are equal have the order of the keys, whichever process they are on.
-            order = keys.flatten().argsort(stable=True)
-            order = order[average.flatten()[order].argsort(stable=True)]
-            order = order[candidates.flatten()[order]]
-            left = torch.zeros(keys.numel(), dtype=torch.bool)
-            left[order[: int(self._share * len(order))]] = True
-            left = left.view_as(keys)
+        left = self._left(average.flatten(), visits.flatten(), keys.flatten()).view_as(keys)
         # ---- At least one new pair stays on each process ----
         for none_stays, row, averages in zip((left | (keys == NO_KEY)).all(1), left, average, strict=True):
             if none_stays and bool(row.any()):
                 row[averages.masked_fill(~row, -torch.inf).argmax()] = False
         return ~left
+
+    def _left(self, average: Tensor, visits: Tensor, keys: Tensor) -> Tensor:
+        """Which pairs the rule leaves out once it has begun, [n] bool, by their averages fp64, visits and keys [n]."""
+        assert self.border is not None
+        candidates = visits >= LEAST_VISITS
+        if self._share is None:
+            return candidates & (average < self.border * mean_of_trained(average[visits > 0], self.border))
+        # Averages that are equal have the order of the keys, whichever process they are on.
+        order = keys.argsort(stable=True)
+        order = order[average[order].argsort(stable=True)]
+        order = order[candidates[order]]
+        left = torch.zeros(len(keys), dtype=torch.bool)
+        left[order[: int(self._share * len(order))]] = True
+        return left
+
+    def left_out(self) -> Tensor:
+        """Whether the rule leaves each pair out by its present average, [n] bool, ordered as by `PairAverages.slow`."""
+        average, visits = self.averages.fast_of_seen()
+        if self.border is None:
+            return torch.zeros(len(average), dtype=torch.bool)
+        return self._left(average.double(), visits, self.averages.slow()[0])
 
     def _weights(self, keys: Tensor) -> Tensor | None:
         """The least weights of these visits for `PairAverages.visit`; None for its own."""
@@ -171,8 +182,7 @@ class WithoutNoisyPairs(PairSelection):
         if self.border is None:
             return NO_ROWS
         average, visits = self.averages.fast
-        least = self.border * mean_of_trained(average[visits > 0].double(), self.border)
-        left = (visits >= LEAST_VISITS) & (average < least)
+        left = self._left(average.double(), visits, torch.arange(len(visits)))
         turn = (torch.arange(len(visits)) % TURNS == epoch % TURNS) & (visits > 0)
         self._missing = float((left & ~turn).double().mean())
         return left ^ turn

@@ -129,6 +129,8 @@ def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
         f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {CERTAIN:g}: {shown}. "
         f"Right pairs of rare things look wrong, too, so look at the sheet beside the ledger. Then pass {option}."
     )
+    if ledger.left_out is not None:
+        text += f" At its end the training left out {_count(int(ledger.left_out.sum()), len(ledger))}."
     return [Finding("wrong_pairs", text, len(rows) > SPOILING_WRONG * len(ledger), rows, option)]
 
 

@@ -37,6 +37,8 @@ class Ledger:
     caption: list[str] = field(default_factory=list)  # n captions, of each pair one; empty if unknown
     # n names of a stream's samples, each after that of its shard, or "" if it is not known; no names for a table.
     sample: list[str] = field(default_factory=list)
+    # [n] bool: whether a training with ``leave_out`` leaves the pair out at its end; None without such a training.
+    left_out: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.key)
@@ -69,7 +71,7 @@ class Ledger:
     def write(self, path: str | Path) -> None:
         """Writes a parquet file with these columns, and ``prefers_text`` and ``prefers_image`` as captions.
 
-        A ledger without names has no column ``sample``.
+        A ledger without names has no column ``sample``, and one that no training has written no ``left_out``.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -80,6 +82,8 @@ class Ledger:
             columns[name] = pa.array([self.find_caption(int(key)) for key in keys], pa.string())
         if self.sample:
             columns["sample"] = pa.array(self.sample, pa.string())
+        if self.left_out is not None:
+            columns["left_out"] = self.left_out
         table = pa.table(columns).replace_schema_metadata({RECORD: json.dumps({"content": self.content})})
         partial = Path(path).with_name(f"_{os.getpid()}.{Path(path).name}")
         pq.write_table(table, partial)
@@ -99,7 +103,8 @@ class Ledger:
             record = json.loads((table.schema.metadata or {})[RECORD])
             arrays = {name: table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items()}
             words = {name: table[name].to_pylist() for name in ("caption", "sample") if name in table.column_names}
-            return cls(record["content"], **arrays, **words)
+            left_out = table["left_out"].to_numpy() if "left_out" in table.column_names else None
+            return cls(record["content"], **arrays, **words, left_out=left_out)
         raise AssertionError
 
 

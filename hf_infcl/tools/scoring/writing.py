@@ -28,10 +28,12 @@ def write_ledger(
     dataset: ImageTextDataset | ImageTextStream,
     window: int = WINDOW,
     averages: tuple[Tensor, Tensor] | None = None,
+    left_out: np.ndarray | None = None,
 ) -> Ledger:
     """Scores a training set without augmentation by the model of an `InfCLTrainer`; see `score_pairs`; collective.
 
-    `LEDGER_FILE` and `SHEET_FILE` are written into ``output_dir``.
+    `LEDGER_FILE` and `SHEET_FILE` are written into ``output_dir``. With ``averages``, ``left_out`` [n] bool says of the
+    same pairs whether they are left out.
     """
     args = trainer.args
     encoder = trainer.dual_encoder
@@ -48,6 +50,8 @@ def write_ledger(
         pin_memory=args.dataloader_pin_memory,
         averages=averages,
     )
+    if averages is not None and left_out is not None:
+        ledger.left_out = left_out[np.isin(averages[0].numpy(), ledger.key)]  # both are in the order of the keys
     if trainer.is_world_process_zero():
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,11 +73,13 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
     if not selections:
         return None
     keys, scores = averages = selections[0].averages.slow()
+    left_out = selections[0].left_out().numpy()
     try:
         if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            return write_ledger(trainer, dataset, averages=averages)
+            return write_ledger(trainer, dataset, averages=averages, left_out=left_out)
         names = sample_names(dataset, keys.numpy()) if isinstance(dataset, ImageTextStream) else None
         ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
+        ledger.left_out = left_out
         if trainer.is_world_process_zero():
             ledger.write(Path(trainer.args.output_dir, LEDGER_FILE))
     except Exception as error:
