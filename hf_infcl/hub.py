@@ -1,4 +1,4 @@
-"""What is read from the Hub: if it cannot be reached, that is asked once, and what was downloaded before is used."""
+"""Names on the Hub, and mistyped paths: without an answer of the Hub, which is asked once, what is there is used."""
 
 from __future__ import annotations
 
