@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,6 +16,9 @@ hypothesis.settings.register_profile("long", max_examples=10_000, deadline=None)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Imports the fixtures, but not into the process that only deals the tests out to others: they take seconds."""
+    # A script starts what it runs in the background with Ctrl-C ignored, and so would be all processes of the tests.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     deals_out = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
     if not deals_out:
         gc.disable()  # a third of the imports and of the collection of the tests would be searches for garbage
