@@ -303,9 +303,9 @@ class ContrastiveCollator:
             padding=self._padding,
             truncation=True,
             max_length=self.max_length,
-            return_tensors="pt",
         )
-        return dict(tokens)
+        # For return_tensors="pt", transformers goes through all tokens in Python, which takes as long as to find them.
+        return {name: torch.from_numpy(np.array(rows)) for name, rows in tokens.items()}
 
 
 def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:

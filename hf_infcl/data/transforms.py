@@ -108,7 +108,7 @@ class ImageTransform:
     def normalise(self, pixels: Tensor) -> Tensor:
         """Rescale and normalise uint8 [b, 3, H, W], on any device, to fp32 of the same shape: (x - mean) / std."""
         mean, std = (values.to(pixels.device, non_blocking=True) for values in (self.mean, self.std))
-        return (pixels.float() - mean).div_(std)
+        return pixels.float().sub_(mean).div_(std)
 
 
 def set_image_size(processor: Any, side: int) -> None:
