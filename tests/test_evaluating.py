@@ -29,7 +29,7 @@ from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_sh
 from hf_infcl.evaluation.metrics import score
 from hf_infcl.processes.batches import AnnouncingDataLoader, gather_rows
 from hf_infcl.processes.collectives import OtherRankFailedError
-from hf_infcl.training import evaluating
+from hf_infcl.training import evaluating, prompts
 
 SIZES = range(1, 14)
 
@@ -480,10 +480,10 @@ def test_images_are_loaded_while_the_prompts_are_encoded(tmp_path, rows):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("most", [1, evaluating.MOST_PROMPTS])
+@pytest.mark.parametrize("most", [1, prompts.MOST_PROMPTS])
 def test_short_prompts_are_encoded_several_batches_at_once(tmp_path, monkeypatch, most):
     """As many as have the tokens of a batch of the longest captions, which have 8; each batch has its own padding."""
-    monkeypatch.setattr(evaluating, "MOST_PROMPTS", most)
+    monkeypatch.setattr(prompts, "MOST_PROMPTS", most)
     model, processor, shapes = discerning(models.clip(end=END)), clip_processor(), []
     model.text_model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True

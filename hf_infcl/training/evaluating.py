@@ -1,14 +1,16 @@
-"""Evaluates a dual encoder on several processes: gathers the embeddings, then computes metrics of the whole set."""
+"""Evaluates a dual encoder on several processes: gathers the embeddings, then computes metrics of the whole set.
+
+`Evaluator.run` has the stages: workers load the set, the prompts of its classes are encoded (`prompts`), each batch is
+encoded by `Evaluator.embed`, and from what all batches have given, `Evaluator.metrics` are computed.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
@@ -20,50 +22,23 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from .. import evaluation
-from ..data import ContrastiveCollator, ZeroShotDataset
+from ..data import ZeroShotDataset
 from ..data.wrapped import all_parts
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
-from ..evaluation.metrics import CEILING, CHANGE, HIGH, KS, LOW, score_if_measured
+from ..evaluation.metrics import CEILING, KS
+from ..evaluation.score_changes import ScoreChanges
 from ..loading.notices import CaptionNotices
 from ..loss import local_contrastive_loss
 from ..passes.random_state import random_state_kept
-from ..processes.batches import AnnouncingDataLoader, gather_rows
+from ..processes.batches import AnnouncingDataLoader
 from ..processes.collectives import Processes
 from ..refusals import check_tokens
 from ..windows.setup import Setup
-from ..windows.texts import widened
 from .loop_events import replaced
+from .prompts import class_vectors
 
 logger = logging.get_logger(__name__)
-
-MOST_PROMPTS = 8  # the most batches of prompts that are encoded at once
-
-
-def rows_to_keep(batch_size: int, rank: int) -> int:
-    """The number of rows in this rank's batch that are not repeated.
-
-    accelerate gives all ranks batches of equal size and repeats rows to fill the last ones. The rows that are not
-    repeated come first: those of rank 0, then those of rank 1 and so on.
-    """
-    state = GradientState()
-    if not state.end_of_dataloader or state.remainder <= 0:
-        return batch_size
-    return min(max(state.remainder - rank * batch_size, 0), batch_size)
-
-
-def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batch_size: int) -> Tensor:
-    """This rank's share of the embeddings of all prompts; every rank has the same number of rows.
-
-    All ranks encode equally often, because under FSDP a forward communicates. The shares follow the order of the ranks,
-    and the last prompt is repeated to fill the last shares. The first ``len(prompts)`` rows of the gathered shares are
-    therefore the embeddings of all prompts in their order.
-    """
-    processes = Processes()
-    size = -(-len(prompts) // processes.world_size)
-    filled = prompts + prompts[-1:] * (size * processes.world_size - len(prompts))
-    share = filled[processes.rank * size : (processes.rank + 1) * size]
-    return torch.cat([encode(share[start : start + batch_size]) for start in range(0, size, batch_size)])
 
 
 class Evaluator:
@@ -75,22 +50,78 @@ class Evaluator:
         notices: looks at the captions of a set, on the main process.
         state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
             number of its images and the resampled values of its score; later it compares with them.
+
+    Attributes:
+        found: the ranks or scores of the set, once its metrics are computed.
     """
 
     def __init__(self, setup: Setup, processing_class: object, notices: CaptionNotices, state: TrainerState) -> None:
+        self._setup, self._processing_class, self._notices = setup, processing_class, notices
         self._encoder, self._accelerator, self._args = setup.encoder, setup.accelerator, setup.args
-        self._objective, self._equal_ids = setup.objective, setup.equal_ids
-        self._collator, self._processing_class = setup.collator, processing_class
-        self._prepare_inputs, self._notices = setup.prepare_inputs, notices
-        self._at_start, self._logged = state.global_step == 0, state.log_history
+        self._logged = state.log_history
         # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
         kept: Any = state.stateful_callbacks
-        self._scores_before = kept.setdefault("scores_before", {})
+        scores_before = kept.setdefault("scores_before", {})
+        self._changes = ScoreChanges(scores_before, state.log_history, at_start=state.global_step == 0)
         self._classifier: Tensor | None = None
         self._type_of_set, self._prefix = "dataset", "eval"
         self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
         self.found: evaluation.Found | None = None
-        self._set = ""  # the digest of its labels
+
+    def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
+        """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
+
+        For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
+        all captions; for a `ZeroShotDataset`, they are accuracies. Accuracies and recalls have 95% bootstrap intervals
+        (``acc1_low``, ``acc1_high``). During a training, ``score_change_low`` and ``score_change_high`` are the paired
+        interval of the change of the score (see `metrics.score`) since before it. The loss uses the
+        first caption of each image, or all of them with ``equal_ids="positive"``. No metric uses negative captions.
+        Every process gets the numbers of rank 0. A training goes on as if it had not been evaluated: the random state
+        of dropout stays the same.
+
+        Args:
+            loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.
+            prefix: of the names of the metrics.
+        """
+        dataset = dataloader.dataset
+        self._type_of_set, self._prefix = type(dataset).__name__, prefix
+        if self._args.process_index == 0:
+            self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataset), self._setup.collator)
+        check_same_size(dataset, prefix)
+        with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), _texts_kept(dataloader):
+            batches = self._loaded(dataloader)
+            if isinstance(dataset, ZeroShotDataset):
+                self._classifier = class_vectors(dataset, self._setup, self._processing_class)
+            with self._without_padding():
+                output = loop(batches)  # which calls `embed`
+            Processes().agree([])  # where an error of another process's compute_metrics arrives
+            assert output.metrics is not None
+            if output.num_samples == 0:
+                raise ValueError(f"The evaluation set of {prefix}_* is empty: it returned no batch.")
+            metrics = self.metrics(dataset, output)
+            if Processes().rank == 0:
+                metrics |= self._changes.intervals(prefix, self.found)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
+        output.metrics.update(of_main_process(output.metrics))
+        return output
+
+    # ---- Loading ----
+
+    def _loaded(self, dataloader: Any) -> Any:
+        """The batches of a loader for Trainer's loop; workers load the first ones while prompts are encoded."""
+        # Other processes wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
+        if isinstance(dataloader, DataLoaderDispatcher):
+            return dataloader
+        batches = AnnouncingDataLoader(dataloader, self._take_apart)
+        if isinstance(dataloader.dataset, ZeroShotDataset):
+            batches.begin()
+        return batches
+
+    def _take_apart(self, batch: object) -> Any:
+        self._of_batch = evaluation.taken_apart(batch)
+        return self._of_batch[0]
+
+    # ---- Encoding ----
 
     def embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
         """The predictions and labels of this process's rows, which are image-text pairs or labelled images.
@@ -111,7 +142,7 @@ class Evaluator:
             return self._embed(inputs)
 
     def _embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
-        batch = self._prepare_inputs(inputs)
+        batch = self._setup.prepare_inputs(inputs)
         classified = "labels" in batch
         if "pixel_values" not in batch or not (classified or "input_ids" in batch):
             raise ValueError(
@@ -165,50 +196,6 @@ class Evaluator:
             return evaluation.class_scores(images, classifier)
         return torch.stack([part.to(images) for part in evaluation.class_places(images, classifier, labels)], dim=1)
 
-    def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
-        """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
-
-        For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
-        all captions; for a `ZeroShotDataset`, they are accuracies. Accuracies and recalls have 95% bootstrap intervals
-        (``acc1_low``, ``acc1_high``). During a training, ``score_change_low`` and ``score_change_high`` are the paired
-        interval of the change of the score (see `metrics.score`) since before it. The loss uses the
-        first caption of each image, or all of them with ``equal_ids="positive"``. No metric uses negative captions.
-        Every process gets the numbers of rank 0. A training goes on as if it had not been evaluated: the random state
-        of dropout stays the same.
-
-        Args:
-            loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.
-            prefix: of the names of the metrics.
-        """
-        if self._args.process_index == 0:
-            self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataloader.dataset), self._collator)
-        check_same_size(dataloader.dataset, prefix)
-        # Other processes wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
-        batches: Any = dataloader
-        if not isinstance(dataloader, DataLoaderDispatcher):
-            batches = AnnouncingDataLoader(dataloader, self._take_apart)
-        keeps_texts = _texts_kept(dataloader)
-        with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), keeps_texts:
-            self._type_of_set, self._prefix = type(dataloader.dataset).__name__, prefix
-            if isinstance(dataloader.dataset, ZeroShotDataset):
-                if isinstance(batches, AnnouncingDataLoader):
-                    batches.begin()  # so that workers load while the prompts are encoded
-                self._classifier = self._prompt_vectors(dataloader.dataset)
-            with self._without_padding():
-                output = loop(batches)
-            Processes().agree([])  # where an error of another process's compute_metrics arrives
-            assert output.metrics is not None
-            if output.num_samples == 0:
-                raise ValueError(f"The evaluation set of {prefix}_* is empty: it returned no batch.")
-            metrics = self.metrics(dataloader.dataset, output) | self._intervals(prefix)
-        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
-        output.metrics.update(of_main_process(output.metrics))
-        return output
-
-    def _take_apart(self, batch: object) -> Any:
-        self._of_batch = evaluation.taken_apart(batch)
-        return self._of_batch[0]
-
     def _without_padding(self) -> AbstractContextManager[None]:
         """The context in which Trainer's loop does not ask all processes for the width of what `embed` has returned.
 
@@ -218,9 +205,11 @@ class Evaluator:
             return nullcontext()
         return replaced(self._accelerator, pad_across_processes=lambda tensor, **_: tensor)
 
+    # ---- Metrics ----
+
     def metrics(self, dataset: object, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
-        self._recognise(output.label_ids)
+        self._changes.recognise(self._prefix, output.label_ids)
         if of_choices := [part for part in all_parts(dataset) if getattr(part, "kind", "") == "choices"]:
             embeddings: Any = output.predictions
             counts_and_ids: Any = output.label_ids
@@ -237,79 +226,6 @@ class Evaluator:
             self.found = evaluation.checked_ranks(predictions, labels, len(self._classifier))
         return evaluation.measured(self.found)
 
-    def _recognise(self, labels: object) -> None:
-        """Drops the scores that another set of this name had before a training that was resumed with this set."""
-        arrays = labels if isinstance(labels, tuple) else (labels,)
-        content = b"".join(torch.as_tensor(array).cpu().numpy().tobytes() for array in arrays)
-        self._set = hashlib.sha256(content).hexdigest()[:16]
-        before = self._scores_before.get(self._prefix, {}).get("set", self._set)
-        if self._at_start or before == self._set:
-            return
-        del self._scores_before[self._prefix]
-        for entry in self._logged:
-            for name in [name for name in entry if name.startswith(f"{self._prefix}_")]:
-                del entry[name]
-
-    def _intervals(self, prefix: str) -> dict[str, float]:
-        """Intervals of the metrics and, during a training, of the change of the score; on the main process."""
-        if Processes().rank > 0 or self.found is None or not (hits := evaluation.count_hits(self.found)):
-            return {}
-        values = dict(zip(hits, evaluation.resampled(list(hits.values())), strict=True))
-        bounds = evaluation.bounds(values)
-        resampled_score: Any = score_if_measured(values)
-        score = [round(float(value), 6) for value in resampled_score]  # short in checkpoints
-        size = len(next(iter(hits.values())).right)
-        if self._at_start:
-            self._scores_before[prefix] = {"images": size, "values": score, "set": self._set}
-        elif (before := self._scores_before.get(prefix)) is not None and before["images"] == size:
-            low, high = evaluation.interval(np.subtract(score, before["values"]))
-            bounds |= {CHANGE + LOW: low, CHANGE + HIGH: high}
-        return bounds
-
-    def _prompt_vectors(self, dataset: ZeroShotDataset) -> Tensor:
-        """A vector for each class, on every process; collective."""
-        tokenize, prompts, size = self._prompt_tokenizer(), dataset.prompts(), self._args.per_device_eval_batch_size
-        with failures_announced_unless_sharded(self._accelerator):
-            batches_at_once, padding = 1, None
-            if isinstance(self._collator, ContrastiveCollator):
-                padding = self._collator.text_padding
-            if padding is not None:
-                # A forward of few tokens takes as long as its kernels take to be launched, so one has as many prompts
-                # as have the tokens of a batch of the longest captions.
-                longest = tokenize([max(prompts, key=len)])
-                if longest.keys() <= padding.keys():  # a tokenizer of one's own may return what cannot be padded
-                    width = longest["input_ids"].shape[1]
-                    batches_at_once = min(MOST_PROMPTS, max(1, self._collator.max_length // width))
-
-            def encode(part: list[str]) -> Tensor:
-                # A few at a time, because Python's garbage collector would go through long lists again and again.
-                batches = [tokenize(part[start : start + size]) for start in range(0, len(part), size)]
-                return self._encode_prompts(batches[0] if len(batches) == 1 else _joined(batches, padding or {}))
-
-            share = encode_share(prompts, encode, size * batches_at_once)
-        texts = gather_rows(share)[: len(prompts)]
-        return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))
-
-    def _encode_prompts(self, tokens: dict[str, Tensor]) -> Tensor:
-        check_tokens(tokens["input_ids"], self._encoder.vocabulary)  # on the host, where nothing is waited for
-        self._encoder.check_texts(tokens)
-        batch = self._prepare_inputs(tokens)
-        with torch.no_grad(), self._accelerator.autocast():
-            return self._encoder.encode_texts(batch, checked=True).float()
-
-    def _prompt_tokenizer(self) -> Callable[[list[str]], dict[str, Tensor]]:
-        if callable(tokenize := getattr(self._collator, "tokenize", None)):
-            return tokenize
-        processor: Any = self._processing_class
-        if hasattr(processor, "tokenizer"):
-            return ContrastiveCollator.for_model(processor, getattr(self._encoder.model, "config", None)).tokenize
-        raise ValueError(
-            "Zero-shot evaluation must tokenize the prompts of the classes, but the data collator, a "
-            f"{type(self._collator).__name__}, has no method tokenize(texts), and the processing_class, a "
-            f"{type(self._processing_class).__name__}, has no tokenizer. Pass "
-            "processing_class=AutoProcessor.from_pretrained(...), in addition to any data_collator."
-        )
-
     def _pair_metrics(self, output: EvalLoopOutput) -> dict[str, float]:
         predictions: Any = output.predictions
         labels: Any = output.label_ids
@@ -317,7 +233,7 @@ class Evaluator:
         counts, ids, *pair_ids = map(self._on_device, labels)
         text_image = evaluation.image_of_captions(counts)
         with torch.no_grad():
-            if self._equal_ids == "positive":
+            if self._setup.equal_ids == "positive":
                 image_ids = pair_ids[0] if pair_ids else torch.arange(len(images), device=images.device)
                 captions, ids_of = texts, {"image_ids": image_ids, "text_ids": image_ids[text_image]}
             else:
@@ -327,7 +243,7 @@ class Evaluator:
                 images,
                 captions,
                 *self._encoder.scale_and_bias(),
-                objective=self._objective,
+                objective=self._setup.objective,
                 backend=self._args.backend,
                 **ids_of,
             )
@@ -347,10 +263,16 @@ class Evaluator:
         return torch.as_tensor(array, device=self._args.device)
 
 
-def _joined(batches: list[dict[str, Tensor]], padding: Mapping[str, int]) -> dict[str, Tensor]:
-    """Tokens of several batches as one, padded to the longest of their texts."""
-    longest = max(batch["input_ids"].shape[1] for batch in batches)
-    return {name: torch.cat([widened(batch[name], longest, padding[name]) for batch in batches]) for name in batches[0]}
+def rows_to_keep(batch_size: int, rank: int) -> int:
+    """The number of rows in this rank's batch that are not repeated.
+
+    accelerate gives all ranks batches of equal size and repeats rows to fill the last ones. The rows that are not
+    repeated come first: those of rank 0, then those of rank 1 and so on.
+    """
+    state = GradientState()
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return batch_size
+    return min(max(state.remainder - rank * batch_size, 0), batch_size)
 
 
 def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:
