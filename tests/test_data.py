@@ -647,6 +647,16 @@ class TestCollator:
             in_company = model(**collator.tokenize(["d e", "a b c d e"])).pooler_output[:1]
         torch.testing.assert_close(alone, in_company)
 
+    @pytest.mark.parametrize("processor", [clip_processor, siglip_processor])
+    def test_texts_become_the_tensors_of_the_tokenizer(self, processor):
+        collator, texts = ContrastiveCollator(processor()), ["a", "", "b c d", " ".join("abcdefghijkl")]
+        options = {**collator.text_options, "truncation": True, "return_tensors": "pt"}
+        expected, tokens = processor().tokenizer(texts, **options), collator.tokenize(texts)
+        assert tokens.keys() == expected.keys()
+        for name, rows in tokens.items():
+            assert rows.dtype == expected[name].dtype == torch.int64
+            assert torch.equal(rows, expected[name])
+
     def test_captions_are_truncated(self):
         long = " ".join("abcdefghijkl")
         full = ContrastiveCollator(clip_processor())

@@ -9,9 +9,11 @@ decode JPEGs of 500 × 375 pixels, and nothing else happens. ``evaluate, jpeg``:
 
 ``per_second`` are images per second of the whole evaluation, with its prompts (--classes × --templates), workers and
 metrics. ``start_s`` is the time until the first batch is encoded, and ``loop_per_second`` the rate from then until the
-last one is; what the workers have loaded before helps it. ``ratio`` is that rate relative to ``forward``. The note has
-the seconds after the last batch, and those in which blocks of pinned memory were allocated. ``error`` is the largest
-difference of a cosine between bf16 and fp32, for random weights.
+last one is. ``ratio`` is that rate relative to ``forward``: of ``pool``, where batches always lie ready, it is what the
+main process allows; of ``jpeg``, the workers load up to four batches each within ``start_s``, so it falls if that gets
+shorter, until the workers' rate is left, which sets of many images have. The note has the seconds for the prompts while
+no worker loads, those after the last batch, and those in which blocks of pinned memory were allocated. ``error`` is the
+largest difference of a cosine between bf16 and fp32, for random weights.
 
 In rows before 2026-11-26, ``start_s`` is the time of an evaluation of a single batch, and ``loop_per_second`` the rate
 of the images after it, with their share of the intervals.
@@ -36,6 +38,7 @@ from torch.utils.data import DataLoader
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.data import ContrastiveCollator, ZeroShotDataset
 from hf_infcl.data import images as decoding
+from hf_infcl.training.prompts import class_vectors
 
 from . import common, data, inputs
 from .common import RESULTS, Row
@@ -151,16 +154,20 @@ def evaluated(args: argparse.Namespace, model: Any, collator: Any, pool: list[An
         trainer = InfCLTrainer(model, arguments, collator)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.evaluate(Images(pool, 4 * args.batch, 4, 2))
+        images, began = Images(pool, args.images, args.classes, args.templates), now(device)
+        class_vectors(images, trainer.setup, None)
+        prompts = now(device) - began
         ends = Ends(-(-args.images // args.batch))
         trainer.add_callback(ends)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         allocated, began = pinned_blocks(), now(device)
-        trainer.evaluate(Images(pool, args.images, args.classes, args.templates))
+        trainer.evaluate(images)
         first, last, end = (time - began for time in (*ends.times, now(device)))
     found: Row = {"per_second": round(args.images / end, 1), "start_s": round(first, 2)}
     found["loop_per_second"] = round((args.images - args.batch) / (last - first), 1)
-    found["note"] = f"{args.workers} workers; {end - last:.2f} s after the last batch"
+    found["note"] = f"{args.workers} workers; {prompts:.2f} s for the prompts alone"
+    found["note"] += f"; {end - last:.2f} s after the last batch"
     if device.type == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / common.GIB, 2)
         blocks, seconds = (after - before for before, after in zip(allocated, pinned_blocks(), strict=True))
