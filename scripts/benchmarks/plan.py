@@ -151,7 +151,7 @@ def _bytes(row: Row, cost: Cost, counts: Counts, choice: Choice) -> float:
     if row["commit"] not in WITH_EARLIER_GRAPH or choice.kept == choice.gradient_accumulation_steps:
         return cost.total
     rest, pairs = cost.total - cost.activations - cost.loss, choice.per_device_train_batch_size
-    return max(cost.total, rest + pairs * (counts.both.graph + FORWARD_ALONE) + counts.both.weight_copies)
+    return max(cost.total, rest + counts.both.graph.of(pairs) + pairs * FORWARD_ALONE)
 
 
 def losses() -> Iterator[Compared]:

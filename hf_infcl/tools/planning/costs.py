@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -56,12 +56,24 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Tower:
-    """Memory in bytes, and operations, of a tower with its projection, as `counting` counts them; or of both towers."""
+class Bytes:
+    """Memory that grows with the pairs: of each, and of all at once, such as copies of weights in bf16."""
 
-    weight_copies: int = 0  # in bf16, which autocast creates in every forward
-    graph: float = 0.0  # of each pair: what a forward keeps for its backward, without those copies
-    peak: float = 0.0  # of each pair: the maximum during both, without weights, their copies and gradients
+    each: float = 0.0
+    fixed: float = 0.0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.each + other.each, self.fixed + other.fixed)
+
+    def of(self, pairs: float) -> float:
+        return pairs * self.each + self.fixed
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Memory and operations of a tower with its projection, as `counting` counts them; or of both towers."""
+
+    graph: Bytes = Bytes()  # what a forward keeps for its backward
     forward: Work = Work()
     again: Work = Work()  # the forward of the second pass, in which a frozen tower does not run
     backward: Work = Work()
@@ -78,15 +90,18 @@ class Counts:
     objective: str  # the one that the model was designed for
     image: Tower
     text: Tower
+    peaks: tuple[Bytes, ...] = (Bytes(),)  # of the forwards and of each backward, without weights and gradients
     matrices: tuple[tuple[int, int], ...] = ()  # rows and columns of each matrix that Muon would update
     teachers: tuple[Counts, ...] = ()
 
     @property
     def both(self) -> Tower:
-        """Both towers together: the images run forward before the texts, and backward after them."""
-        one, other = self.image, self.text
-        sums = (getattr(one, name.name) + getattr(other, name.name) for name in fields(Tower))
-        return replace(Tower(*sums), peak=max(one.peak, one.graph + other.peak))
+        """Both towers together."""
+        return Tower(*(getattr(self.image, one.name) + getattr(self.text, one.name) for one in fields(Tower)))
+
+    def peak(self, pairs: float) -> float:
+        """The most bytes that a micro-batch takes during its forward and its backward."""
+        return max(peak.of(pairs) for peak in self.peaks)
 
 
 @dataclass(frozen=True)
@@ -177,7 +192,7 @@ def step_cost(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Cost:
     cost = Cost(
         weights=4.0 * (counts.parameters + counts.trained * (1 if choice.gpus == 1 else 2)),
         optimizer=8.0 * counts.trained,
-        activations=choice.kept * (choice.in_graph * towers.graph + towers.weight_copies),
+        activations=choice.kept * towers.graph.of(choice.in_graph),
         # The images of the micro-batch that runs are in fp32.
         images=counts.pixels * (images * pixel_bytes + pairs * (4 - pixel_bytes)),
         features=pair_bytes(counts.dim, choice),
@@ -188,7 +203,8 @@ def step_cost(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Cost:
     for name, value in choice.options.items():
         if (of_option := EFFECTS[name].cost) is not None:
             cost += of_option(counts, choice, value)
-    in_backward, in_loss = choice.in_graph * (towers.peak - towers.graph), _loss_bytes(counts.dim, choice)
+    in_backward = counts.peak(choice.in_graph) - towers.graph.of(choice.in_graph)
+    in_loss = _loss_bytes(counts.dim, choice)
     return cost + (Cost(activations=in_backward) if in_backward >= in_loss else Cost(loss=in_loss))
 
 
@@ -270,7 +286,7 @@ def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
     more = min(choice.dealt, (first - fewer_kept) * at_once) - first
     again = Work(-more * text.again.flops, -(fewer - fewer_kept) * text.again.launches)
     return Cost(
-        activations=choice.in_graph * more * text.graph,
+        activations=choice.in_graph * more * text.graph.each,
         first_pass=Work(0.0, -fewer * text.forward.launches),
         second_pass=Work(0.0, -fewer * text.backward.launches) + again,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,9 @@ from ...encoders.dual_encoder import DualEncoder
 from ...encoders.image_size import config_for_images
 from ...encoders.in_bf16 import is_in_bf16
 from ...optimizers.groups import BY_MUON, roles
-from .costs import EFFECTS, Counts, Tower, Work
+from .costs import EFFECTS, Bytes, Counts, Tower, Work
 
-ROWS = 64  # pairs of the counted micro-batch
+FEW, MANY = 64, 256  # pairs of the counted micro-batches
 MOST_TOKENS = 77  # the length of captions, even for text towers that accept longer texts
 Args = Sequence[object]
 Kwargs = Mapping[str, object]
@@ -43,22 +43,14 @@ def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) ->
         ValueError: the model is not a dual encoder, cannot train with the options, or its forward needs the content of
             tensors.
     """
-    encoder, inputs = micro_batch(config, ROWS, torch.device("meta"), **options)
-    model, towers = encoder.model, []
+    encoder, inputs = micro_batch(config, MANY, torch.device("meta"), **options)
+    model, dtype = encoder.model, torch.bfloat16 if autocast else torch.float32
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
     try:
-        for encode in (encoder.encode_images, partial(encoder.encode_texts, checked=True)):
-            casts = _Autocast(torch.bfloat16 if autocast else torch.float32, in_bf16=is_in_bf16(model))
-            with _Operations() as seen, casts:
-                embeds = encode(inputs)
-                forward, graph, copies = seen.work, seen.live, casts.forget()
-                if trains := embeds.requires_grad:
-                    embeds.sum().backward()
-            trained = {"graph": (graph - copies) / ROWS, "weight_copies": copies, "again": forward} if trains else {}
-            backward, peak = seen.work + forward * -1, (seen.peak - copies) / ROWS
-            towers.append(Tower(forward=forward, backward=backward, peak=peak, **trained))
+        batches = ({name: values[:rows] for name, values in inputs.items()} for rows in (FEW, MANY))
+        (_, few), (dim, many) = (_run(encoder, batch, dtype) for batch in batches)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"A {type(model).__name__} cannot be counted without its weights: {type(error).__name__}: {error}"
@@ -68,14 +60,60 @@ def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) ->
     return Counts(
         parameters=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
-        dim=embeds.shape[1],
+        dim=dim,
         pixels=inputs["pixel_values"][0].numel(),
         objective=encoder.objective,
-        image=towers[0],
-        text=towers[1],
+        image=_tower(few, many, forward=0, backward=4),
+        text=_tower(few, many, forward=1, backward=3),
+        peaks=tuple(_linear(one.peak, other.peak) for one, other in zip(few, many, strict=True)),
         matrices=tuple((rows // parts, columns) for parts, rows, columns in fused for _ in range(parts)),
         teachers=tuple(map(_count_teacher, options.get("teacher") or ())),
     )
+
+
+class _Phase(NamedTuple):
+    """A part of a micro-batch."""
+
+    work: Work
+    peak: int  # bytes
+    left: int  # bytes that are still in use at its end
+
+
+def _run(encoder: DualEncoder, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[int, list[_Phase]]:
+    """Runs a micro-batch: both forwards under autocast, then the backwards of texts and images.
+
+    Returns:
+        The dimensions of the embeddings, and the phases: both forwards, the end of autocast, and both backwards.
+    """
+    phases, embeds = [], []
+    with _Operations(len(inputs["input_ids"])) as seen:
+        with _Autocast(dtype, in_bf16=is_in_bf16(encoder.model)):
+            for encode in (encoder.encode_images, partial(encoder.encode_texts, checked=True)):
+                embeds.append(encode(inputs))
+                phases.append(seen.phase())
+        phases.append(seen.phase())  # without the copies of weights that no graph keeps
+        dim = embeds[0].shape[1]
+        while embeds:
+            if (last := embeds.pop()).requires_grad:
+                last.sum().backward()
+            del last
+            phases.append(seen.phase())
+    return dim, phases
+
+
+def _linear(few: float, many: float) -> Bytes:
+    """The bytes of any number of pairs, from those of `FEW` and `MANY`."""
+    each = (many - few) / (MANY - FEW)
+    return Bytes(each, few - FEW * each)
+
+
+def _tower(few: Sequence[_Phase], many: Sequence[_Phase], *, forward: int, backward: int) -> Tower:
+    """The tower with these phases. Its graph is what its backward frees."""
+    work = many[forward].work
+    if many[backward].work == Work():
+        return Tower(forward=work)
+    graph = _linear(*(phases[backward - 1].left - phases[backward].left for phases in (few, many)))
+    return Tower(graph, forward=work, again=work, backward=many[backward].work)
 
 
 @cache
@@ -167,12 +205,6 @@ class _Autocast(TorchFunctionMode):
         self._dtype, self._in_bf16 = dtype, in_bf16
         self._copies: dict[int, Tensor] = {}  # by the id of the weight; made once in a forward
 
-    def forget(self) -> int:
-        """Drops the copies of weights at the end of a forward; its graph may keep them. Returns their bytes."""
-        size = sum(copy.nbytes for copy in self._copies.values())
-        self._copies.clear()
-        return size
-
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._copies.clear()
@@ -204,10 +236,16 @@ class _Autocast(TorchFunctionMode):
 class _Operations(TorchDispatchMode):
     """Counts all operations, and tracks the bytes of the tensors that they create while these are alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: int) -> None:
         super().__init__()
-        self.work = Work()
-        self.live = self.peak = 0
+        self._pairs, self._work = pairs, Work()
+        self._live = self._peak = 0
+
+    def phase(self) -> _Phase:
+        """What happened since the last call."""
+        found = _Phase(self._work, self._peak, self._live)
+        self._work, self._peak = Work(), self._live
+        return found
 
     def __torch_dispatch__(
         self, function: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -221,13 +259,13 @@ class _Operations(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 known.add(storage._cdata)
-                self.live += storage.nbytes()
+                self._live += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-        self.peak = max(self.peak, self.live)
+        self._peak = max(self._peak, self._live)
         if not function.is_view:
             flops = flop_registry.get(function._overloadpacket)
-            self.work += Work(float(flops(*args, **kwargs, out_val=out)) / ROWS if flops else 0.0, 1)
+            self._work += Work(float(flops(*args, **kwargs, out_val=out)) / self._pairs if flops else 0.0, 1)
         return out
 
     def _free(self, nbytes: int) -> None:
-        self.live -= nbytes
+        self._live -= nbytes

@@ -233,7 +233,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     if cost.total <= USABLE * gpu_bytes:
         return None
     # Short captions need fewer activations than the longest ones, which were counted.
-    least = 4.0 * (counts.parameters + counts.trained) + 0.5 * choice.in_graph * counts.both.peak
+    least = 4.0 * (counts.parameters + counts.trained) + 0.5 * counts.peak(choice.in_graph)
     least += 0 if args.offload_inputs else counts.pixels * choice.rows
     cure = "" if args.offload_inputs else "--offload_inputs keeps the images in host memory. "
     message = (
