@@ -164,7 +164,7 @@ class OptimizerOptions:
         ]
         return of_groups + schedule
 
-    def apply(self, before: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
+    def apply(self, before: Mapping[str, Any], optimizer: Any, scheduler: object) -> None:
         """Gives an optimizer and a schedule that were loaded from a checkpoint the options that differ from it.
 
         Their progress, such as moments and the number of steps, stays. The learning rate becomes that of the new
@@ -202,7 +202,7 @@ def restart_rates(schedule: LambdaLR) -> None:
     schedule._last_lr = [group["lr"] for group in groups]
 
 
-def _set_rate(group: dict[str, Any], rate: float | torch.Tensor) -> None:
+def _set_rate(group: dict[str, object], rate: float | torch.Tensor) -> None:
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:

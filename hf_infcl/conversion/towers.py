@@ -34,7 +34,7 @@ READ = {
 }
 
 
-def refuse_unknown_fields(tower: str, fields: dict[str, Any]) -> None:
+def refuse_unknown_fields(tower: str, fields: dict[str, object]) -> None:
     """Raises ValueError for a field of a tower that transformers' towers do not have."""
     for key, value in fields.items():
         other = {"pos_embed_type": "learnable", "block_type": "default"}.get(key)
@@ -44,7 +44,7 @@ def refuse_unknown_fields(tower: str, fields: dict[str, Any]) -> None:
             raise refusal(f"its {tower} has the field {key}={value!r}, which is not known")
 
 
-def activation(quick_gelu: bool, fields: dict[str, Any]) -> str:
+def activation(quick_gelu: bool, fields: dict[str, object]) -> str:
     """The activation of a tower that is not timm's, by transformers' name."""
     options = fields.get("act_kwargs") or {}
     if quick_gelu and options:

@@ -180,7 +180,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()
 
-    def _check_errors(self, row: int, value: Mapping[str, Any]) -> None:
+    def _check_errors(self, row: int, value: Mapping[str, object]) -> None:
         """Raises a BadSampleError if the table says that a value of the row is wrong."""
         if error := find_error(value):
             raise self._bad_sample(row, error)

@@ -295,7 +295,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         """The item of a row without its image, which is not read."""
         return self._text(row, self._texts[row])
 
-    def _text(self, row: int, value: dict[str, Any]) -> dict[str, Any]:
+    def _text(self, row: int, value: dict[str, object]) -> dict[str, Any]:
         self._check_errors(row, value)
         try:
             item = self._draw_texts(value, row, self._now)

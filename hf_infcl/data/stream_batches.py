@@ -98,7 +98,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         """Makes images with these sides from the next micro-batch on, which belongs to this step."""
         raise NotImplementedError
 
-    def consume(self, tag: Mapping[str, Any]) -> None:
+    def consume(self, tag: Mapping[str, object]) -> None:
         """Records that the batch with this tag was consumed."""
         raise NotImplementedError
 
@@ -144,7 +144,7 @@ class StreamBatches(MicroBatches):
         world_size: int = 1,
         num_workers: int = 0,
         accumulation_steps: int = 1,
-        states: Sequence[Mapping[str, Any]] = (),
+        states: Sequence[Mapping[str, object]] = (),
         keyed: bool = False,
     ) -> None:
         self._stream, self._collate, self._keyed = stream, collate, keyed

@@ -70,7 +70,7 @@ def _in_bf16(forward: Any) -> Any:
     return in_bf16
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

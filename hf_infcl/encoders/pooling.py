@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ class Pooling:
     padding: int | None = None  # the pad_token_id of the tower's config, unless it is ``stated``
 
     @classmethod
-    def of_config(cls, config: Any, stated: int | None = None) -> Pooling | None:
+    def of_config(cls, config: object, stated: int | None = None) -> Pooling | None:
         """The pooling that a text tower's config implies; None for towers that read all tokens, or are not known.
 
         Args:

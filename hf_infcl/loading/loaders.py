@@ -178,7 +178,7 @@ def needed_ids(args: InfCLTrainingArguments, data: object) -> str:
     return args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
 
 
-def rows_of_table(data: Any) -> int | None:
+def rows_of_table(data: object) -> int | None:
     """The rows of a training set, without old pairs; None for a stream."""
     new = data.datasets[0] if isinstance(data, Replayed) else data
     return len(new) if has_length(new) and not isinstance(new, IterableDataset) else None

@@ -110,7 +110,7 @@ class TableRows(MicroBatches):
     def set_sides(self, sides: Sides | None, step: int) -> None:
         self._sides = sides, step - self._share.step(self._consumed)
 
-    def consume(self, tag: Mapping[str, Any]) -> None:
+    def consume(self, tag: Mapping[str, object]) -> None:
         self._consumed += self._world_size
 
     def state(self) -> dict[str, int] | None:

@@ -84,7 +84,7 @@ class RingReduction:
         rows: the number of rows of the largest part. Smaller parts are padded with zeros.
     """
 
-    def __init__(self, ring: Ring, combine: Callable[..., Any], rows: int) -> None:
+    def __init__(self, ring: Ring, combine: Callable[..., object], rows: int) -> None:
         self._ring, self._combine, self._rows = ring, combine, rows
         self._transfer: Transfer | None = None
         self._sent: Tensor | None = None

@@ -52,7 +52,7 @@ class Trials:
     def __init__(
         self,
         setup: Setup,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         longest: int | None,
         padding: Mapping[str, int] | None,
         *,

@@ -90,7 +90,7 @@ class MuonAdamW(torch.optim.Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Updates all parameters that have a gradient. With several processes, all of them have to call it."""
         loss = None
         if closure is not None:

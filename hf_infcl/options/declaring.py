@@ -99,7 +99,7 @@ class _Metadata(dict[str, Any]):
     them, whereas ``field.metadata[key]`` reaches `__missing__` here.
     """
 
-    def __init__(self, facts: Facts, **items: Any) -> None:
+    def __init__(self, facts: Facts, **items: object) -> None:
         super().__init__(items)
         self._facts = facts
 

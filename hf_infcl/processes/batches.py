@@ -14,7 +14,7 @@ from .collectives import Processes, failures_announced
 _PINNED = 2  # batches that lie ready in pinned memory
 
 
-def gather_rows(tensors: Any) -> Any:
+def gather_rows(tensors: object) -> Any:
     """Gathers the rows of all processes, in the order of the ranks, for one tensor or a tuple of tensors.
 
     Args:
@@ -90,7 +90,7 @@ class AnnouncingDataLoader:
 class _EarlyLoader:
     """A loader of torch whose workers can be started before it is iterated over."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[object]) -> None:
         self._loader = loader
         self._begun: Iterator[Any] | None = None
 

@@ -271,8 +271,8 @@ class Resumption:
         epoch: int,
         kwargs: Mapping[str, object],
         *,
-        evaluate: Callable[[Any, Any], dict[str, float]],
-        determine_best: Callable[[dict[str, float], Any], bool],
+        evaluate: Callable[[object, object], dict[str, float]],
+        determine_best: Callable[[dict[str, float], object], bool],
     ) -> bool:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
@@ -306,7 +306,7 @@ class Resumption:
         return bool(self.stages) or trained
 
     def rest(
-        self, args: InfCLTrainingArguments, loader: DataLoader, plan: BatchPlan, values: tuple[Any, ...]
+        self, args: InfCLTrainingArguments, loader: DataLoader, plan: BatchPlan, values: tuple[object, ...]
     ) -> tuple[Any, ...]:
         """Trainer's initial values for what is left of the training; see `loop_values`."""
         self.begin, values = loop_values(args, loader, plan, self.record, values, changed=self.changed(args))

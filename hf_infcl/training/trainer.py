@@ -213,7 +213,7 @@ class InfCLTrainer(Trainer):
         """The global batches of the training, from the checkpoint on that it resumes from."""
         return self.resumption.plan(self.args, self.train_dataset)
 
-    def call_model_init(self, trial: Any = None) -> Any:
+    def call_model_init(self, trial: object = None) -> Any:
         model = super().call_model_init(trial)
         vars(self).pop("dual_encoder", None)  # of the model before
         self._start = prepare_model(model, self.args, self.accelerator)

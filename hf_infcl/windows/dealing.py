@@ -118,7 +118,7 @@ def texts_in_order(window: Window) -> dict[str, Tensor]:
 
 
 def _gathered(
-    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], rows: Sequence[Tensor], size: int
+    old: Sequence[dict[str, object]], new: Sequence[dict[str, object]], rows: Sequence[Tensor], size: int
 ) -> Iterator[Mapping[str, Any]]:
     """The new batches with the images of these rows of the old ones, which let go of theirs after their last use."""
     names = [name for name in (*IMAGE_INPUTS, IMAGE_FEATURES) if name in old[0]]

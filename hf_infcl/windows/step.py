@@ -393,7 +393,7 @@ class WindowStep:
         states = {extension.name: checked_state(extension) for extension in self.extensions}
         return {name: state for name, state in states.items() if state}
 
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, states: Mapping[str, Mapping[str, object]]) -> None:
         """Lets the extensions go on from states of `state_dict`; those without one begin anew."""
         for extension in self.extensions:
             if extension.name in states:

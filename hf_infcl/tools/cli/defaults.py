@@ -129,7 +129,7 @@ def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
 
 
-def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs: object) -> None:
+def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pairs: object) -> None:
     """Prints the options that `intervals` has chosen, and how the global batch of the training set is divided."""
     plan = None if args.global_batch_schedule is None else make_plan(args, pairs)
     if chosen:

@@ -165,7 +165,7 @@ class Parser(HfArgumentParser):
             self.add_argument_group("The training (transformers.TrainingArguments)"),
         )
 
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+    def add_argument(self, *names: str, **settings: object) -> argparse.Action:
         """Adds an option of the training. These have no group of their own, so they go into one of two."""
         ours, theirs = self._of_training
         name = _name(names[0])

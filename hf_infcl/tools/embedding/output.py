@@ -95,7 +95,7 @@ def keys_path(part: Path) -> Path:
     return part.with_name(f"_keys.{part.name}")
 
 
-def _differences(before: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differences(before: Mapping[str, object], record: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
     """What differs in two records, from ``before`` to now, and in the mappings in them."""
     differing: dict[str, tuple[Any, Any]] = {}
     for name, was in before.items():

@@ -238,7 +238,7 @@ def _is_untrained(model: str | None) -> bool:
 
 def answer_line(
     answer: Answer,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     decided: Collection[str] = (),
     *,
     pairs: int | None = None,

@@ -125,7 +125,7 @@ def _count_teacher(name: str) -> Counts:
 
 
 def measure(
-    config: PretrainedConfig, rows: int, device: torch.device, *, autocast: bool = True, **options: Any
+    config: PretrainedConfig, rows: int, device: torch.device, *, autocast: bool = True, **options: object
 ) -> tuple[float, int]:
     """Runs a micro-batch forward and backward, after others that are not measured; arguments as for `count`.
 

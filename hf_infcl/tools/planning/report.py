@@ -107,8 +107,8 @@ def _premises(planner: Planner, old: int, *, has_adapters: bool) -> Iterator[str
         )
     if old:
         yield (
-            f"Replay: {old:,} of the {choice.global_batch:,} pairs are old, {choice.global_batch - old:,} new. Both "
-            "take the same memory and time. An epoch ends with the new ones."
+            f"Replay: {old:,} of the {choice.global_batch:,} pairs are old, {choice.global_batch - old:,} new, with "
+            "which an epoch ends."
         )
 
 
@@ -137,18 +137,18 @@ def _times(planner: Planner) -> Iterator[str]:
     on_cpu = planner.options.use_cpu  # where the gain of compiling is not known
     if planner.measured is not None:
         time, peak = planner.measured
-        words = f"a micro-batch of {planner.single.rows} takes {duration(time)} forward and backward without "
-        words += "torch.compile"
-        cost, name = step_cost(planner.counts, planner.single), "the CPU of this machine"
-        predicted = ""
+        name, words = "the CPU of this machine", "."
         if not on_cpu:
-            name, words = torch.cuda.get_device_name(), f"{words} and {peak / GIB:.2f} GiB with weights and gradients"
-            predicted = (
-                f" Predicted for {planner.gpu.name} are "
+            cost, name = step_cost(planner.counts, planner.single), torch.cuda.get_device_name()
+            words = (
+                f" and {peak / GIB:.2f} GiB with weights and gradients. Predicted for {planner.gpu.name} are "
                 f"{duration(sum(seconds(cost, planner.single, planner.gpu).values()))} and "
                 f"{(cost.weights + cost.activations + cost.images) / GIB:.2f} GiB."
             )
-        yield f"\nMeasured on {name}: {words}.{predicted} The times are scaled to it."
+        yield (
+            f"\nMeasured on {name}: a micro-batch of {planner.single.rows} takes {duration(time)} forward and backward "
+            f"without torch.compile{words} The times are scaled to it."
+        )
     times, compiled = planner.times(planner.choice), planner.options.torch_compile
     phases = ", ".join(f"{phase} {duration(time)}" for phase, time in times.items() if time)
     yield f"\nTime of a step: {duration(sum(times.values()))} ({phases})."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 from collections.abc import Collection
 
@@ -39,9 +38,8 @@ def predict_workers(
     """
     if options.use_cpu:
         return "", []
-    of_plan = {"gpus": 1, "gpu": "h100", "gpu_memory": None, "measure": False}
-    if torch.cuda.is_available() and "h200" in torch.cuda.get_device_name().lower():
-        of_plan["gpu"] = "h200"
+    has_h200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
+    of_plan = {"gpus": 1, "gpu": "h200" if has_h200 else "h100", "gpu_memory": None, "measure": False}
     of_plan["global_batch"] = batch or ASSUMED_BATCH
     try:
         if not rate:
@@ -65,8 +63,6 @@ def predict_workers(
             f"The {cores} cores of this machine read about {cores * rate:,.0f} (--dataloader_num_workers {cores}), so "
             "the data limit the rate."
         )
-        if importlib.util.find_spec("simplejpeg") is None:
-            line += " `pip install simplejpeg` decodes JPEGs faster."
         to_add += [f"--min_side {2 * side}"] if smallest >= 4 * side else []
     if options.dataloader_num_workers < min(needed, cores):
         to_add.append(f"--dataloader_num_workers {min(needed, cores)}")

@@ -86,7 +86,7 @@ def _optimizer(trainer: Trained) -> Iterator[str]:
         yield f"weight decay {max(decays):g}"
 
 
-def _first(groups: Sequence[Mapping[str, Any]], name: str) -> Any:
+def _first(groups: Sequence[Mapping[str, object]], name: str) -> Any:
     return next((group[name] for group in groups if name in group), None)
 
 

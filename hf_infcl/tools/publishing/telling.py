@@ -92,13 +92,13 @@ class ProgressPrinter(TrainerCallback):
             tqdm.write(self._line(state, logs))
             self._headed = None
 
-    def _line(self, state: TrainerState, logs: Mapping[str, Any]) -> str:
+    def _line(self, state: TrainerState, logs: Mapping[str, object]) -> str:
         same = {name for name, value in logs.items() if self._last.get(name) == value and name != "loss"}
         self._last |= logs
         words = [f"{SHORT.get(name, name)} {short(value)}" for name, value in logs.items() if name not in same | UNTOLD]
         return f"step {state.global_step:,} of {state.max_steps:,}: {', '.join(words)}"
 
-    def _tell_evaluation(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _tell_evaluation(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, object]) -> None:
         names = list(self._trainer.eval_dataset)
         before: dict[str, Any] = {}
         for entry in state.log_history:
