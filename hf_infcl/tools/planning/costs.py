@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ...encoders.dual_encoder import DualEncoder
 
 
@@ -42,35 +44,43 @@ LOSS_TILE = 8192, 16384  # the most images and texts whose coefficients the loss
 
 
 @dataclass(frozen=True)
-class Work:
+class Amounts:
+    """Amounts of a step, which add up one by one."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def __mul__(self, times: float) -> Self:
+        return type(self)(*(times * getattr(self, one.name) for one in fields(self)))
+
+
+@dataclass(frozen=True)
+class Work(Amounts):
     """Floating point operations for each pair, and operators that the host launches for all pairs at once."""
 
     flops: float = 0.0
     launches: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.launches + other.launches)
-
-    def __mul__(self, times: float) -> Work:
-        return Work(times * self.flops, times * self.launches)
-
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Amounts):
     """Memory that grows with the pairs: of each, and of all at once, such as copies of weights in bf16."""
 
     each: float = 0.0
     fixed: float = 0.0
 
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(self.each + other.each, self.fixed + other.fixed)
+    @classmethod
+    def through(cls, few: tuple[int, float], many: tuple[int, float]) -> Bytes:
+        """The line through the bytes of two numbers of pairs."""
+        each = (many[1] - few[1]) / (many[0] - few[0])
+        return cls(each, few[1] - each * few[0])
 
     def of(self, pairs: float) -> float:
         return pairs * self.each + self.fixed
 
 
 @dataclass(frozen=True)
-class Tower:
+class Tower(Amounts):
     """Memory and operations of a tower with its projection, as `counting` counts them; or of both towers."""
 
     graph: Bytes = Bytes()  # what a forward keeps for its backward
@@ -97,7 +107,7 @@ class Counts:
     @property
     def both(self) -> Tower:
         """Both towers together."""
-        return Tower(*(getattr(self.image, one.name) + getattr(self.text, one.name) for one in fields(Tower)))
+        return self.image + self.text
 
     def peak(self, pairs: float) -> float:
         """The most bytes that a micro-batch takes during its forward and its backward."""
@@ -139,7 +149,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(Amounts):
     """What a step takes on one GPU, or what an option adds to it: bytes at the peak of memory, and operations."""
 
     weights: float = 0.0  # parameters and gradients in fp32, under DDP the gradient buckets, and frozen copies
@@ -152,9 +162,6 @@ class Cost:
     second_pass: Work = Work()
     loss_flops: float = 0.0
     update_flops: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     @property
     def memory(self) -> dict[str, float]:

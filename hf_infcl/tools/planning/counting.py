@@ -49,12 +49,12 @@ def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) ->
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
     try:
-        batches = ({name: values[:rows] for name, values in inputs.items()} for rows in (FEW, MANY))
-        (_, few), (dim, many) = (_run(encoder, batch, dtype) for batch in batches)
+        dim, phases = _run(encoder, inputs, dtype)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"A {type(model).__name__} cannot be counted without its weights: {type(error).__name__}: {error}"
         ) from error
+    images, texts, end, of_texts, of_images = phases
     parameters = dict(model.named_parameters())
     fused = [(role.parts, *parameters[name].shape) for name, role in roles(model).items() if role.name in BY_MUON]
     return Counts(
@@ -63,9 +63,9 @@ def count(config: PretrainedConfig, *, autocast: bool = True, **options: Any) ->
         dim=dim,
         pixels=inputs["pixel_values"][0].numel(),
         objective=encoder.objective,
-        image=_tower(few, many, forward=0, backward=4),
-        text=_tower(few, many, forward=1, backward=3),
-        peaks=tuple(_linear(one.peak, other.peak) for one, other in zip(few, many, strict=True)),
+        image=_tower(images, of_texts.left, of_images),
+        text=_tower(texts, end.left, of_texts),
+        peaks=tuple(phase.peak for phase in phases),
         matrices=tuple((rows // parts, columns) for parts, rows, columns in fused for _ in range(parts)),
         teachers=tuple(map(_count_teacher, options.get("teacher") or ())),
     )
@@ -75,45 +75,44 @@ class _Phase(NamedTuple):
     """A part of a micro-batch."""
 
     work: Work
-    peak: int  # bytes
-    left: int  # bytes that are still in use at its end
+    peak: Bytes
+    left: Bytes  # in use at its end
 
 
 def _run(encoder: DualEncoder, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[int, list[_Phase]]:
-    """Runs a micro-batch: both forwards under autocast, then the backwards of texts and images.
+    """Runs micro-batches of `FEW` and of `MANY` pairs, between which memory grows in proportion.
 
     Returns:
-        The dimensions of the embeddings, and the phases: both forwards, the end of autocast, and both backwards.
+        The dimensions of the embeddings, and the phases: forwards of images and texts, the end of autocast, which
+        drops copies of weights that no graph keeps, and backwards of texts and images.
     """
-    phases, embeds = [], []
-    with _Operations(len(inputs["input_ids"])) as seen:
-        with _Autocast(dtype, in_bf16=is_in_bf16(encoder.model)):
-            for encode in (encoder.encode_images, partial(encoder.encode_texts, checked=True)):
-                embeds.append(encode(inputs))
-                phases.append(seen.phase())
-        phases.append(seen.phase())  # without the copies of weights that no graph keeps
-        dim = embeds[0].shape[1]
-        while embeds:
-            if (last := embeds.pop()).requires_grad:
-                last.sum().backward()
-            del last
+    runs = []
+    for pairs in (FEW, MANY):
+        batch, embeds, phases = {name: values[:pairs] for name, values in inputs.items()}, [], []
+        with _Operations(pairs) as seen:
+            with _Autocast(dtype, in_bf16=is_in_bf16(encoder.model)):
+                for encode in (encoder.encode_images, partial(encoder.encode_texts, checked=True)):
+                    embeds.append(encode(batch))
+                    phases.append(seen.phase())
             phases.append(seen.phase())
-    return dim, phases
+            dim = embeds[0].shape[1]
+            while embeds:
+                if (last := embeds.pop()).requires_grad:
+                    last.sum().backward()
+                del last
+                phases.append(seen.phase())
+        runs.append(phases)
+    return dim, [
+        _Phase(work, *(Bytes.through((FEW, one), (MANY, other)) for one, other in zip(few, many, strict=True)))
+        for (_, *few), (work, *many) in zip(*runs, strict=True)
+    ]
 
 
-def _linear(few: float, many: float) -> Bytes:
-    """The bytes of any number of pairs, from those of `FEW` and `MANY`."""
-    each = (many - few) / (MANY - FEW)
-    return Bytes(each, few - FEW * each)
-
-
-def _tower(few: Sequence[_Phase], many: Sequence[_Phase], *, forward: int, backward: int) -> Tower:
-    """The tower with these phases. Its graph is what its backward frees."""
-    work = many[forward].work
-    if many[backward].work == Work():
-        return Tower(forward=work)
-    graph = _linear(*(phases[backward - 1].left - phases[backward].left for phases in (few, many)))
-    return Tower(graph, forward=work, again=work, backward=many[backward].work)
+def _tower(forward: _Phase, before: Bytes, backward: _Phase) -> Tower:
+    """The tower with these phases. Its graph is what its backward frees of the bytes before it."""
+    if backward.work == Work():
+        return Tower(forward=forward.work)
+    return Tower(before + backward.left * -1, forward.work, forward.work, backward.work)
 
 
 @cache
@@ -241,9 +240,9 @@ class _Operations(TorchDispatchMode):
         self._pairs, self._work = pairs, Work()
         self._live = self._peak = 0
 
-    def phase(self) -> _Phase:
-        """What happened since the last call."""
-        found = _Phase(self._work, self._peak, self._live)
+    def phase(self) -> tuple[Work, int, int]:
+        """Work and peak bytes since the last call, and the bytes in use."""
+        found = self._work, self._peak, self._live
         self._work, self._peak = Work(), self._live
         return found
 
