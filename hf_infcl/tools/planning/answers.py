@@ -253,11 +253,13 @@ def answer_line(
         pairs: of the training set, if that is known.
         at_least: whether it has these pairs or more.
     """
-    write = _fitted(answer, options or {}, decided, pairs)
-    if pairs and not at_least:
-        write = _with_enough_steps(write, options or {}, decided, pairs)
-    if not write:
+    values = _fitted(answer, options or {}, decided, pairs)
+    if not values:
         return ""
+    if pairs and not at_least:
+        _ensure_steps(values, options or {}, decided, pairs)
+    words = " ".join(f"--{name} {value}".rstrip() for name, value in values.items())
+    write = answer.write.partition("--")[0] + words  # torchrun stands before the first option
     have, gain, price = (
         re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for text in (answer.have, answer.gain, answer.price)
     )
@@ -270,55 +272,48 @@ def answer_line(
     return f"For {have}: {write}\n  {measured}: {gain}. Price: {price}. All answers: {PAGE}."
 
 
-def _with_enough_steps(write: str, options: Mapping[str, Any], decided: Collection[str], pairs: int) -> str:
-    """What to write with a batch that leaves `TOO_FEW_STEPS`, or for a small set with the epochs for as many."""
-    recipe, usual = (re.search(rf"--{name} (\w+)", write) for name in ("recipe", "global_batch_size"))
-    if not (recipe or usual) or "max_steps" in decided:
-        return write
-    of_recipe = options_in(RECIPES[recipe[1]]) if recipe else {}
-    values = {"num_train_epochs": 3} | {name: value for name, (value, _) in of_recipe.items()}
-    batch = int(usual[1]) if usual else values.get("global_batch_size") or math.prod(values[name] for name in DIVISION)
-    written = re.search(r"--num_train_epochs (\d+)", write)
+def _ensure_steps(values: dict[str, str], options: Mapping[str, Any], decided: Collection[str], pairs: int) -> None:
+    """Lets an answer have a batch that leaves `TOO_FEW_STEPS`, or for a small set the epochs for as many."""
+    if not values.keys() & {"recipe", "global_batch_size"} or "max_steps" in decided:
+        return
+    of_recipe = options_in(RECIPES[values["recipe"]]) if "recipe" in values else {}
+    usual = {"num_train_epochs": 3} | {name: value for name, (value, _) in of_recipe.items()}
+    usual |= {name: int(values[name]) for name in ("global_batch_size", "num_train_epochs") if name in values}
+    batch = usual.get("global_batch_size") or math.prod(usual[name] for name in DIVISION)
     asked = next((options[name] for name in ("epochs", "num_train_epochs") if name in decided), None)
-    epochs = asked or (int(written[1]) if written else values["num_train_epochs"])
-    pairs *= 1 + ("--replay_dataset" in write)  # half of a batch is old
+    epochs = asked or usual["num_train_epochs"]
+    pairs *= 1 + ("replay_dataset" in values)  # half of a batch is old
     fewer = max(batch_of_enough_steps(pairs * epochs), min(SMALL_BATCH, batch))
     if fewer < batch:
-        write = _with_batch(write, fewer)
+        values["global_batch_size"] = str(fewer)
     least = math.ceil(TOO_FEW_STEPS * min(fewer, batch) / pairs)
-    if epochs >= least or asked:
-        return write
-    words = f"--num_train_epochs {least}"
-    return write.replace(written[0], words) if written else f"{write} {words}"
+    if epochs < least and not asked:
+        values["num_train_epochs"] = str(least)
 
 
-def _with_batch(write: str, batch: int) -> str:
-    words = f"--global_batch_size {batch}"
-    return re.sub(r"--global_batch_size \d+", words, write) if "--global_batch_size" in write else f"{write} {words}"
-
-
-def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> str:
-    """What to write, with the user's values; empty if it would contradict them, or if there are next to no pairs."""
-    write, recipe = answer.write, re.search(r"--recipe (\w+)", answer.write)
-    has_other = recipe and (options.get("recipe") not in (None, recipe[1]) or options.get("lora_rank"))
+def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> dict[str, str]:
+    """The options to write, with the user's values; none if they would contradict these, or for next to no pairs."""
+    values = dict(re.findall(r"--(\w+)(?: ((?!--).+?)(?= --|$))?", answer.write))
+    recipe, usual = values.get("recipe"), values.get("global_batch_size")
+    has_other = recipe and (options.get("recipe") not in (None, recipe) or options.get("lora_rank"))
     has_batch = "global_batch" in decided or "global_batch_size" in decided
     if has_other or (pairs and pairs < LEAST) or (has_batch and answer is ANSWERS["batch"]):
-        return ""
+        return {}
     batch = (options.get("global_batch") or options.get("global_batch_size")) if has_batch else None
-    usual = re.search(r"--global_batch_size (\d+)", write)
     if pairs and not (batch and batch <= pairs):
         fits = 1 << ((pairs // 4).bit_length() - 1)  # the largest power of two up to a quarter of the pairs
         # A recipe has a batch of its own, which may be larger than a small set.
-        batch = min(int(usual[1]), fits) if usual else fits if recipe and pairs < FEW else None
+        batch = min(int(usual), fits) if usual else fits if recipe and pairs < FEW else None
     if batch and (usual or recipe):
-        write = _with_batch(write, batch)
-    values = {name: options.get(name) for name in OF_USER if name in decided}
-    values["samples_per_epoch"] = values.get("samples_per_epoch") or pairs
-    values["guard_dataset"] = values.get("guard_dataset") or values.get("replay_dataset")
-    for name, value in values.items():
-        if value:
-            words = shlex.join(map(str, value if isinstance(value, list) else [value]))
-            write = re.sub(rf"(?<=--{name} )\S+", words.replace("\\", r"\\"), write)
+        values["global_batch_size"] = str(batch)
+    of_user = {name: options.get(name) for name in OF_USER if name in decided}
+    of_user["samples_per_epoch"] = of_user.get("samples_per_epoch") or pairs
+    of_user["guard_dataset"] = of_user.get("guard_dataset") or of_user.get("replay_dataset")
+    for name, value in of_user.items():
+        if value and name in values:
+            values[name] = shlex.join(map(str, value if isinstance(value, list) else [value]))
     if "dataset" in decided and not options.get("streaming"):
-        write = re.sub(r" --streaming --samples_per_epoch \S+", "", write)
-    return re.sub(r"(?<=--nproc_per_node )\d+", str(options.get("gpus") or 8), write)
+        values = {name: value for name, value in values.items() if name not in ("streaming", "samples_per_epoch")}
+    if "nproc_per_node" in values:
+        values["nproc_per_node"] = values["nproc_per_node"].replace("8", str(options.get("gpus") or 8), 1)
+    return values
