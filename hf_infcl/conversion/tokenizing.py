@@ -66,7 +66,7 @@ def repaired(caption: str, *, lower: bool = True) -> str:
     return text.lower() if lower else text
 
 
-def prepared(tokenizer: Any, text: dict[str, Any]) -> Any:
+def prepared(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreTrainedTokenizerBase:
     """Changes a tokenizer of transformers to the length and the cleaning of texts that a `text_cfg` of OpenCLIP says.
 
     Raises:
@@ -95,7 +95,7 @@ def prepared(tokenizer: Any, text: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def check_length(tokenizer: Any, rows: int, *, exact: bool) -> None:
+def check_length(tokenizer: PreTrainedTokenizerBase, rows: int, *, exact: bool) -> None:
     """Raises ValueError if the tokenizer has more tokens than the model, or with `exact` many fewer."""
     extra = set(tokenizer.added_tokens_encoder) - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
     length = 1 + max(index for token, index in tokenizer.get_vocab().items() if token not in extra)

@@ -18,14 +18,13 @@ from ..publishing.front import write_averages
 from ..publishing.telling import quieten
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .description import describe_evaluations
-from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
 
 def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Writes the averaged model and its card; with sets to measure it on, the results and a picture of all averages."""
     options, columns, evaluation, guards, args = parser.build(namespace)
-    tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         alpha = read_alpha("alpha", options.alpha, guards, evaluation)
         check_options(args, evaluation)

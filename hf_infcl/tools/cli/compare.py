@@ -11,7 +11,7 @@ from ...training.trainer import InfCLTrainer
 from ..publishing.comparison import comparison, lines_of_comparison, write_comparison
 from ..publishing.telling import quieten
 from .datasets import check_columns, describe_sets, evaluation_datasets
-from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
 
@@ -27,7 +27,6 @@ def compare(parser: Parser, namespace: argparse.Namespace, user_options: set[str
         namespace.dims = dims
         columns, evaluation, args = parser.build(namespace)
         models.append((name, args))
-    tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         for name, _ in models:
             check_type_of_config(load_config(name), name)  # what is wrong is told before the first model is measured

@@ -16,7 +16,7 @@ from ..embedding.sources import make_source, make_sources
 from .command_options import ColumnOptions, DataOptions, EmbedOptions
 from .commands import OF_EMBEDDING
 from .datasets import replay_set, training_set
-from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
 # What a training's file says of the machine and of chance. The rest is about the student.
@@ -35,7 +35,6 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         namespace.output_dir = namespace.output_dir if parser.typed("output_dir") else folders[0]
         namespace.format = namespace.format if "format" in user_options else "npy"
     options, _, _, data, columns, _, _, args = parser.build(namespace)
-    tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if args.fsdp or args.deepspeed:
             raise ValueError("Every process embeds with the whole model. Omit the options of FSDP and DeepSpeed.")

@@ -13,7 +13,7 @@ from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
 from ..publishing.telling import make_rows, quieten, table_lines
 from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
-from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
 
@@ -22,7 +22,6 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
     if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
         parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
     model_options, columns, evaluation, args = parser.build(namespace)
-    tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...options.arguments import InfCLTrainingArguments
 from ...processes.collectives import OtherRankFailedError
 from ...training.trainer import InfCLTrainer
 from .messages import missing_package, tell
@@ -127,15 +126,6 @@ def warn_once() -> None:
 def cores() -> int:
     """The processor's cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def tell_deepspeed_of_cpu(args: InfCLTrainingArguments) -> None:
-    """Keeps DeepSpeed from warning of a missing GPU if the command is meant to run on a CPU.
-
-    Where DeepSpeed is installed, accelerate imports it, whether a training uses it or not.
-    """
-    if args.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def leave(trainer: InfCLTrainer, code: int = 0) -> None:

@@ -330,6 +330,8 @@ class Parser(HfArgumentParser):
         for options in built[:-1]:
             check_values(options)
         built[-1].torch_compile = built[-1].torch_compile or namespace.torch_compile  # for predictions of time
+        if computes and built[-1].device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns of a missing GPU once accelerate imports it
         if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
             check_training(data, evaluation, keep, args, of_optimizer=computes and "optim" in self._typed)

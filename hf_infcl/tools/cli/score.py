@@ -10,14 +10,13 @@ from ..publishing.facts import has_learned
 from ..scoring.writing import ledger_lines, write_ledger
 from .command_options import DataOptions
 from .datasets import training_set
-from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
 
 def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Scores the pairs, and tells how many are wrong."""
     options, columns, args = parser.build(namespace)
-    tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if args.fsdp or args.deepspeed:
             raise ValueError("Every process scores with the whole model. Omit the options of FSDP and DeepSpeed.")

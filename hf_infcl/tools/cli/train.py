@@ -42,7 +42,7 @@ from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay
 from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
-from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
 
@@ -51,7 +51,6 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
     vars(namespace).update(chosen := intervals(namespace, user_options))
-    tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.asked)
         alpha = check_average(keep, evaluation, args)

@@ -27,7 +27,7 @@ from ..checking.sheet import draw_rows
 from ..scoring.sheet import lines_of
 
 PICTURES = 16  # of the images that only one of the models gets right
-AnySet = ImageTextDataset | ZeroShotDataset
+EvaluationSet = ImageTextDataset | ZeroShotDataset
 _CLASSES = 10  # lines of classes; the JSON has all
 
 
@@ -35,7 +35,7 @@ _CLASSES = 10  # lines of classes; the JSON has all
 class Comparison:
     """Two models on one set."""
 
-    dataset: AnySet
+    dataset: EvaluationSet
     ranks: tuple[Found, Found]  # of the first model, and of the second
     metrics: Mapping[str, Difference]
     classes: Mapping[int, Difference]  # of the recall of each class that occurs, by its number; empty for pairs
@@ -54,7 +54,7 @@ class Comparison:
         return rows[order].tolist()
 
 
-def comparison(dataset: AnySet, first: Found, second: Found) -> Comparison:
+def comparison(dataset: EvaluationSet, first: Found, second: Found) -> Comparison:
     """Compares two models by their ranks on a set."""
     both = isinstance(first, ClassRanks) and isinstance(second, ClassRanks)
     classes = differences_by_class(first, second) if both else {}  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def _pictures(key: str, compared: Comparison) -> Iterator[tuple[str, Sequence[tu
             yield f"{key}: right by the {winner} model alone, {len(rows):,} of {len(compared.dataset):,} images", shown
 
 
-def _right_and_answer(dataset: AnySet, ranks: PairRanks | ClassRanks | Choices, row: int) -> tuple[str, str]:
+def _right_and_answer(dataset: EvaluationSet, ranks: PairRanks | ClassRanks | Choices, row: int) -> tuple[str, str]:
     """The class or first caption of a row, and what the model answers."""
     answer = int(ranks.answers[row])
     if isinstance(ranks, ClassRanks):
@@ -139,6 +139,6 @@ def _right_and_answer(dataset: AnySet, ranks: PairRanks | ClassRanks | Choices, 
     return dataset.without_image(row)["caption"][0], dataset.without_image(owner)["caption"][number]
 
 
-def _class_name(dataset: AnySet, label: int) -> str:
+def _class_name(dataset: EvaluationSet, label: int) -> str:
     assert isinstance(dataset, ZeroShotDataset)
     return dataset.class_names[label]

@@ -49,6 +49,7 @@ def plot_front(measured: Sequence[Measured], alpha: float, path: str | Path) -> 
     noise can be seen from the intervals, also where a guard has few rows. A line stands at ``alpha``, that of the
     average that is saved. All averages have a gain and the same guards.
     """
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     guards = list(measured[0].rest)
@@ -56,7 +57,7 @@ def plot_front(measured: Sequence[Measured], alpha: float, path: str | Path) -> 
     axes = figure.subplots(ncols=1 + len(guards), squeeze=False)[0]
     alphas = [one.alpha for one in measured]
 
-    def draw(axis: Any, colour: str, title: str, values: Sequence[float], bounds: Mapping[float, Any]) -> None:
+    def draw(axis: Axes, colour: str, title: str, values: Sequence[float], bounds: Mapping[float, Any]) -> None:
         axis.axvline(alpha, color="#888888", linewidth=1, linestyle=":")
         if bounds:
             low, high = ([100 * bound for bound in ends] for ends in zip(*bounds.values(), strict=True))
