@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.optimizers import MovingAverage, MuonAdamW
-from hf_infcl.optimizers.moving_average import AVERAGE
+from hf_infcl.optimizers import MuonAdamW
+from hf_infcl.optimizers.moving_average import AVERAGE, MovingAverage
 from hf_infcl.training import resuming
 
 EMA = {"ema_decay": 0.6, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.optimizers import MuonAdamW, parameter_groups, table_of_groups
-from hf_infcl.optimizers.groups import roles
+from hf_infcl.optimizers import MuonAdamW, parameter_groups
+from hf_infcl.optimizers.groups import roles, table_of_groups
 from hf_infcl.processes.collectives import Processes
 
 # Rows, columns: a row, a column, two rows, wide, tall, square, and several of one shape.

@@ -16,7 +16,7 @@ from hf_infcl.conversion.tokenizing import named_tokenizer
 from hf_infcl.data import ImageTextStream, load_pairs
 from hf_infcl.data.tables import Table
 from hf_infcl.hub import _answers, asks_hub_once
-from hf_infcl.tools.benchmarks import benchmark_sets
+from hf_infcl.tools.benchmarks.sets import benchmark_sets
 
 NEITHER = "There is no {} at 'no-such/name': no local folder has this name, nothing of this name was downloaded before"
 LOADS: dict[str, tuple[Callable[..., object], str]] = {

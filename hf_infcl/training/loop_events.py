@@ -13,7 +13,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ..loading.batch_plan import BatchPlan
 from ..loading.training_data import TrainingData
-from ..optimizers import update_average
+from ..optimizers.moving_average import update_average
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep

@@ -18,7 +18,8 @@ from ..checkpoints.pushes import cause
 from ..checkpoints.run_options import OptimizerOptions, restart_rates
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
-from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped, without_average
+from ..optimizers.groups import divided, matching, table_of_groups
+from ..optimizers.moving_average import MovingAverage, unwrapped, without_average
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..options.declaring import ExclusiveOptionsError, spelled

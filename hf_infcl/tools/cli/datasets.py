@@ -20,7 +20,7 @@ from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.sets import facts_of
-from ..benchmarks import benchmark_sets
+from ..benchmarks.sets import benchmark_sets
 from ..publishing.facts import source_name
 from ..scoring.excluding import rows_kept, stream_kept
 from .command_options import ColumnOptions, DataOptions

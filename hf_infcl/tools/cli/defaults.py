@@ -21,7 +21,7 @@ from ...options.best_metric import check_metric, metrics_of, use_of_metric
 from ...options.combinations import check_command
 from ...options.evaluation_options import EvaluationOptions, StartOptions
 from ...training.optimization import check_optimizer_options
-from ..benchmarks import benchmark_key, expanded
+from ..benchmarks.names import benchmark_key, expanded
 from ..planning.report import number
 from .command_options import DataOptions
 from .datasets import guard_names

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...conversion.models import load
 from ...training.set_by_set import evaluate_sets
 from ...training.trainer import InfCLTrainer
-from ..benchmarks import lines_of_scores, means_of_groups
+from ..benchmarks.summary import lines_of_scores, means_of_groups
 from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
 from ..publishing.telling import make_rows, quieten, table_lines

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ...checkpoints.average_search import not_trained
 from ...evaluation.metrics import CHANGE, LOW, SCORES
-from ...optimizers import NAMES
+from ...optimizers.groups import NAMES
 from ...options.arguments import InfCLTrainingArguments
 from ...options.declaring import spelled
 from ..planning.answers import TOO_FEW_STEPS

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...optimizers import unwrapped, words_of_groups
+from ...optimizers.groups import words_of_groups
+from ...optimizers.moving_average import unwrapped
 from ...options.combinations import WITHOUT_WARM_UP
 from ...options.declaring import spelled
 from ...options.facts import values_of_card
