@@ -4,13 +4,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import models
 from helpers.concepts import Concepts, linear
 from helpers.processes import without_tf32
-from helpers.shards import write_tars
+from helpers.shards import number_of, png, write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import arguments, trainer_for
 from PIL import Image
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, default_collate
 from transformers import TrainerCallback
 
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
+from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, reference
 from hf_infcl.checkpoints.model_files import STATES_NAME
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_averages import NO_KEY
@@ -397,6 +398,33 @@ def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):
     assert known.min() > 2
     assert (averages._visits[:512] >= known).all()
     assert selection_of(made).border == selection_of(noisy).border
+
+
+def numbered(rows: list[int]) -> ImageTextDataset:
+    """Images that hold their numbers, for `of_concepts`."""
+    images = [{"bytes": png(number), "path": None} for number in rows]
+    table = datasets.Dataset.from_dict({"image": images, "caption": [f"caption {number}" for number in rows]})
+    return ImageTextDataset(table.cast_column("image", datasets.Image()))
+
+
+def of_concepts(items: Any) -> dict[str, Tensor]:
+    return Concepts(640, wrong=0.3).batch([number_of(item) for item in items])
+
+
+@pytest.mark.parametrize("kind", ["more", "excluded", "moved"])
+def test_rows_that_have_other_numbers_are_not_taken_for_those_of_the_checkpoint(tmp_path, kind):
+    def run(rows: list[int], **options: Any) -> InfCLTrainer:
+        args = arguments(tmp_path, **{**LEARNS, "leave_out": "noisy", "resume_with_changes": True, **options})
+        return InfCLTrainer(linear(), args, of_concepts, train_dataset=numbered(rows))
+
+    every = list(range(256))
+    run(every, max_steps=8, save_strategy="steps", save_steps=8).train()
+    rows = {"more": list(range(300)), "excluded": every[1:], "moved": [*every[1:], 0]}[kind]
+    made = run(rows, max_steps=9)
+    made.train(resume_from_checkpoint=True)
+    visits = selection_of(made).averages.mean_visits
+    assert (visits > 3) == (kind == "more")
+    assert visits >= 1
 
 
 def test_another_selection_is_a_change_of_the_run(noisy, tmp_path):

@@ -411,6 +411,9 @@ def test_a_teacher_with_the_student_s_preprocessing_reads_what_the_student_reads
     batch = next(iter(own.get_train_dataloader()))
     assert batch["teacher_0_pixel_values"].shape == (4, 3, 32, 32)
     assert batch["teacher_0_pixel_values"].dtype == torch.uint8
+    for side in "image", "text":  # for the other part it does not need images of its own
+        one_side = taught(tmp_path, data, teacher=(large_teacher(), large_processor()), teacher_side=side)
+        assert ("teacher_0_pixel_values" in next(iter(one_side.get_train_dataloader()))) == (side == "image")
     shared.train()
     alone = trained(tmp_path, data, teacher=models.clip(seed=1, end=END))
     assert torch.equal(parameters(shared), parameters(alone))
@@ -523,6 +526,10 @@ def damaged(folder: str, change: Any) -> None:
         ("missing rows", r"no stored embedding of a teacher: 1 of the 24 rows of the dataset with columns"),
         ("no old", r"no stored embedding of a teacher: 30 of the 30 rows of the dataset with columns"),
         ("nan", r"The embedding of '\d+' in .* \(images\) is not finite, so the file is damaged"),
+        ("zero", r"The embedding of '\d+' in .* \(images\) is zero, so the file is damaged"),
+        ("index", r"The index of images in .* is damaged \(index 99 is out of bounds"),
+        ("record", r"embeddings\.json is damaged: it lacks fingerprint, weights"),
+        ("list", r"embeddings\.json is damaged: it holds no mapping"),
         ("width", "have several widths: {'images': 19, 'texts': 20}"),
         ("cut", "do not belong together: 24 keys and embeddings of the shape"),
         ("unfinished", "The embeddings of images in .* are not complete"),
@@ -555,6 +562,16 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
         options["replay_dataset"] = ImageTextDataset(rows(30, 50))
     elif case == "nan":
         damaged(folder, lambda values: np.where(np.arange(24)[:, None] == 7, np.nan, values))
+    elif case == "zero":
+        damaged(folder, lambda values: np.where(np.arange(24)[:, None] == 7, 0, values))
+    elif case == "index":
+        np.save(Path(folder, "images.rows.npy"), np.full(24, 99, np.uint32))
+    elif case == "record":
+        record = json.loads(Path(folder, "embeddings.json").read_text())
+        del record["weights"], record["fingerprint"]
+        Path(folder, "embeddings.json").write_text(json.dumps(record))
+    elif case == "list":
+        Path(folder, "embeddings.json").write_text("[]")
     elif case == "width":
         damaged(folder, lambda values: values[:, 1:])
     elif case == "cut":
@@ -609,6 +626,14 @@ def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp
     np.save(Path(folder, "texts.npy"), values)
     with pytest.raises(ValueError, match=r"The embedding of '0/000005.*f' in .* \(texts\) is not finite"):
         trained(tmp_path / "run", data, teacher_embeddings=[folder])
+
+
+def test_images_of_one_name_are_not_stored(tmp_path):
+    """A training would find the embedding of the first one for both."""
+    write_tar(tmp_path / "0.tar", [*pair(1, caption=["a"]), *pair(2, caption=["b"]), *pair(1, caption=["c"])])
+    source = ShardSource(ImageTextStream(str(tmp_path / "0.tar")))
+    with pytest.raises(ValueError, match="Several images have the name '0/000001', by which a training finds"):
+        store(source, tmp_path / "stored")
 
 
 def test_missing_rows_may_be_left_out(tmp_path):
@@ -768,6 +793,22 @@ def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
         taught(tmp_path / "part", data, **{**given, "teacher_embeddings": [other], "max_steps": 6}).train(True)
 
 
+@pytest.mark.parametrize("before", [["map", "same"], ["wide"]], ids=str)
+def test_a_map_to_another_teacher_is_not_taken_over(tmp_path, before):
+    """Also where changes are allowed: the state of its optimizer would not fit either."""
+
+    def run(teachers: list[str], **options: Any) -> InfCLTrainer:
+        known = {"map": (large_teacher(), large_processor()), "same": (models.clip(seed=1, end=END), clip_processor())}
+        known["wide"] = models.siglip(seed=1), clip_processor()
+        data, given = ImageTextDataset(rows()), {"save_strategy": "steps", "save_steps": 2, **options}
+        given["teacher"] = [known[name] for name in teachers]
+        return taught(tmp_path, data, resume_with_changes=True, **given)
+
+    run(before, callbacks=[StopAt(2)]).train()
+    with pytest.raises(ValueError, match="The checkpoint has linear maps to other teachers: by their number and side"):
+        run(["same", "map"] if len(before) == 2 else ["map"]).train(resume_from_checkpoint=True)
+
+
 def few_words() -> Any:
     text = {**models.TEXT, "vocab_size": 32, "eos_token_id": 31}
     return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=models.VISION))
@@ -786,6 +827,14 @@ def few_words() -> Any:
         ({"contrastive_weight": 0.0}, "leaves nothing to learn without a teacher"),
         ({"contrastive_weight": 2.0}, "contrastive_weight must be a number from 0 to 1, got 2.0"),
         ({"teacher_missing": "contrastive"}, "has no effect without teacher_embeddings"),
+        (
+            {"teacher_missing": "contrastive", "teacher_embeddings": ["x"], "contrastive_weight": 0.0},
+            "exclude each other: it switches off the loss to which such pairs would be left",
+        ),
+        (
+            {"teacher": models.clip, "matryoshka_dims": [4], "contrastive_weight": 0.0},
+            "exclude each other: it switches off the loss that is computed at each of these",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, options, message):

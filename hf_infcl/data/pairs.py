@@ -320,9 +320,13 @@ class ImageTextDataset(PairSource, ImageDataset):
         skips = self.on_bad_sample == "skip"
         return {*(["pair_id"] if skips or self.pair_id_column else []), *(["skipped"] if skips else [])}
 
-    def content_fingerprint(self) -> str:
-        """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart."""
-        rows = range(0, len(self), math.ceil(len(self) / 64))
+    def content_fingerprint(self, count: int | None = None) -> str:
+        """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart.
+
+        With a ``count``, at most the length, it is that of a dataset of the first so many rows.
+        """
+        count = len(self) if count is None else count
+        rows = range(0, count, math.ceil(count / 64))
         return hashlib.sha256(repr([self._texts[row] for row in rows]).encode()).hexdigest()[:16]
 
     @property

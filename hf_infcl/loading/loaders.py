@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import has_length
 
-from ..data import ContrastiveCollator, ImageTextStream
+from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
 from ..data.wrapped import all_parts, check_has_end, has_epochs, most_captions, set_epoch
@@ -178,10 +178,15 @@ def needed_ids(args: InfCLTrainingArguments, data: object) -> str:
     return args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
 
 
-def rows_of_table(data: object) -> int | None:
-    """The rows of a training set, without old pairs; None for a stream."""
+def described_rows(data: object) -> tuple[int | None, Callable[[int], str] | None]:
+    """The rows of a training set without old pairs, None for a stream; and what tells the first so many from others.
+
+    The latter is None for data without a fingerprint.
+    """
     new = data.datasets[0] if isinstance(data, Replayed) else data
-    return len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
+    rows = len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
+    pairs = new.dataset if isinstance(new, CachedItems) else new
+    return rows, pairs.content_fingerprint if isinstance(pairs, ImageTextDataset) else None
 
 
 def without_epochs(dataset: Any) -> Any:

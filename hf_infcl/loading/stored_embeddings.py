@@ -22,6 +22,7 @@ from ..data.streams import name_of_shard
 from ..shards.opening import content_tag
 
 RECORD = "embeddings.json"
+_RECORDED = {"data", "fingerprint", "kinds", "model", "weights"}  # what the record of a folder has at least
 SAMPLED = 32  # rows by which a table is recognised
 
 
@@ -42,11 +43,15 @@ class StoredEmbeddings:
             ) from error
         except ValueError as error:
             raise ValueError(f"{self.folder / RECORD} is damaged ({error}). Embed the data again.") from error
-        if self.record.get("format") != "npy" or "data" not in self.record:
+        if not isinstance(self.record, dict):
+            raise ValueError(f"{self.folder / RECORD} is damaged: it holds no mapping. Embed the data again.")
+        if self.record.get("format") != "npy":
             raise ValueError(
                 f"The embeddings in {folder} are in the format {self.record.get('format')!r}, which cannot be mapped "
                 "into memory. Write them with `infcl embed --format npy`."
             )
+        if lacking := sorted(_RECORDED - self.record.keys()):
+            raise ValueError(f"{self.folder / RECORD} is damaged: it lacks {', '.join(lacking)}. Embed the data again.")
         self.kinds: list[str] = self.record["kinds"]  # which of "images" and "texts" it has
         if missing := [kind for kind in self.kinds if not (self.folder / f"{kind}.npy").exists()]:
             raise ValueError(
@@ -95,7 +100,7 @@ class StoredEmbeddings:
         """The embeddings of some rows [rows, D], zeros where there is none, and whether there is one, [rows] bool.
 
         Raises:
-            ValueError: an embedding is not finite.
+            ValueError: an embedding is zero or not finite, or the index names a row that is not there.
         """
         hashes, rows, values = self._arrays(kind)
         embeddings = np.zeros((len(keys), self.width), values.dtype)
@@ -104,11 +109,16 @@ class StoredEmbeddings:
         wanted = hashed(keys)
         at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
         known = hashes[at] == wanted
-        embeddings[known] = values[rows[at[known]]]
-        if not (finite := np.isfinite(embeddings).all(1)).all():
+        try:
+            embeddings[known] = values[rows[at[known]]]
+        except IndexError as error:
+            raise ValueError(f"The index of {kind} in {self.folder} is damaged ({error}). Embed again.") from error
+        is_usable = np.isfinite(embeddings).all(1) & (embeddings.any(1) | ~known)
+        for bad in np.flatnonzero(~is_usable)[:1]:
+            what = "zero" if np.isfinite(embeddings[bad]).all() else "not finite"
             raise ValueError(
-                f"The embedding of {keys[int((~finite).argmax())]!r} in {self.folder} ({kind}) is not finite, so the "
-                "file is damaged. Embed the data again."
+                f"The embedding of {keys[bad]!r} in {self.folder} ({kind}) is {what}, so the file is damaged. Embed "
+                "the data again."
             )
         return embeddings, known
 
@@ -170,8 +180,8 @@ def described_shards(urls: Iterable[str]) -> dict[str, Any]:
     for url in urls:
         if (name := name_of_shard(url)) in tags:
             raise ValueError(
-                f"Two shards have the name {name!r}, by which the embeddings of their samples are found. Rename one, "
-                "or embed them into folders of their own."
+                f"Two shards have the name {name!r}, by which a training finds the embeddings of their samples. Rename "
+                "one of both."
             )
         tags[name] = content_tag(url)
     return {"shards": tags}

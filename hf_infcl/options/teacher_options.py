@@ -43,6 +43,7 @@ class TeacherOptions:
         decides=True,
         choices=("refuse", "contrastive"),
         needs="teacher_embeddings",
+        excludes={"contrastive_weight=0": "it switches off the loss to which such pairs would be left"},
     )
     contrastive_weight: float = option(
         "Weight of the contrastive loss beside the teachers. With 0 only they teach, also images and texts that do not "
@@ -57,6 +58,7 @@ class TeacherOptions:
         "first so many dimensions, normalised, and of all (Matryoshka, arXiv 2205.13147).",
         decides=True,
         card="dimensions at which the embeddings may be cut",
+        excludes={"contrastive_weight=0": "it switches off the loss that is computed at each of these"},
     )
     dims: int | None = option(
         "Evaluate with only the first so many dimensions of the embeddings, normalised. Defaults to all.",

@@ -123,7 +123,11 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
     collator = ContrastiveCollator.for_model(processor, getattr(encoder.base, "config", None), uint8=True)
     images = [one.processor.image_processor.to_json_string() for one in (student, collator)]
     texts = [one.text_fingerprint() for one in (student, collator)]
-    differences = {"images": images[0] != images[1], "texts": texts[0] != texts[1]}
+    # What the teacher does not teach, it does not read.
+    differences = {
+        "images": "image" in sides and images[0] != images[1],
+        "texts": "text" in sides and texts[0] != texts[1],
+    }
     inputs = ModelInputs(collator, **differences, number=number)
     of_teacher: dict[str, Any] = {"number": number, "sides": sides, "licence": licence}
     return OnlineTeacher(encoder, setup.accelerator, inputs, collator.normalise, **of_teacher)

@@ -205,7 +205,7 @@ class InfCLTrainer(Trainer):
     def setup(self) -> Setup:
         """What the parts have in common."""
         data, equal_ids = self.train_dataset, loaders.needed_ids(self.args, self.train_dataset)
-        of_data: Any = self._start, data, self.data_collator, self._extensions, loaders.rows_of_table(data)
+        of_data: Any = self._start, data, self.data_collator, self._extensions, *loaders.described_rows(data)
         return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids, self._prepare_inputs, *of_data)
 
     @property

@@ -28,6 +28,8 @@ class Setup:
     collator: Any = None  # the data collator
     extensions: Sequence[Extension] = ()  # of the step, beside those that the arguments ask for
     rows: int | None = None  # of the training set, without old pairs; None for a stream
+    # A fingerprint of the first so many of these rows; None for data that has none.
+    fingerprint_of_rows: Callable[[int], str] | None = None
 
     @property
     def objective(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +27,20 @@ class Rows:
 
 
 def write(path: Path, rows: Rows) -> None:
-    """Writes a file whose name ends in .parquet, .safetensors or .npy."""
+    """Writes a file whose name ends in .parquet, .safetensors or .npy.
+
+    Raises:
+        ValueError: two images of a file that a training looks up have one name.
+    """
     partial = path.with_name(f"_{os.getpid()}.{path.name}")  # which images-* does not match
     _WRITERS[path.suffix](partial, rows)
     if path.suffix == ".npy":  # whose keys are there first
+        if rows.captions is None and len(set(rows.places)) < len(rows.places):
+            twice = next(place for place, count in Counter(rows.places).items() if count > 1)
+            raise ValueError(
+                f"Several images have the name {twice!r}, by which a training finds their embeddings. Rename these "
+                "samples: no two of a shard may have one name."
+            )
         captions = rows.places if rows.captions is None else map(of_caption, rows.places, rows.captions)
         np.save(keys_path(path), hashed(captions))
     os.replace(partial, path)
