@@ -123,6 +123,7 @@ def test_what_differs_within_the_data_is_named(tmp_path):
     begin(tmp_path, {"fingerprint": "a", "data": {"rows": 5}})
     with pytest.raises(ValueError, match=r"\(data views was None and is 2\)"):
         begin(tmp_path, {"fingerprint": "b", "data": {"rows": 5, "views": 2}})
+    begin(tmp_path, {"fingerprint": "a", "data": {"rows": 5, "image sizes": "c"}})  # which earlier records lack
 
 
 def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folder(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import safetensors.torch
@@ -584,6 +585,36 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
         data = models.Pairs(24)
     with pytest.raises(ValueError, match=message):
         trained(tmp_path / "run", data, teacher_embeddings=[folder], **options)
+
+
+@pytest.mark.parametrize("holds", ["bytes", "paths"])
+@pytest.mark.parametrize("kind", ["as it was", "selected", "swapped", "earlier"])
+def test_two_rows_that_changed_places_are_noticed_among_many(tmp_path, kind, holds):
+    """The images of 32 rows are compared, and the sizes or the names of all; earlier records have none of these."""
+    order, pictures = [*range(80)], [picture(row, (20 + row, 24)) for row in range(80)]
+    if holds == "paths":
+        for row, image in enumerate(pictures):
+            image.save(tmp_path / f"{row}.png")
+    images = pictures if holds == "bytes" else [str(tmp_path / f"{row}.png") for row in order]
+    features = datasets.Features({"image": Image(), "caption": datasets.Value("string")})
+    table = Dataset.from_dict({"image": images, "caption": [f"a {LETTERS[row % 26]}" for row in order]}, features)
+    folder = store(table_source(table), tmp_path / "stored")
+    if kind == "selected":  # which does not copy the rows
+        table = datasets.concatenate_datasets([table, table]).select([*range(79, 160), 0]).select([*range(1, 81)])
+        assert table._indices is not None
+    elif kind != "as it was":
+        order[1], order[4] = 4, 1
+        table = table.select(order)
+    if kind == "earlier":
+        record = json.loads(Path(folder, "embeddings.json").read_text())
+        del record["data"]["image sizes" if holds == "bytes" else "image names"]
+        Path(folder, "embeddings.json").write_text(json.dumps(record))
+    given = {"teacher_embeddings": [folder], "teacher_side": "image"}
+    if kind != "swapped":
+        taught(tmp_path, ImageTextDataset(table), **given)
+        return
+    with pytest.raises(ValueError, match=f"image {'sizes' if holds == 'bytes' else 'names'} were .* and are"):
+        taught(tmp_path, ImageTextDataset(table), **given)
 
 
 def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path):

@@ -129,10 +129,10 @@ class _DataSet:
             )
         self._is_table = isinstance(part, ImageTextDataset)
         if isinstance(part, ImageTextDataset):
-            self._described = described_table(len(part), part.encoded, part.captions)
+            self._described = described_table(len(part), part, part.captions)
             part.places_of_whole = False
             if part.whole is not None and all(map(self.difference, opened)):
-                whole = described_table(len(part.whole), part.whole.encoded, part.whole.captions)
+                whole = described_table(len(part.whole), part.whole, part.whole.captions)
                 if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
                     self._described, part.places_of_whole = whole, True
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...loading.stored_embeddings import RECORD, hashed, index_paths, of_caption
+from ...loading.stored_embeddings import ORDER, RECORD, hashed, index_paths, of_caption
 
 
 @dataclass
@@ -112,7 +112,8 @@ def _differences(before: Mapping[str, object], record: Mapping[str, object]) -> 
     for name, was in before.items():
         now = record.get(name)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
-            inner = _differences(dict.fromkeys(now) | dict(was), now)
+            new = dict.fromkeys(name for name in now if name not in ORDER)  # these, records have not had always
+            inner = _differences(new | dict(was), now)
             differing |= {f"{name} {part}": values for part, values in inner.items()}
         elif was != now:
             differing[name] = was, now

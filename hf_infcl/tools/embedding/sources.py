@@ -215,7 +215,7 @@ class TableSource(Dataset[Item]):
 
     def described(self) -> dict[str, Any]:
         captions = self._captions if self._caption_column else None
-        description = described_table(len(self), None if self._images is None else self._images.encoded, captions)
+        description = described_table(len(self), self._images, captions)
         return description | _of_views(self._images, self._views)
 
     def _captions(self, row: int) -> list[str]:
