@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import models
+from helpers.demo import infcl
 from helpers.parity import TOLERANCE, Gradients
 from helpers.pictures import picture
 from helpers.processors import END, clip_processor
@@ -17,6 +18,7 @@ from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.evaluation.metrics import score
 from hf_infcl.tools.planning import costs, counting
 from hf_infcl.windows.window import Window, WindowLoss
 
@@ -133,6 +135,34 @@ def test_evaluations_and_saved_files_know_the_dimensions(tmp_path):
     with_processor.save_model()
     saved = json.loads((tmp_path / "saved" / "config_sentence_transformers.json").read_text(encoding="utf-8"))
     assert saved["matryoshka_dims"] == DIMS
+
+
+def test_the_card_has_a_line_for_each_width(small, tmp_path):
+    """With the score that an evaluation of this width has; the results of the training are those of the whole."""
+    sets = ["--eval_dataset", tmp_path / "pairs"]
+    infcl(*small, *sets, "--matryoshka_dims", 8, 32, "--max_steps", 2)
+    results = json.loads((tmp_path / "out/eval_results.json").read_text(encoding="utf-8"))
+    rows = [line for line in (tmp_path / "out/README.md").read_text(encoding="utf-8").splitlines() if "pairs" in line]
+    for width, shown in (8, "first 8"), (32, "first 32"), (64, "as above"):
+        infcl(
+            "evaluate",
+            "--model",
+            tmp_path / "out",
+            *sets,
+            "--output_dir",
+            tmp_path / "cut",
+            "--dims",
+            width,
+            "--use_cpu",
+        )
+        cut = json.loads((tmp_path / "cut/eval_results.json").read_text(encoding="utf-8"))
+        value = score(cut, "eval_pairs_")
+        assert any(f"| {shown} | {value:.4f} |" in row for row in rows)
+        assert width < 64 or value == score(results, "eval_pairs_")
+    text = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert "The score is the recall@1 of pairs (the mean of both directions)." in text
+    infcl("card", tmp_path / "out")
+    assert (tmp_path / "out/README.md").read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize(

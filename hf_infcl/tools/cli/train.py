@@ -36,6 +36,7 @@ from ..publishing.outcome import doubtful_rate, outcome
 from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
 from ..publishing.telling import ProgressPrinter
+from ..publishing.widths import scores_by_width
 from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
@@ -125,6 +126,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     merge = lora.lora_merge
     with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
+        by_width = scores_by_width(trainer, eval_datasets)
         ledger = None
         if args.leave_out is not None:
             plain = train_dataset.plain()
@@ -133,7 +135,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
-        facts = describe(adapter=adapted and not merge, average=averaged)
+        facts = describe(adapter=adapted and not merge, average=averaged, scores_by_width=by_width)
         if merge and trainer.is_world_process_zero():
             merge_into_start(model_options, args)
         CardCallback(lambda: facts).write(args, trainer.state)  # save_model puts peft's card in its place

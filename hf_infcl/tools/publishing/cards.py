@@ -17,6 +17,7 @@ from .changes import changes, explained
 from .facts import SPEED, Evaluation, Source, TrainingFacts
 from .markdown import code, escaped, joined, literal, table
 from .outcome import outcome
+from .widths import results_by_width
 
 _SHOWN = 10  # prompts that the results name
 
@@ -314,7 +315,7 @@ def _results(facts: TrainingFacts) -> str:
     head = ("set", "images", "metric", "value", "95% interval", "before the training", "at most")
     used = [n for n in range(len(head)) if any(row[n] for row in rows)]
     shown = table([head[n] for n in used], [[row[n] for n in used] for row in rows])
-    return "\n\n".join([shown, *notes])
+    return "\n\n".join([shown, *notes, *results_by_width(facts)])
 
 
 def _prompts(evaluation: Evaluation) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...evaluation import Difference
@@ -48,10 +48,14 @@ def changes(facts: TrainingFacts) -> list[Change]:
 
 def explained(set_changes: Sequence[Change]) -> str:
     """What the scores of these sets are, and their intervals, in sentences."""
-    measured = [change.evaluation.metrics for change in set_changes]
-    kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
-    sentence = f"The score is {joined([words for kind, words in _SCORE_OF.items() if kind in kinds])}."
+    sentence = words_of_scores([change.evaluation.metrics for change in set_changes])
     return f"{sentence} {_INTERVAL}" if any(change.score.low is not None for change in set_changes) else sentence
+
+
+def words_of_scores(measured: Sequence[Mapping[str, float]]) -> str:
+    """What the scores of sets with these metrics are, in a sentence."""
+    kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
+    return f"The score is {joined([words for kind, words in _SCORE_OF.items() if kind in kinds])}."
 
 
 def _changes(facts: TrainingFacts) -> Iterator[Change]:

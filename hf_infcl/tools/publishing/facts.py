@@ -124,6 +124,8 @@ class TrainingFacts:
     skipped: int = 0  # how many times a bad sample was replaced or left out
     evaluations: Sequence[Evaluation] = ()
     measured_during_training: bool = False  # whether the same sets were evaluated during the training
+    # The scores of evaluation sets with only the first dimensions of the embeddings, by the set and their number.
+    scores_by_width: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     best: bool = False  # whether the weights are those of the best evaluation, which Trainer loads at the end
     average: Averaged | None = None  # with the start, whose weights the model holds; None if it holds the trained ones
     planned_steps: int | None = None  # to which shares in ``settings`` apply, if the training has not made all of them
