@@ -659,6 +659,22 @@ def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp
         trained(tmp_path / "run", data, teacher_embeddings=[folder])
 
 
+def test_captions_that_have_changed_since_are_counted_before_the_first_step(tmp_path):
+    """Rows 1 and 4 are none of the 32 by which the table is recognised."""
+    table = rows(80)
+    folder = store(table_source(table), tmp_path / "stored")
+    captions: Any = list(table["caption"])
+    captions[1], captions[4] = [captions[1][0], "new"], ["other"]
+    changed = table.remove_columns("caption").add_column("caption", captions)
+    given = {"teacher_embeddings": [folder]}
+    with pytest.raises(ValueError, match="no stored embedding of a teacher: 2 of the 80 rows"):
+        taught(tmp_path, ImageTextDataset(changed), **given)
+    run = taught(tmp_path, ImageTextDataset(changed), **given, teacher_missing="contrastive")
+    known = torch.cat([batch["teacher_0_known_images"] for batch in run.get_train_dataloader()])
+    assert 1 <= (~known).sum() <= 2
+    taught(tmp_path, ImageTextDataset(changed), **given, teacher_side="image")
+
+
 def test_images_of_one_name_are_not_stored(tmp_path):
     """A training would find the embedding of the first one for both."""
     write_tar(tmp_path / "0.tar", [*pair(1, caption=["a"]), *pair(2, caption=["b"]), *pair(1, caption=["c"])])

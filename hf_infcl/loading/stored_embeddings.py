@@ -96,19 +96,27 @@ class StoredEmbeddings:
             self._mapped[kind] = hashes, rows, values
         return self._mapped[kind]
 
+    def _look_up(self, kind: str, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The places of some keys in the index, [keys], and whether they are there, [keys] bool."""
+        hashes, wanted = self._arrays(kind)[0], hashed(keys)
+        if len(hashes) == 0:
+            return np.zeros(len(keys), np.int64), np.zeros(len(keys), bool)
+        at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
+        return at, hashes[at] == wanted
+
+    def has(self, kind: str, keys: Sequence[str]) -> np.ndarray:
+        """Whether some rows have an embedding, [rows] bool, of which none is read."""
+        return self._look_up(kind, keys)[1]
+
     def find(self, kind: str, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The embeddings of some rows [rows, D], zeros where there is none, and whether there is one, [rows] bool.
 
         Raises:
             ValueError: an embedding is zero or not finite, or the index names a row that is not there.
         """
-        hashes, rows, values = self._arrays(kind)
+        _, rows, values = self._arrays(kind)
         embeddings = np.zeros((len(keys), self.width), values.dtype)
-        if len(hashes) == 0:
-            return embeddings, np.zeros(len(keys), bool)
-        wanted = hashed(keys)
-        at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
-        known = hashes[at] == wanted
+        at, known = self._look_up(kind, keys)
         try:
             embeddings[known] = values[rows[at[known]]]
         except IndexError as error:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data import ImageTextDataset, ImageTextStream
+from ..data.pairs import usable_captions
 from ..data.wrapped import all_parts
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.grad_cache import Features
@@ -128,6 +129,7 @@ class _DataSet:
                 "choose teacher_side='image'."
             )
         self._is_table = isinstance(part, ImageTextDataset)
+        self._lacking: dict[str, int] = {}  # rows, by the folders that have been compared
         if isinstance(part, ImageTextDataset):
             self._described = described_table(len(part), part, part.captions)
             part.places_of_whole = False
@@ -162,10 +164,14 @@ class _DataSet:
 
     def lacking(self, stored: StoredEmbeddings) -> frozenset[str] | int | None:
         """The shards, or the number of rows, that a folder of this set lacks; None if it is of other data."""
-        recorded = stored.record["data"]
-        if self._is_table:
-            same = not self.difference(stored)
-            return max(0, recorded["rows"] - stored.rows) if same else None
+        recorded, part = stored.record["data"], self.part
+        if isinstance(part, ImageTextDataset):
+            if self.difference(stored):
+                return None
+            if (folder := str(stored.folder)) not in self._lacking:
+                without = _rows_without_captions(part, stored) if KINDS["text"] in self._kinds else 0
+                self._lacking[folder] = max(without, recorded["rows"] - stored.rows)
+            return self._lacking[folder]
         shards = self._described["shards"]
         embedded = {name for name, tag in recorded.get("shards", {}).items() if shards.get(name) == tag}
         return frozenset(shards) - embedded if embedded else None
@@ -189,6 +195,19 @@ class _DataSet:
             every = f"{len(shards):,} shards"
         name = self.part.name if isinstance(self.part, ImageTextDataset) else " ".join(self.part.sources)
         return f"{missing:,} of the {every} of {name}" if missing else ""
+
+
+def _rows_without_captions(part: ImageTextDataset, stored: StoredEmbeddings) -> int:
+    """How many rows of a table have a caption without an embedding. A million captions take six seconds."""
+    table, first, lacking = part.table.select_columns([part.caption_column]).with_format(None), 0, 0
+    numbers = part.numbers if part.places_of_whole and part.numbers is not None else np.arange(len(part))
+    for batch in table.iter(10_000):
+        captions = [usable_captions(value) for value in batch[part.caption_column]]
+        keys = [of_caption(str(numbers[first + n]), c) for n, several in enumerate(captions) for c in several]
+        row_of_each = np.repeat(np.arange(len(captions)), list(map(len, captions)))
+        lacking += len(np.unique(row_of_each[~stored.has(KINDS["text"], keys)]))
+        first += len(captions)
+    return lacking
 
 
 class StoredTeacher:
