@@ -158,6 +158,13 @@ def test_averages_replace_the_scores(learned):
     assert set(pictures) == {4, 9, 50}
 
 
+def test_scores_that_are_not_finite_make_no_ledger(learned):
+    """No pair would look wrong in it."""
+    broken = {**learned, "pixels.weight": torch.full_like(learned["pixels.weight"], torch.nan)}
+    with pytest.raises(ValueError, match=f"The scores of {ROWS} of {ROWS} pairs are not finite, because embeddings"):
+        scored(numbered(), broken)
+
+
 def test_one_pair_cannot_be_compared(learned):
     with pytest.raises(ValueError, match="fewer than two pairs"):
         scored(numbered(1), learned)

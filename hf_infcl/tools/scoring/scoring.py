@@ -98,7 +98,7 @@ def score_pairs(
             training; only these pairs are then in the ledger.
 
     Raises:
-        ValueError: there are fewer than two pairs for a process.
+        ValueError: there are fewer than two pairs for a process, or a score is not finite.
     """
     processes = Processes()
     shown = None if averages is None else averages[0][averages[1].argsort(stable=True)[:SHOWN]].tolist()
@@ -125,6 +125,11 @@ def score_pairs(
         kept = np.isin(pairs["key"], known)
         pairs = {name: values[kept] for name, values in pairs.items()}
         pairs["score"] = scores[np.searchsorted(known, pairs["key"])]
+    if wrong := int((~np.isfinite(pairs["score"])).sum()):
+        raise ValueError(
+            f"The scores of {wrong:,} of {len(pairs['score']):,} pairs are not finite, because embeddings are not. "
+            "Compute in another precision, or look at the weights of the model."
+        )
     caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
     prefers = pairs["text_key"], pairs["image_key"]
     content = dataset.content_fingerprint()
