@@ -1095,7 +1095,7 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         (
             "train --model ./no/such/model --dataset DEMO/digits",
-            "There is no folder './no/such/model'. A path is relative to",
+            "There is no folder './no/such/model' to load a model from. A path is relative to",
         ),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),
         (f"{TRAIN} --lora_merge", "the adapters of --lora_rank, which is not given"),

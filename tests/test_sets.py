@@ -242,7 +242,7 @@ def test_a_training_takes_another_tokenizer(demo, small, tmp_path, capsys):
     assert re.search(r"^pairs +loss", capsys.readouterr().out, re.MULTILINE)
     (tmp_path / "empty").mkdir()
     for place, said in {
-        "none": "is not the id of a tokenizer on",
+        "none": "to load a tokenizer from",
         "empty": "does not hold a tokenizer",
     }.items():
         line = mistake(capsys, "evaluate", *words, tmp_path / place)

@@ -58,7 +58,7 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
     of_weights = Path(checkpoint).suffix in WEIGHTS
     tried = f"There is no file {checkpoint!r}" if of_weights else f"There is no folder {checkpoint!r}"
     if words := path_words(checkpoint):
-        return f"{tried}{words}"
+        return f"{tried} to load a {kind} from{words}"
     if HFValidationError in causes:
         return f"{tried}, and the name is not the id of a {kind} on the Hub, such as openai/clip-vit-base-patch32."
     if LocalEntryNotFoundError in causes:
