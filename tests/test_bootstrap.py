@@ -156,5 +156,5 @@ def test_the_most_confident_mistakes_of_the_other_model_come_first(tmp_path):
     lines = "\n".join(lines_of_comparison({"animals": found}))
     assert re.search(r"animals: 5 images +first +second   difference\n", lines)
     assert re.search(r"\n  top-1 accuracy +40.00% +60.00%   .20.00 \[", lines)
-    assert "images that only the first gets right: 1, that only the second gets right: 2" in lines
+    assert "images that only the first gets right: 1, that only the second gets right: 2 (top-1 accuracy)" in lines
     assert "1 of 2 classes differ by more than noise:\n    dog  " in lines

@@ -1,15 +1,25 @@
 """Blocks of Python of the guides that no test of their topic runs, on a small model and 26 pairs."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.pictures import picture
 from transformers import AutoModel, AutoProcessor
 
-from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, load_pairs
+from hf_infcl import (
+    ContrastiveCollator,
+    ImageTextDataset,
+    ImageTextStream,
+    InfCLTrainer,
+    InfCLTrainingArguments,
+    load_pairs,
+)
+from hf_infcl.tools.scoring.ledger import make_ledger
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,6 +56,32 @@ def test_metrics_of_your_own(names):
         outputs = model(**{name: batch[name] for name in ("pixel_values", "input_ids", "attention_mask")})
     cosines = (outputs.image_embeds * outputs.text_embeds).sum(1).numpy()
     assert found["eval_cosine"] == pytest.approx(np.mean(cosines), abs=1e-5)
+
+
+def test_the_pairs_of_a_ledger_are_left_out(tmp_path, small):
+    pairs, file = str(tmp_path / "pairs"), tmp_path / "ledger.parquet"
+    whole = ImageTextDataset(load_pairs(pairs, split="train"))
+    scores = np.where(np.arange(len(whole)) % 5 == 0, -1.0, 5.0)
+    make_ledger(whole.content_fingerprint(), np.arange(len(whole)), scores).write(file)
+    block = block_of("hf_infcl/training/README.md", "rows_kept").replace("my/images", pairs)
+    names: dict[str, Any] = {}
+    exec(block.replace("outputs/scores/_ledger.parquet", str(file)), names)
+    assert names["kept"].tolist() == [row for row in range(len(whole)) if row % 5]
+    assert len(names["train_dataset"]) == len(names["kept"])
+
+
+def test_a_folder_becomes_a_shard(tmp_path):
+    (tmp_path / "files").mkdir()
+    for number in range(4):
+        picture(number).save(tmp_path / f"files/{number}.jpg")
+        (tmp_path / f"files/{number}.txt").write_text(f"number {number}")
+    guide = (ROOT / "hf_infcl/data/README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"`(tar [^`]+)`", guide)
+    words = command.replace("shards/", f"{tmp_path}/").replace("my/files", str(tmp_path / "files")).split()
+    subprocess.run(words, check=True)
+    stream = ImageTextStream(str(tmp_path / "00000.tar"))
+    items, _ = next(iter(stream.batches(4, list)))
+    assert sorted(item["caption"][0] for item in items) == [f"number {number}" for number in range(4)]
 
 
 def test_a_streamed_dataset_trains(names, tmp_path):

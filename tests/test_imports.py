@@ -48,6 +48,7 @@ MUST_NOT_KNOW = {
     "hf_infcl": ("torch", *HUGGING_FACE, "triton"),
     "hf_infcl.reference": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
     "hf_infcl.refusals": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
+    "hf_infcl.readable": ("hf_infcl", "torch", *HUGGING_FACE),
     "hf_infcl.hub": ("hf_infcl", "torch", "transformers", "accelerate", "datasets", "evaluate"),
     "hf_infcl.processes": (*HUGGING_FACE, "triton"),
     "hf_infcl.processes.launcher": ("hf_infcl", "torch", *HUGGING_FACE, "triton"),

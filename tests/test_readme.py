@@ -13,7 +13,9 @@ from unittest import mock
 
 import pytest
 from helpers.demo import infcl
+from transformers.trainer import TRAINING_ARGS_NAME
 
+from hf_infcl.checkpoints.pushes import NOT_PUSHED
 from hf_infcl.options.declared import OURS
 from hf_infcl.tools.cli.commands import PARSERS
 
@@ -74,7 +76,7 @@ def test_every_option_that_is_named_exists():
         named |= set(re.findall(r"--[a-z0-9_]+(?![a-z0-9_-])", text))
     # argparse tells them in no other way.
     known = {option for parser in PARSERS.values() for option in parser()._option_string_actions}
-    assert named - known - {"--nproc_per_node", "--config_file", "--num_processes", "--version"} == set()
+    assert named - known - {"--nproc_per_node", "--config_file", "--num_processes", "--sort", "--version"} == set()
 
 
 @pytest.mark.parametrize("block", blocks("python"))
@@ -179,6 +181,13 @@ def test_every_message_in_the_table_of_errors_is_said_by_the_package():
         if not message.startswith(of_libraries):
             for part in re.split(r" *\.\.\.,? *|\bN ", message):
                 assert any(part in text for text in texts), message
+
+
+def test_a_copy_of_a_model_leaves_out_what_a_push_leaves_out():
+    guide = (ROOT / "scripts/README.md").read_text(encoding="utf-8")
+    for command in ("rsync -a", "hf upload me/my-clip"):
+        (line,) = [line for line in guide.splitlines() if command in line and "--exclude" in line]
+        assert re.findall(r"--exclude '?([^'` ]+)", line) == [*NOT_PUSHED, TRAINING_ARGS_NAME]
 
 
 def options_table() -> str:

@@ -30,7 +30,7 @@ from hf_infcl.tools.checking.findings import findings_of_ledger
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept, words_of_excluded
-from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger, probability_wrong
+from hf_infcl.tools.scoring.ledger import LEDGER_FILE, RATHER_WRONG, SHEET_FILE, Ledger, make_ledger, probability_wrong
 from hf_infcl.tools.scoring.scoring import score_pairs
 from hf_infcl.tools.scoring.sheet import draw_suspicious, letters_of, small_jpeg
 from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
@@ -221,7 +221,7 @@ def test_excluding(tmp_path):
     make_ledger(more.content_fingerprint(), np.arange(50), np.arange(50.0)).write(path)
     assert rows_kept(more, f"{path}:58%").tolist() == list(range(29, 50)), "although 0.58 * 50 is less than 29"
     make_ledger(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
-    assert words_of_excluded("a/_ledger.parquet:5%") == ("the 5% with the lowest scores", "_ledger.parquet")
+    assert words_of_excluded(f"{path}:20%") == ("2 of 10, the 20% with the lowest scores", "ledger.parquet")
     for asked in ("0.9", "100%"):
         with pytest.raises(ValueError, match="excludes all 10 pairs"):
             rows_kept(data, f"{path}:{asked}")
@@ -335,6 +335,7 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     ledger = Ledger.read(out / LEDGER_FILE)
     assert ledger.key.tolist() == list(range(96))
     assert ledger.caption[5] == "b b"
+    assert sorted(ledger.sample) == sorted(path.name for path in data.rglob("*.png"))
     assert ledger.left_out is None, "nothing was trained"
     # ---- As a model would find that knows the pairs ----
     scores = np.where(np.arange(96) % 16 == 3, -1.0, 5.0)
@@ -347,13 +348,13 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "6 of 96 pairs (6.25%) do not belong together" in printed
     (remedy,) = [line for line in printed.splitlines() if line.startswith("Add to `infcl train`:")]
-    assert f"--exclude {out / LEDGER_FILE}:0.9" in remedy
+    assert f"--exclude {out / LEDGER_FILE}:{RATHER_WRONG}" in remedy, "as `infcl score` advises"
     batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--logging_steps", 1, "--save_strategy", "no"]
     words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--leave_out", "noisy"]
     infcl("train", *words, "--output_dir", tmp_path / "run", "--exclude", f"{out / LEDGER_FILE}:0.9")
     card = (tmp_path / "run" / "README.md").read_text()
     assert "| pairs left out | none, because each pair was seen" in card
-    assert f"| pairs excluded before | wrong with at least 0.9 by `{LEDGER_FILE}` |" in card
+    assert f"| pairs excluded before | 6 of 96, wrong with a probability of at least 0.9 by `{LEDGER_FILE}` |" in card
     printed = capsys.readouterr()
     assert "--leave_out has left nothing out: each pair was seen" in printed.out
     assert "--exclude" not in printed.out

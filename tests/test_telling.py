@@ -102,6 +102,9 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
     assert [len(lines) for lines in saved] == [6, 1]
     assert saved[0][0] == "With the weights that are saved:"
     assert log(10, train_runtime=61.0, train_loss=1.5) == ["The training took 61 s; its mean loss was 1.5."]
+    trainer.steps_trained = 4
+    since = ["The training took 61 s since step 6; its mean loss since step 6 was 1.5."]
+    assert log(10, train_runtime=61.0, train_loss=1.5) == since, "after it was resumed"
     state.is_world_process_zero = False
     assert log(10, loss=1.0) == []
 

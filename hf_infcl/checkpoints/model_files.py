@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from logging import LogRecord
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..encoders.adapters import has_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
+from ..readable import give_usual_modes
 from .files import Checkpoint
 from .lock import locked
 from .peft_saving import add_beside_adapters
@@ -71,9 +72,17 @@ def save_weights(
         add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
         if "open_clip" in args.save_formats:
             save_open_clip(folder, encoder.base, processor, repository=repository or ".", state_dict=state_dict)
+        give_usual_modes(folder)
         if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
             more = collator.text_options | {"matryoshka_dims": args.matryoshka_dims}
             write_sentence_files(folder, model.config.model_type, collator.processor, **more)
+
+
+def tell_of_saved_model(callbacks: Iterable[Any], args: object, state: object, control: object) -> None:
+    """Calls ``on_model_saved``, an event that Trainer does not have, of the callbacks with such a method."""
+    for callback in callbacks:
+        if hasattr(callback, "on_model_saved"):
+            callback.on_model_saved(args, state, control)
 
 
 def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, processor: ProcessorMixin | None) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from ..hub import asks_hub_once
+from ..readable import give_usual_modes
 from .comparison import ENOUGH, differences
 from .ends import check_ends
 from .folders import CONFIG, read, write
@@ -146,6 +147,7 @@ def _to_transformers(
     check_ends(model, processor.tokenizer)
     yield from sentences
     model.save_pretrained(target)
+    give_usual_modes(target)
     processor.save_pretrained(target)
     padding = "max_length" if model.config.model_type == "siglip" else "longest"
     length = processor.tokenizer.model_max_length
@@ -156,6 +158,7 @@ def _to_transformers(
 def _merged(adapters: str | Path, target: str | Path, base: str) -> Iterator[str]:
     model, processor = load_pretrained(str(adapters))
     model.save_pretrained(target)
+    give_usual_modes(target)
     processor.save_pretrained(target)
     for name in SENTENCE_FILES:  # which a training writes beside adapters as well
         if Path(adapters, name).is_file():

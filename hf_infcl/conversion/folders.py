@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..readable import give_usual_modes
 from .explaining import explained
 from .tokenizing import clip_tokenizer, named_tokenizer
 
@@ -121,6 +122,7 @@ def write(
     if config["model_cfg"]["text_cfg"].get("hf_tokenizer_name"):
         tokenizer.save_pretrained(folder)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    give_usual_modes(folder)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
 
+from ..readable import give_usual_modes
 from .dual_encoder import DualEncoder
 from .image_size import resize_images
 
@@ -62,6 +63,7 @@ def merge_adapters(folder: Path, start: PreTrainedModel, image_size: int | None 
     if image_size is not None:
         resize_images(DualEncoder(start), image_size)
     peft.PeftModel.from_pretrained(start, folder).merge_and_unload().save_pretrained(folder)
+    give_usual_modes(folder)
     for name in ADAPTER_FILES:
         (folder / name).unlink(missing_ok=True)
 

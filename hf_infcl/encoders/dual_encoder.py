@@ -211,6 +211,10 @@ class DualEncoder:
         possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
         return any(abs(value - one) < 1e-6 for one in possible)
 
+    def looks_random(self) -> bool:
+        """Whether all weights are random by the temperature, with which towers from two checkpoints begin, too."""
+        return type(self.base).__name__ != "VisionTextDualEncoderModel" and self.has_first_temperature()
+
     @torch.no_grad()
     def clamp_temperature(self, parameter: Tensor, maximum: float) -> None:
         """Clamps the temperature's parameter, or a copy of it, so that the multiplier lies within [1, maximum].

@@ -413,12 +413,12 @@ class InfCLTrainer(Trainer):
         if state is not None and self.args.should_save:
             self._save(output_dir, state)
         super().save_model(output_dir, _internal_call)
+        if not _internal_call and output_dir is None:
+            files.tell_of_saved_model(self.callback_handler.callbacks, self.args, self.state, self.control)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         extras = self.processing_class, self.hub_model_id if self.args.push_to_hub else None, self.data_collator
         files.save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *extras)
-
-    # ---- The Hub ----
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Creates the repository and the branch ``hub_revision``; see `pushes.errors_of_repository`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...data.pairs import REPEATED
-from ..scoring.ledger import CERTAIN, Ledger
+from ..scoring.ledger import CERTAIN, RATHER_WRONG, Ledger
 from .copies import copies
 from .faults import FAULTS
 from .set_facts import SetFacts
@@ -124,10 +124,11 @@ def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     examples = [(name, ledger.find_caption(key)) for name, key in zip(rows[:3], wrong, strict=False)]
     kind = "sample" if ledger.sample else "row"
     shown = ", ".join(f"{kind} {name}" + (f" ({_short(caption)})" if caption else "") for name, caption in examples)
-    option = f"--exclude {path}:{CERTAIN:g}"
+    option = f"--exclude {path}:{RATHER_WRONG:g}"
     text = (
         f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {CERTAIN:g}: {shown}. "
-        f"Right pairs of rare things look wrong, too, so look at the sheet beside the ledger. Then pass {option}."
+        f"Right pairs of rare things look wrong, too, so look at the sheet beside the ledger. Then pass {option}, "
+        "which leaves out all that are likelier wrong than right."
     )
     if ledger.left_out is not None:
         text += f" At its end the training left out {_count(int(ledger.left_out.sum()), len(ledger))}."

@@ -39,11 +39,16 @@ def facts_lines(facts: SetFacts, *, workers: int, seconds: float) -> Iterator[st
         )
     if sizes := [nbytes / MIB for nbytes in facts.bytes_of_shards.values()]:
         pairs_of = facts.pairs_of_shards.values()
-        counts = f"; {min(pairs_of):,} to {max(pairs_of):,} pairs in each" if facts.is_whole else ""
-        yield f"  Shards: {len(pairs_of):,} read, of {min(sizes):.1f} to {max(sizes):.1f} MiB{counts}."
+        counts = f"; {_from_to([f'{n:,}' for n in sorted(pairs_of)])} pairs in each" if facts.is_whole else ""
+        yield f"  Shards: {len(pairs_of):,} read, of {_from_to([f'{size:.1f}' for size in sorted(sizes)])} MiB{counts}."
     if facts.rate:
         milliseconds = 1000 / facts.rate
         yield f"  Loading: {milliseconds:.1f} ms for an image, so that a worker gives {facts.rate:,.0f} per second."
+
+
+def _from_to(ordered: Sequence[str]) -> str:
+    """The first and the last of numbers as a range, or one number if both are written alike."""
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:

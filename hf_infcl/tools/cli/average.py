@@ -12,6 +12,7 @@ from ...checkpoints.lock import check_writable
 from ...conversion.sentence_transformers import write_sentence_files
 from ...data import ContrastiveCollator
 from ...encoders.adapters import has_adapters
+from ...readable import give_usual_modes
 from ...training.trainer import InfCLTrainer
 from ..publishing.average_card import average_card
 from ..publishing.front import write_averages
@@ -56,6 +57,7 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
     if args.process_index == 0:
         folder = Path(args.output_dir)
         moving.model.save_pretrained(folder)
+        give_usual_modes(folder)
         moving.processor.save_pretrained(folder)
         collator = ContrastiveCollator.for_model(moving.processor, moving.model.config)
         write_sentence_files(folder, moving.model.config.model_type, moving.processor, **collator.text_options)

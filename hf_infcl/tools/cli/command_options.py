@@ -120,7 +120,7 @@ class DataOptions:
     )
     exclude: list[str] | None = command_option(
         "Train without the pairs that a ledger calls wrong. Give the file that `infcl score` has written and the least "
-        "probability of what is left out, such as _ledger.parquet:0.9, or the share with the lowest scores, such as "
+        "probability of what is left out, such as _ledger.parquet:0.5, or the share with the lowest scores, such as "
         "_ledger.parquet:5%%. Of several ledgers, each is of the set that those before it leave.",
         short_help=HelpPlace("Data", 115),
     )

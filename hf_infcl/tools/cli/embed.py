@@ -61,8 +61,8 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         collator: Any = trainer.data_collator
         if trainer.is_world_process_zero():
-            named = {name or namespace.data: " and ".join(source.kinds) for name, source in sources.items()}
-            print(*conversion, *[f"{name} has {kinds}." for name, kinds in named.items()], sep="\n")
+            of = {f"--{name}" if name else namespace.data: " and ".join(s.kinds) for name, s in sources.items()}
+            print(*conversion, *[f"Embeds the {kinds} of {name}." for name, kinds in of.items()], sep="\n")
     licence = stated_licence(namespace.encoder) if options.format == "npy" else None
     counts: dict[str, int] = {}
     for name, source in sources.items():

@@ -38,10 +38,12 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
         metrics = evaluate_sets(trainer, datasets)
     metrics |= means_of_groups(metrics, datasets, evaluation.eval_benchmark)
     computed = precision(trainer)
-    trainer.save_metrics("eval", metrics | what_was_measured(datasets) | {"eval_precision": computed}, combined=False)
+    how = {"eval_precision": computed} | ({} if args.dims is None else {"eval_dims": args.dims})
+    trainer.save_metrics("eval", metrics | what_was_measured(datasets) | how, combined=False)
     if trainer.is_world_process_zero():
         print(*table_lines(make_rows(metrics, datasets, every=True)), sep="\n")
         print(*lines_of_scores(metrics, datasets, evaluation.eval_benchmark), sep="\n")
-        print(f"Measured in {computed}; another precision rounds otherwise, and changes a few answers.")
+        cut = "" if args.dims is None else f" with the first {args.dims} dimensions of the embeddings"
+        print(f"Measured in {computed}{cut}; another precision rounds otherwise, and changes a few answers.")
         print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")
     leave(trainer)

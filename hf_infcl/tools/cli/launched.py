@@ -106,6 +106,13 @@ def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
         print(line, file=sys.stderr)
 
 
+def tell_bf16_on_cpu(namespace: argparse.Namespace, file: str = "") -> None:
+    """Tells of bf16 together with ``use_cpu``; ``file`` is the name of the file that sets it, if one does."""
+    if getattr(namespace, "use_cpu", False) and namespace.bf16 and os.environ.get("RANK", "0") == "0":
+        of_file = f" of {file}" if file else ""
+        print(f"bf16{of_file} is slower than fp32 on most processors. For fp32 pass --bf16 false.", file=sys.stderr)
+
+
 def warn_once() -> None:
     """Lets only the first launched process print warnings that all of them would print."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # which `fit_workers` tells once

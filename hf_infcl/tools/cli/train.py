@@ -171,7 +171,8 @@ def save_results(
         The average that was saved, if one was asked for.
     """
     if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
-        trainer.save_metrics("train", metrics)
+        resumed = trainer.state.global_step - trainer.steps_trained  # the step since which the metrics count
+        trainer.save_metrics("train", metrics | ({"train_since_step": resumed} if resumed else {}))
     trainer.save_model(_internal_call=True)  # without a push, which has to include the results
     saved = None
     if average is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...loading.stored_embeddings import ORDER, RECORD, hashed, index_paths, of_caption
+from ...readable import give_usual_modes
 
 
 @dataclass
@@ -65,6 +66,7 @@ def _write_safetensors(path: Path, rows: Rows) -> None:
     if rows.captions is not None:
         names["captions"] = json.dumps(rows.captions, ensure_ascii=False)
     save_file({"embeddings": rows.embeddings}, path, names)
+    give_usual_modes(path)
 
 
 _WRITERS: dict[str, Callable[[Path, Rows], None]] = {

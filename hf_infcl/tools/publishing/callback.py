@@ -23,9 +23,9 @@ logger = logging.get_logger(__name__)
 class CardCallback(TrainerCallback):
     """Writes the facts, the curves, the results and the card into ``output_dir``.
 
-    The main process writes them after each evaluation and each checkpoint, before each push to the Hub and at the end
-    of the training. If they cannot be written, for example because the disk is full, the error is logged and the
-    training continues.
+    The main process writes them after each evaluation and each checkpoint, before each push to the Hub, at the end of
+    the training and after `InfCLTrainer.save_model`, so that it may also be added after the training. If they cannot be
+    written, for example because the disk is full, the error is logged and the training continues.
 
     Args:
         describe: returns the facts of the run so far; `training_facts` with its arguments.
@@ -54,7 +54,7 @@ class CardCallback(TrainerCallback):
         except OSError as error:
             logger.error(f"The card of step {state.global_step} could not be written to {args.output_dir}: {error}")
 
-    on_evaluate = on_push_begin = on_save = on_train_end = _update
+    on_evaluate = on_push_begin = on_save = on_train_end = on_model_saved = _update
 
     def write(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes all files for the current state, if this is the main process and a step has been trained."""

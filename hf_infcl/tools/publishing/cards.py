@@ -108,7 +108,7 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
         trained = batches * new if full else facts.pairs
         epochs = f", {seen * new / facts.global_batch_size / trained:.1f} epochs{full}"
     of_total = "" if facts.pairs is None else f"{facts.pairs:,} images with captions: "
-    yield "start", code(facts.start)
+    yield "start", code(facts.start) + (" (random weights, by its temperature)" if facts.random_start else "")
     yield "data", of_total + joined([_describe_source(source) for source in facts.sources])
     if facts.replayed:
         yield "replay", _replay(facts)
@@ -237,7 +237,7 @@ def _changes(facts: TrainingFacts) -> str:
         rows = [
             (
                 set_and_split(change.evaluation) + change.kind,
-                "guard" if change.evaluation.guard else "trained for",
+                "guard" if change.evaluation.guard else "evaluation",
                 *(f"{change.score.first:.4f}", f"{change.score.second:.4f}", change.score.words()),
             )
             for change in set_changes

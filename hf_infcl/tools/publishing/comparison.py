@@ -28,6 +28,7 @@ from ..scoring.sheet import lines_of
 
 PICTURES = 16  # of the images that only one of the models gets right
 EvaluationSet = ImageTextDataset | ZeroShotDataset
+_RIGHT_BY = ("text_retrieval_recall@1", "acc1", "text_acc")  # the metrics of which they are, of a kind of set each
 _CLASSES = 10  # lines of classes; the JSON has all
 
 
@@ -93,7 +94,8 @@ def _lines(key: str, compared: Comparison) -> Iterator[str]:
         yield f"    {''.join(lines_of(_class_name(compared.dataset, label), 26, 1)):<{width - 2}}{_numbers(one)}"
     if not isinstance(compared.ranks[0], LabelScores):
         only = [f"{len(compared.wins(model)):,}" for model in (0, 1)]
-        yield f"  images that only the first gets right: {only[0]}, that only the second gets right: {only[1]}"
+        by = next(METRICS[name].words for name in _RIGHT_BY if name in compared.metrics)
+        yield f"  images that only the first gets right: {only[0]}, that only the second gets right: {only[1]} ({by})"
 
 
 def _numbers(one: Difference) -> str:

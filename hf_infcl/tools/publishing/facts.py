@@ -105,6 +105,7 @@ class TrainingFacts:
     seconds: float  # of the training, including the time before an interruption
     device: str  # the name of the processor, "NVIDIA H200" or "CPU"
     versions: Mapping[str, str]  # of the packages, by name
+    random_start: bool = False  # whether the weights of the start were random, as far as its temperature shows it
     revision: str | None = None  # the branch of the Hub repository that holds the model; None for the main branch
     samples: int | None = None  # the pairs seen, if the global batches had several sizes; None if all had this one
     pairs: int | None = None  # images with captions in all sources together; None for a stream of unknown length

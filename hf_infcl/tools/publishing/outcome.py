@@ -35,7 +35,9 @@ def outcome(facts: TrainingFacts) -> str:
         return ""
     reasons = list(_reasons(facts))
     if learned:
-        reasons.append("no score of what it was trained for rose beyond its 95% interval")
+        rose = any(one.before for one in facts.evaluations if not one.guard)
+        beyond = "rose beyond its 95% interval" if rose else "is clearly above chance"
+        reasons.append(f"no score of what it was trained for {beyond}")
     return f"It is doubtful that this model has learned anything: {'; '.join(reasons)}." if reasons else ""
 
 
@@ -71,11 +73,12 @@ def _has_learned(evaluation: Evaluation, facts: TrainingFacts) -> bool | None:
     Only the parts of its score count, above what guessing gives: among ten classes, a top-5 accuracy rises by chance.
     """
     before, after = evaluation.before, evaluation.metrics
-    names = [name for of_kind in SCORES.values() for name in of_kind if name in before and name + LOW in after]
+    known = before or after  # without a measurement before the training, what guessing gives is in its place
+    names = [name for of_kind in SCORES.values() for name in of_kind if name in known and name + LOW in after]
     if evaluation.guard or not names:
         return None
     chance = 1 / (len(evaluation.class_names) or evaluation.size)
-    risen = [max(before[name], chance) < after[name + LOW] for name in names]
+    risen = [max(before.get(name, chance), chance) < after[name + LOW] for name in names]
     changed = after.get(CHANGE + LOW, 0.0) > 0 and any(after[name] > chance for name in names)
     return any(risen) or changed or _has_lower_loss(evaluation, facts)
 

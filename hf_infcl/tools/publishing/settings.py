@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ...loading.replay import Replayed
 from ...optimizers.groups import words_of_groups
 from ...optimizers.moving_average import unwrapped
 from ...options.combinations import WITHOUT_WARM_UP
@@ -21,6 +22,10 @@ from .trained import Trained
 def training_settings(trainer: Trained) -> dict[str, str]:
     """The rows by name; an `InfCLTrainer` without an optimizer has no rows about it."""
     rows = {"seed": str(trainer.args.seed), "precision": precision(trainer), **dict(_options(trainer))}
+    pairs: Any = trainer.train_dataset
+    options = getattr(pairs.datasets[0] if isinstance(pairs, Replayed) else pairs, "options", {})
+    if (augmentation := options.get("augmentation")) is not None:
+        rows["augmentation"] = getattr(augmentation, "__name__", str(augmentation))
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
     begun = getattr(trainer, "window_step", None)

@@ -87,7 +87,9 @@ class ProgressPrinter(TrainerCallback):
             )
         elif "train_runtime" in logs:
             seconds, loss = logs["train_runtime"], logs["train_loss"]
-            tqdm.write(f"The training took {seconds:,.0f} s; its mean loss was {loss:.4g}.")
+            resumed = state.global_step - self._trainer.steps_trained
+            since = f" since step {resumed:,}" if resumed else ""
+            tqdm.write(f"The training took {seconds:,.0f} s{since}; its mean loss{since} was {loss:.4g}.")
         else:
             tqdm.write(self._line(state, logs))
             self._headed = None

@@ -44,3 +44,9 @@ def results_by_width(facts: TrainingFacts) -> Iterator[str]:
     if rows:
         yield table(("set", "dimensions", "score"), rows)
         yield words_of_scores([one.metrics for one in measured])
+        least = min(int(n) for one in measured for n in facts.scores_by_width[one.key])
+        yield (
+            "What is cut has to be normalised again: "
+            f"`torch.nn.functional.normalize(embeddings[:, :{least}], dim=-1)`, or "
+            f"`SentenceTransformer(..., truncate_dim={least})`."
+        )

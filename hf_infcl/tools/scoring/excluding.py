@@ -17,13 +17,13 @@ from .ledger import RECORD, check_data, read_as_ledger
 def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     """The rows of a table whose pairs are not wrong with at least some probability, [n] int64.
 
-    The file of the ledger and the probability are asked for as in ``"_ledger.parquet:0.9"``. ``"_ledger.parquet:5%"``
+    The file of the ledger and the probability are asked for as in ``"_ledger.parquet:0.5"``. ``"_ledger.parquet:5%"``
     asks for that share of the pairs, those with the lowest scores, rounded down.
 
     Raises:
         ValueError: the file is no ledger, is of another table, or excludes all pairs; the number is missing.
     """
-    wrong, _ = _wrong(dataset.content_fingerprint(), asked)
+    wrong, _ = _wrong_in(dataset.content_fingerprint(), asked)
     kept = np.setdiff1d(np.arange(len(dataset)), wrong)
     _tell(len(kept), len(dataset), asked)
     return kept
@@ -34,13 +34,20 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
 
     Every process and worker holds 8 bytes for each sample that is left out, and none for the others.
     """
-    wrong, count = _wrong(stream.content_fingerprint(), asked)
+    wrong, count = _wrong_in(stream.content_fingerprint(), asked)
     _tell(count - len(wrong), count, asked)
     return stream.without(np.sort(wrong))
 
 
-def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
-    """The keys [n] int64 of the pairs of a ledger that are to be left out, and the number of all its pairs."""
+def _wrong_in(content: str, asked: str) -> tuple[np.ndarray, int]:
+    """As `_wrong`, of a ledger that has to be of the data with this fingerprint."""
+    keys, count, recorded = _wrong(asked)
+    check_data(recorded, content, asked.rpartition(":")[0])
+    return keys, count
+
+
+def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
+    """The keys [n] int64 of a ledger's pairs that are to be left out, the number of all pairs, and whose they are."""
     import pyarrow.parquet as pq
 
     path, _, number = asked.rpartition(":")
@@ -52,14 +59,13 @@ def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
     if not path or not 0 < least <= (100 if is_share else 1):
         raise ValueError(
             "exclude must be a ledger and the least probability of the pairs to leave out, more than 0 and at most 1, "
-            f"or the share with the lowest scores, such as _ledger.parquet:0.9 or _ledger.parquet:5%, got {asked!r}."
+            f"or the share with the lowest scores, such as _ledger.parquet:0.5 or _ledger.parquet:5%, got {asked!r}."
         )
     with read_as_ledger(path), pq.ParquetFile(path) as file:
         recorded = json.loads((file.schema_arrow.metadata or {})[RECORD])["content"]
         keys = _with_lowest_scores(file, least) if is_share else _probably_wrong(file, least)
-        count = int(file.metadata.num_rows)
-    check_data(recorded, content, path)
-    return keys, count
+        return keys, int(file.metadata.num_rows), recorded
+    raise AssertionError
 
 
 def _with_lowest_scores(file: Any, percent: float) -> np.ndarray:
@@ -77,10 +83,12 @@ def _probably_wrong(file: Any, least: float) -> np.ndarray:
 
 
 def words_of_excluded(asked: str) -> tuple[str, str]:
-    """Which pairs were asked for, and the name of the ledger's file."""
+    """How many pairs of a ledger are left out and which they are, and the name of its file."""
     path, _, number = asked.rpartition(":")
-    which = f"the {number} with the lowest scores" if number.endswith("%") else f"wrong with at least {number}"
-    return which, Path(path).name
+    keys, count, _ = _wrong(asked)
+    lowest = number.endswith("%")
+    which = f"the {number} with the lowest scores" if lowest else f"wrong with a probability of at least {number}"
+    return f"{len(keys):,} of {count:,}, {which}", Path(path).name
 
 
 def _tell(kept: int, count: int, asked: str) -> None:

@@ -35,7 +35,8 @@ class Ledger:
     text_key: np.ndarray
     image_key: np.ndarray
     caption: list[str] = field(default_factory=list)  # n captions, of each pair one; empty if unknown
-    # n names of a stream's samples, each after that of its shard, or "" if it is not known; no names for a table.
+    # n names of a stream's samples, each after that of its shard, or "" if it is not known; of a table, the image files
+    # of its rows if it names all of them, or else no names.
     sample: list[str] = field(default_factory=list)
     # [n] bool: whether a training with ``leave_out`` leaves the pair out at its end; None without such a training.
     left_out: np.ndarray | None = None
@@ -48,7 +49,7 @@ class Ledger:
         return np.argsort(self.score, kind="stable")[:count]
 
     def find_name(self, key: int) -> str:
-        """The name by which a person knows the pair with a key: of a stream's sample if it is known, or the key."""
+        """The name by which a person knows the pair with a key: its sample or file if it is known, or the key."""
         place = int(np.searchsorted(self.key, key))
         name = self.sample[place] if place < len(self.sample) and self.key[place] == key else ""
         return name or str(key)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ def write_ledger(
         pin_memory=args.dataloader_pin_memory,
         averages=averages,
     )
+    if isinstance(dataset, ImageTextDataset):
+        ledger.sample = file_names(dataset, ledger.key) or []
     if averages is not None and left_out is not None:
         ledger.left_out = left_out[np.isin(averages[0].numpy(), ledger.key)]  # both are in the order of the keys
     if trainer.is_world_process_zero():
@@ -77,7 +81,8 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
     try:
         if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             return write_ledger(trainer, dataset, averages=averages, left_out=left_out)
-        names = sample_names(dataset, keys.numpy()) if isinstance(dataset, ImageTextStream) else None
+        find_names: Any = sample_names if isinstance(dataset, ImageTextStream) else file_names
+        names = find_names(dataset, keys.numpy())
         ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
         ledger.left_out = left_out
         if trainer.is_world_process_zero():
@@ -116,6 +121,23 @@ def sample_names(stream: ImageTextStream, keys: np.ndarray) -> list[str] | None:
         names_by_place |= {int(places[row]): f"{shard.name} {names[row]}" for row in np.flatnonzero(known)}
     every = {place: name for part in processes.gather_objects(names_by_place) for place, name in part.items()}
     return [every.get(place, "") for place in range(len(keys))] if every else None
+
+
+def file_names(dataset: ImageTextDataset, keys: np.ndarray) -> list[str] | None:
+    """The image files of some rows of a table, from the folder on that holds all files; None if it does not name all.
+
+    ``keys`` [n] int64 are the rows.
+    """
+    column = dataset.image_column
+    tables = dataset.table.select_columns([column]).with_format("arrow").iter(1000)
+    chunks = itertools.chain.from_iterable(table[column].chunks for table in tables)
+    paths = [path for chunk in chunks for path in chunk.field("path").to_pylist()]
+    if None in paths:
+        return None
+    if all(map(os.path.isabs, paths)) and paths:
+        folder = os.path.commonpath(list(map(os.path.dirname, paths)))
+        paths = [os.path.relpath(path, folder) for path in paths]
+    return [paths[key] for key in keys.tolist()]
 
 
 def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", learned: bool = False) -> Iterator[str]:

@@ -1,0 +1,17 @@
+"""Modes of files: safetensors 0.6 and newer let nobody but their owner read what they write."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def give_usual_modes(place: str | Path) -> None:
+    """Gives a file of safetensors, or those in a folder, the mode that the umask gives to all other files."""
+    umask = os.umask(0o077)  # cannot be read without being set; meanwhile files are those of their owner
+    os.umask(umask)
+    place = Path(place)
+    for path in place.glob("*.safetensors") if place.is_dir() else [place]:
+        if stat.S_IMODE(path.stat().st_mode) == 0o600 != 0o666 & ~umask:
+            path.chmod(0o666 & ~umask)
