@@ -226,6 +226,8 @@ def test_each_planted_fault_is_found_and_no_other(form, model, tmp_path, capsys)
     printed = capsys.readouterr().out
     what = "sample" if form == "shards" else "row"
     assert f"SPOILS: 2 of 40 pairs (5.00%) cannot be read: {what}" in printed
+    assert ("Shards: 4 read, of " in printed) == (form == "shards")
+    assert not re.search(r" ([\d.,]+) to \1 ", printed), "no range of one number"
     assert f"--pair_id_column {'title' if form == 'csv' else 'caption'}" in options
     assert ("--samples_per_epoch 37" in options) == (form == "shards")
     assert Image.open(tmp_path / "out/_check.png").size[1] > 1000

@@ -57,6 +57,7 @@ from hf_infcl.tools.cli import datasets as opening
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
+from hf_infcl.tools.cli.launched import tell_bf16_on_cpu
 from hf_infcl.tools.cli.parser import ELSEWHERE
 from hf_infcl.tools.planning.costs import GPUS
 from hf_infcl.tools.publishing import CardCallback
@@ -233,7 +234,19 @@ def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(sma
     assert not (out / "all_results.json").exists(), "it is not finished"
     infcl(*command)
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
-    assert (out / "all_results.json").exists()
+    assert json.loads((out / "train_results.json").read_text())["train_since_step"] == 1
+    assert "| start | `clip-init` (random weights, by its temperature) |" in (out / "README.md").read_text()
+
+
+def test_bf16_on_a_cpu_is_told(capsys):
+    for use_cpu, bf16 in ((True, False), (False, True)):
+        tell_bf16_on_cpu(argparse.Namespace(use_cpu=use_cpu, bf16=bf16), "lit.yaml")
+    assert capsys.readouterr().err == ""
+    tell_bf16_on_cpu(argparse.Namespace(use_cpu=True, bf16=True), "lit.yaml")
+    assert (
+        capsys.readouterr().err
+        == "bf16 of lit.yaml is slower than fp32 on most processors. For fp32 pass --bf16 false.\n"
+    )
 
 
 def test_ctrl_c_outside_of_a_training_ends_with_one_line(monkeypatch, capsys):

@@ -284,7 +284,9 @@ def test_one_command_embeds_what_a_training_will_read(demo, small, tmp_path, cap
         json.dumps({name: v if isinstance(v, (bool, int, float)) else str(v) for name, v in options.items()})
     )
     infcl("embed", file, demo / "clip-init")
-    assert f"`infcl train --teacher_embeddings {tmp_path / 'teacher'}` reads them." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Embeds the images and texts of --dataset.\nEmbeds the images and texts of --replay_dataset_1.\n" in printed
+    assert f"`infcl train --teacher_embeddings {tmp_path / 'teacher'}` reads them." in printed
     parts = [StoredEmbeddings(tmp_path / "teacher" / name) for name in ("dataset", "replay_dataset_1")]
     assert [(part.rows, part.kinds) for part in parts] == [(26, ["images", "texts"]), (12, ["images", "texts"])]
     infcl("embed", demo / "clip-init", tmp_path / "pairs", "--output_dir", tmp_path / "alone", "--use_cpu")

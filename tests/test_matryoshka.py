@@ -137,7 +137,7 @@ def test_evaluations_and_saved_files_know_the_dimensions(tmp_path):
     assert saved["matryoshka_dims"] == DIMS
 
 
-def test_the_card_has_a_line_for_each_width(small, tmp_path):
+def test_the_card_has_a_line_for_each_width(small, tmp_path, capsys):
     """With the score that an evaluation of this width has; the results of the training are those of the whole."""
     sets = ["--eval_dataset", tmp_path / "pairs"]
     infcl(*small, *sets, "--matryoshka_dims", 8, 32, "--max_steps", 2)
@@ -156,7 +156,9 @@ def test_the_card_has_a_line_for_each_width(small, tmp_path):
             "--use_cpu",
         )
         cut = json.loads((tmp_path / "cut/eval_results.json").read_text(encoding="utf-8"))
+        assert cut["eval_dims"] == width
         value = score(cut, "eval_pairs_")
+        assert f"with the first {width} dimensions of the embeddings" in capsys.readouterr().out
         assert any(f"| {shown} | {value:.4f} |" in row for row in rows)
         assert width < 64 or value == score(results, "eval_pairs_")
     text = (tmp_path / "out/README.md").read_text(encoding="utf-8")
