@@ -307,6 +307,7 @@ def test_a_path_that_does_not_exist_is_told_as_one(source, tmp_path, monkeypatch
         (line,) = capsys.readouterr().err.splitlines()
         assert f"There is no {'file' if source.endswith('.pt') else 'folder'} {source!r}" in line
         hub = "no model of this name was downloaded" if source in ("outputs/clip", "no_such.pt") else "is not the id of"
+        hub = "to load a model from" if source.startswith(("/", ".")) else hub
         assert ("Check the path" if "--open_clip_model" in more else hub) in line
         assert not (tmp_path / "ours").exists()
 

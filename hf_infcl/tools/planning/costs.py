@@ -10,11 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from ...encoders.dual_encoder import DualEncoder
 
 
@@ -43,14 +41,17 @@ COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; i
 LOSS_TILE = 8192, 16384  # the most images and texts whose coefficients the loss holds at once
 
 
+AmountsT = TypeVar("AmountsT", bound="Amounts")
+
+
 @dataclass(frozen=True)
 class Amounts:
     """Amounts of a step, which add up one by one."""
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self: AmountsT, other: AmountsT) -> AmountsT:
         return type(self)(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
-    def __mul__(self, times: float) -> Self:
+    def __mul__(self: AmountsT, times: float) -> AmountsT:
         return type(self)(*(times * getattr(self, one.name) for one in fields(self)))
 
 
