@@ -88,6 +88,17 @@ def test_values_are_checked_by_what_is_declared(values, message):
         check_values(Small(**values))
 
 
+def test_a_single_value_of_a_list_is_a_list_of_one(tmp_path):
+    one = {"teacher_embeddings": "outputs/t", "matryoshka_dims": 8, "optimizer": "muon", "muon_parameters": "head"}
+    args = arguments(tmp_path, **one, save_formats="transformers", no_decay_parameters=("head", "tail"))
+    assert (args.teacher_embeddings, args.matryoshka_dims, args.muon_parameters) == (["outputs/t"], [8], ["head"])
+    assert (args.save_formats, args.no_decay_parameters) == (["transformers"], ["head", "tail"])
+    with pytest.raises(ValueError, match=r"matryoshka_dims must be a list of whole numbers, got '8 16'"):
+        arguments(tmp_path, matryoshka_dims="8 16")
+    every = [one for one in fields(InfCLTrainingArguments) if declared_facts(one) and "ist[" in str(one.type)]
+    assert [one.name for one in every if not str(one.type).startswith("list[")] == []
+
+
 def test_cards_have_a_row_for_each_option_that_names_one_and_is_set():
     assert list(values_of_card(Small())) == []
     assert list(values_of_card(Small(dose=0.5, layers=3))) == [("dose", "dose of the teacher", 0.5)]

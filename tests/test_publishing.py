@@ -30,7 +30,7 @@ from hf_infcl.tools.publishing.cards import model_card
 from hf_infcl.tools.publishing.changes import lines_of_changes
 from hf_infcl.tools.publishing.curves import plot_curves
 from hf_infcl.tools.publishing.facts import TrainingFacts, source_name
-from hf_infcl.tools.publishing.outcome import outcome
+from hf_infcl.tools.publishing.outcome import earlier_best, outcome
 from hf_infcl.tools.publishing.pictures import PICTURES_FILE, PicturesCallback
 from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.training import progress
@@ -239,6 +239,18 @@ def test_a_training_that_may_have_taught_nothing_says_so_first(tmp_path, changes
     assert text.startswith(
         f"\n# my-clip\n\n{first}This is a `CLIPModel` trained with `hf_infcl` on the captioned images"
     )
+
+
+@pytest.mark.parametrize(
+    ("best", "guard", "told"), [(0.81, False, True), (0.79, False, False), (0.81, True, False)], ids=str
+)
+def test_a_training_that_was_better_long_before_its_end_says_so(best, guard, told):
+    last = dataclasses.replace(after(0.7, 0.6, acc1_high=0.8), guard=guard)
+    scores = {0: 0.99, 10: 0.5, 20: best, 30: best, 60: 0.7}  # that before the training is not the training's
+    history = [{"step": step, f"eval_{last.key}_acc1": score} for step, score in scores.items()]
+    said = earlier_best(history, facts(evaluations=[last]))
+    assert ("was 81.00% after step 20, and 70.00% at the end" in said) == told
+    assert ("--load_best_model_at_end" in said) == told
 
 
 @pytest.mark.parametrize("tolerance", [0.01, None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
+from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol
 
 from .declaring import ExclusiveOptionsError, Facts, declared_facts, spelled
@@ -22,10 +23,15 @@ def facts_by_name(kind: Options | type[Options]) -> dict[str, Facts]:
 
 
 def check_values(options: Options) -> None:
-    """Raises a ValueError if an option has a value that it may not have, or that other options do not go with."""
+    """Raises a ValueError if an option has a value that it may not have, or that other options do not go with.
+
+    A single value of an option that takes a list becomes a list of one.
+    """
     facts_of_all = facts_by_name(options)
     for one in fields(options):
         name, facts = one.name, facts_of_all[one.name]
+        if declared_facts(one) is not None and str(one.type).startswith("list["):
+            _make_list(options, one)
         value = getattr(options, name)
         is_default = one.default is not MISSING and value == one.default
         if facts.choices and not is_default:
@@ -45,6 +51,18 @@ def check_values(options: Options) -> None:
                 other = excluded.partition("=")[0]
                 found = f"{name}={spelled(value)} and {other}={spelled(getattr(options, other))}"
                 raise ExclusiveOptionsError(f"{found} exclude each other: {why}. Omit one of both.", name, other)
+
+
+def _make_list(options: Options, declared: Field[Any]) -> None:
+    """Makes a list of the value of an option whose type is one, such as ``list[str] | None``."""
+    value, kind = getattr(options, declared.name), str(declared.type).removeprefix("list[").partition("]")[0]
+    if value is None:
+        return
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    number, words = {"int": (Integral, "whole numbers"), "float": (Real, "numbers")}.get(kind, (object, ""))
+    if not all(isinstance(one, number) for one in values):
+        raise ValueError(f"{declared.name} must be a list of {words}, got {value!r}.")
+    setattr(options, declared.name, values)
 
 
 def _holds(options: object, condition: str) -> bool:

@@ -215,6 +215,10 @@ class WithoutNoisyPairs(PairSelection):
         self._counts = [0.0, 0.0]
         return {"left_out": round(left / pairs, 4)} if pairs else {}
 
+    def close(self) -> None:
+        if self.waits_for and Processes().rank == 0:
+            logger.warning(f"leave_out has left nothing out: {self.waits_for}.")
+
     def state_dict(self) -> dict[str, Any]:
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
         numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing}

@@ -32,7 +32,7 @@ from ..planning.planner import check_memory
 from ..publishing.callback import CardCallback
 from ..publishing.changes import lines_of_changes
 from ..publishing.front import write_averages
-from ..publishing.outcome import doubtful_rate, outcome
+from ..publishing.outcome import doubtful_rate, earlier_best, outcome
 from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
 from ..publishing.telling import ProgressPrinter
@@ -129,9 +129,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         by_width = scores_by_width(trainer, eval_datasets)
         ledger = None
         if args.leave_out is not None:
-            plain = train_dataset.plain()
-            plain.on_bad_sample = train_dataset.on_bad_sample
-            ledger = write_ledger_of_training(trainer, plain)
+            ledger = write_ledger_of_training(trainer, train_dataset)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
@@ -144,13 +142,13 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
         waits_for = "".join(one.waits_for for one in of_kind(trainer.window_step.extensions, WithoutNoisyPairs))
-        if waits_for:
-            print(f"--leave_out has left nothing out: {waits_for}.")
         of_ledger = ledger_lines(ledger, str(args.output_dir), waits_for=waits_for) if ledger else ()
         print(*lines_of_changes(facts), *of_ledger, sep="\n")
         tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
-        if doubt := outcome(facts):
-            print(doubt)
+        saves_last = average is None and not args.load_best_model_at_end
+        best = earlier_best(trainer.state.log_history, facts) if saves_last else ""
+        for line in filter(None, (outcome(facts), best)):
+            print(line)
     leave(trainer)
 
 

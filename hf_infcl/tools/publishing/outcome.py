@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ...checkpoints.average_search import not_trained
-from ...evaluation.metrics import CHANGE, LOW, SCORES
+from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
 from ...optimizers.groups import NAMES
 from ...options.arguments import InfCLTrainingArguments
 from ...options.declaring import spelled
@@ -39,6 +40,33 @@ def outcome(facts: TrainingFacts) -> str:
         beyond = "rose beyond its 95% interval" if rose else "is clearly above chance"
         reasons.append(f"no score of what it was trained for {beyond}")
     return f"It is doubtful that this model has learned anything: {'; '.join(reasons)}." if reasons else ""
+
+
+def earlier_best(history: Sequence[Mapping[str, Any]], facts: TrainingFacts) -> str:
+    """A sentence, if a set that the model was trained for had a better score long before the end; otherwise nothing.
+
+    It is better if it lies above the 95% interval of the last one; where the score is of both directions, above the
+    mean of their bounds.
+
+    Args:
+        history: Trainer's ``log_history``.
+        facts: of a training whose last weights are saved.
+    """
+    for evaluation in facts.evaluations:
+        high = score_if_measured(evaluation.metrics, end=HIGH)
+        if evaluation.guard or high is None:
+            continue
+        prefix = f"eval_{evaluation.key}_"
+        scores = [(score_if_measured(entry, prefix), entry["step"]) for entry in history if entry["step"]]
+        best, step = max(((value, -step) for value, step in scores if value is not None), default=(0.0, 0))
+        if best > high:
+            last = score_if_measured(evaluation.metrics)
+            return (
+                f"The best score of {evaluation.dataset}, {evaluation.split}, was {best:.2%} after step {-step:,}, and "
+                f"{last:.2%} at the end, which the 95% interval does not explain. With --load_best_model_at_end a "
+                "training saves the best one."
+            )
+    return ""
 
 
 def doubtful_rate(args: InfCLTrainingArguments) -> str:

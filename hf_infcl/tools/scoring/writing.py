@@ -72,10 +72,13 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
 
     If it cannot be written, this warns and returns None, because the results of the training are still to be saved.
     ``dataset`` is the set that was trained; of a stream it knows the `content_fingerprint` from before the training.
+    Its images are read without augmentation.
     """
     selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
     if not selections:
         return None
+    plain = dataset.plain()
+    plain.on_bad_sample, dataset = dataset.on_bad_sample, plain
     keys, scores = averages = selections[0].averages.slow()
     left_out = selections[0].left_out().numpy()
     try:
