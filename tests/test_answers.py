@@ -119,7 +119,12 @@ def test_the_answer_for_a_set_that_was_checked(options, known, name):
             120,
             "--recipe finetune_alone --global_batch_size 64 --num_train_epochs 54 ",
         ),
-        ("pairs", {"global_batch": 4096}, 50_000, "--recipe finetune_alone --global_batch_size 2048\n"),
+        (
+            "pairs",
+            {"global_batch": 4096},
+            50_000,
+            "--recipe finetune_alone --global_batch_size 4096 --num_train_epochs 9\n",
+        ),
         ("pairs", {"global_batch": 4096, "epochs": 20.0}, 50_000, "--recipe finetune_alone --global_batch_size 4096\n"),
         ("pairs", {"global_batch": 4096, "epochs": 1.0}, 50_000, "--recipe finetune_alone --global_batch_size 256\n"),
         ("pairs", {"global_batch": 4096, "max_steps": 20}, 50_000, "--recipe finetune_alone --global_batch_size 4096"),
@@ -128,6 +133,18 @@ def test_the_answer_for_a_set_that_was_checked(options, known, name):
         ("many pairs", {"dataset": ["a/table"]}, 1_000_000, "--recipe finetune_clip --torch_compile"),
         ("old pairs", {"replay_dataset": ["my old"]}, 500, "--guard_dataset 'my old' --num_train_epochs 7\n"),
         ("several captions", {"captions_per_image": 2}, None, "--captions_per_image 2\n"),
+        ("few pairs", {"num_train_epochs": 200}, 500, "--global_batch_size 64 --num_train_epochs 200 --early"),
+        # From random weights a thousand steps in the epochs that were measured, and the batch that leaves two.
+        (
+            "teacher",
+            {"global_batch_size": 128, "optimizer": "muon"},
+            2000,
+            "--global_batch_size 128 --num_train_epochs 64",
+        ),
+        ("random weights", {"global_batch": 256}, 500, "--global_batch_size 256 --num_train_epochs 137\n"),
+        ("random weights", {"num_train_epochs": 16}, 150_101, "--global_batch_size 1024\n"),
+        ("random weights", {"num_train_epochs": 64}, 150_101, "--global_batch_size 4096\n"),
+        ("random weights", {}, 50_000, "--global_batch_size 256 --num_train_epochs 6\n"),
     ],
 )
 def test_an_answer_has_the_numbers_of_the_user(name, options, pairs, write):

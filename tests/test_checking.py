@@ -242,7 +242,9 @@ def test_nothing_is_invented_about_a_clean_set(form, model, tmp_path, capsys):
     assert found == {"train": {}, "pairs": {}}
     assert "on_bad_sample" not in options
     assert ("--samples_per_epoch 40" in options) == (form == "shards"), "read to the end without --all"
-    assert "Nothing is wrong with it." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Nothing of what was looked at is wrong." in printed
+    assert printed.count("Whether captions fit their images was not looked at: `infcl score` does.") == 1
     if form == "shards":
         assert "samples_per_epoch" not in check(model, tmp_path / "out", *words, "--check_samples", 20)[2]
 

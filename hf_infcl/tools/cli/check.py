@@ -26,6 +26,7 @@ from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_options import DIVISION
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...training.trainer import InfCLTrainer
+from ...windows.selection import tell_if_too_short
 from ..checking.faults import make_limits
 from ..checking.findings import (
     Finding,
@@ -107,6 +108,11 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     )
     if workers_line:
         print(workers_line)
+    if args.leave_out is not None and trained_facts.pairs:
+        seen = namespace.max_steps * args.global_batch_size * (1 - (args.replay_share or 0)) / trained_facts.pairs
+        tell_if_too_short(seen if namespace.max_steps > 0 else args.num_train_epochs)
+    if trained_facts.has_captions and ledger is None:
+        print("Whether captions fit their images was not looked at: `infcl score` does.")
     every = [finding for _, findings in results.values() for finding in findings]
     has_length = data.samples_per_epoch is not None or namespace.max_steps > 0
     if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and not has_length:
@@ -139,7 +145,9 @@ def sets_to_check(
         **evaluation_datasets(columns, evaluation, data),
         **guard_datasets(columns, guards, evaluation, data),
     }
-    stored_teachers(args.teacher_embeddings or [], [trained, *olds], args)  # which compares them with the pairs
+    teachers, _ = stored_teachers(args.teacher_embeddings or [], [trained, *olds], args)  # which compares them
+    for teacher in teachers:
+        print(f"Teacher: {teacher.words}, of {teacher.width} dimensions. They are of these pairs.")
     return sets
 
 

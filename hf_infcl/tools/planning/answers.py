@@ -28,6 +28,10 @@ SMALL_MEMORY = 24  # GiB of a GPU
 LEAST = 8  # pairs, of a quarter of which a batch has negatives
 SMALL_BATCH = 64  # the smallest that is advised in order to have more steps
 TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
+# From random weights with Muon, the batch that leaves 2,304 steps found the most of those that were measured, with
+# 17,168 pairs and with 150,101; fewer than a thousand cost much. Smaller and larger batches, or more epochs, were not.
+LEAST_STEPS, BEST_STEPS = 1000, 2000
+SMALL_MEASURED, LARGE_MEASURED, MOST_EPOCHS = 256, 4096, 137
 # Options that say what a user has. Where he has written them, an answer has his values.
 OF_USER = (
     *("samples_per_epoch", "captions_per_image", "replay_dataset", "guard_dataset", "teacher_embeddings"),
@@ -92,10 +96,12 @@ ANSWERS = {
     ),
     "random weights": Answer(
         "random weights and up to ten million pairs",
-        "--optimizer muon --learning_rate 5e-4 --augmentation crop --global_batch_size 256",
+        "--optimizer muon --learning_rate 5e-4 --augmentation crop --global_batch_size 1024",
         f"[29.1 with AdamW, 48.7 with Muon]({_TABLES}#adamw-and-muon) on the same samples",
-        "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16; larger "
-        "batches gain where they leave a thousand steps",
+        "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16; take the "
+        "batch that leaves two thousand steps: with 150,101 pairs [2,304 steps of 1,024 found 43.0, 9,216 of 256 33.0 "
+        "and 576 of 4,096 34.8; four times as long, 2,304 of 4,096 found 53.3 and 576 of 16,384 43.7]"
+        "(real_pairs/README.md#with-nine-times-the-pairs)",
         RECALL,
     ),
     "more": Answer(
@@ -183,9 +189,9 @@ ANSWERS = {
 }
 
 
-def batch_of_enough_steps(samples: float) -> int:
-    """The largest power of two that divides so many samples, those of all epochs, into `TOO_FEW_STEPS` or more."""
-    return 1 << (max(1, int(samples / TOO_FEW_STEPS)).bit_length() - 1)
+def batch_of_enough_steps(samples: float, steps: int = TOO_FEW_STEPS) -> int:
+    """The largest power of two that divides so many samples, those of all epochs, into ``steps`` or more."""
+    return 1 << (max(1, int(samples / steps)).bit_length() - 1)
 
 
 def table() -> str:
@@ -203,10 +209,7 @@ def choose_answer(options: Mapping[str, Any], *, pairs: int | None, texts: float
         texts: captions per image.
         foreign: whether the tokenizer does not know the scripts of many captions.
     """
-    pairs = pairs or 0
-    has_high_rate = (options.get("learning_rate") or 0.0) > FINE_TUNING
-    is_from_scratch = options.get("optimizer") == "muon" or has_high_rate or _is_untrained(options.get("model"))
-    random = is_from_scratch and not any(map(options.get, OF_CHECKPOINTS))
+    pairs, random = pairs or 0, _is_random(options)
     reasons = {
         "languages": foreign,
         "teacher": options.get("teacher") or options.get("teacher_embeddings"),
@@ -224,6 +227,13 @@ def choose_answer(options: Mapping[str, Any], *, pairs: int | None, texts: float
         "few pairs": pairs > 0,
     }
     return ANSWERS[next((name for name, holds in reasons.items() if holds), "batch")]
+
+
+def _is_random(options: Mapping[str, Any]) -> bool:
+    """Whether a training probably begins with random weights."""
+    has_high_rate = (options.get("learning_rate") or 0.0) > FINE_TUNING
+    is_from_scratch = options.get("optimizer") == "muon" or has_high_rate or _is_untrained(options.get("model"))
+    return is_from_scratch and not any(map(options.get, OF_CHECKPOINTS))
 
 
 def _is_untrained(model: str | None) -> bool:
@@ -273,22 +283,51 @@ def answer_line(
 
 
 def _ensure_steps(values: dict[str, str], options: Mapping[str, Any], decided: Collection[str], pairs: int) -> None:
-    """Lets an answer have a batch that leaves `TOO_FEW_STEPS`, or for a small set the epochs for as many."""
+    """Lets an answer have a batch that leaves enough steps, or else the epochs for as many.
+
+    What the user has decided stays. Only if both leave too few steps for a schedule, the batch gets smaller.
+    """
     if not values.keys() & {"recipe", "global_batch_size"} or "max_steps" in decided:
         return
     of_recipe = options_in(RECIPES[values["recipe"]]) if "recipe" in values else {}
-    usual = {"num_train_epochs": 3} | {name: value for name, (value, _) in of_recipe.items()}
+    usual = {"num_train_epochs": options.get("num_train_epochs") or 3}
+    usual |= {name: value for name, (value, _) in of_recipe.items()}
     usual |= {name: int(values[name]) for name in ("global_batch_size", "num_train_epochs") if name in values}
     batch = usual.get("global_batch_size") or math.prod(usual[name] for name in DIVISION)
     asked = next((options[name] for name in ("epochs", "num_train_epochs") if name in decided), None)
-    epochs = asked or usual["num_train_epochs"]
-    pairs *= 1 + ("replay_dataset" in values)  # half of a batch is old
-    fewer = max(batch_of_enough_steps(pairs * epochs), min(SMALL_BATCH, batch))
-    if fewer < batch:
-        values["global_batch_size"] = str(fewer)
-    least = math.ceil(TOO_FEW_STEPS * min(fewer, batch) / pairs)
-    if epochs < least and not asked:
+    has_batch, epochs = _has_batch(decided), asked or usual["num_train_epochs"]
+    seen = pairs * (1 + ("replay_dataset" in values))  # in an epoch, since half of a batch is old
+    from_random = _is_random(options) or not {"muon", "from_scratch"}.isdisjoint(values.values())
+    steps = LEAST_STEPS if from_random and not (asked and has_batch) else TOO_FEW_STEPS
+    smallest = SMALL_MEASURED if from_random and not asked else SMALL_BATCH
+    if "optimizer" in values and not has_batch:  # the answer for random weights, for which the best batch is known
+        most = _batch(options) or LARGE_MEASURED  # that of a recipe
+        batch = min(max(batch_of_enough_steps(seen * epochs, BEST_STEPS), smallest), most, _quarter(pairs))
+        values["global_batch_size"] = str(batch)
+    fewer = max(batch_of_enough_steps(seen * epochs, steps), min(smallest, batch))
+    if fewer < batch and (asked or not has_batch):
+        batch = fewer
+        values["global_batch_size"] = str(batch)
+    least = math.ceil(steps * batch / seen)
+    if from_random:
+        least = max(min(least, MOST_EPOCHS), math.ceil(TOO_FEW_STEPS * batch / seen))
+    if asked and "num_train_epochs" in values:
+        values["num_train_epochs"] = f"{asked:g}"
+    elif not asked and epochs < least:
         values["num_train_epochs"] = str(least)
+
+
+def _has_batch(decided: Collection[str]) -> bool:
+    return "global_batch" in decided or "global_batch_size" in decided
+
+
+def _batch(options: Mapping[str, Any]) -> int | None:
+    return options.get("global_batch") or options.get("global_batch_size")
+
+
+def _quarter(pairs: int) -> int:
+    """The largest power of two up to a quarter of the pairs."""
+    return 1 << ((pairs // 4).bit_length() - 1)
 
 
 def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> dict[str, str]:
@@ -296,12 +335,12 @@ def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str]
     values = dict(re.findall(r"--(\w+)(?: ((?!--).+?)(?= --|$))?", answer.write))
     recipe, usual = values.get("recipe"), values.get("global_batch_size")
     has_other = recipe and (options.get("recipe") not in (None, recipe) or options.get("lora_rank"))
-    has_batch = "global_batch" in decided or "global_batch_size" in decided
+    has_batch = _has_batch(decided)
     if has_other or (pairs and pairs < LEAST) or (has_batch and answer is ANSWERS["batch"]):
         return {}
-    batch = (options.get("global_batch") or options.get("global_batch_size")) if has_batch else None
+    batch = _batch(options) if has_batch else None
     if pairs and not (batch and batch <= pairs):
-        fits = 1 << ((pairs // 4).bit_length() - 1)  # the largest power of two up to a quarter of the pairs
+        fits = _quarter(pairs)
         # A recipe has a batch of its own, which may be larger than a small set.
         batch = min(int(usual), fits) if usual else fits if recipe and pairs < FEW else None
     if batch and (usual or recipe):
