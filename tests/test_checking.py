@@ -234,7 +234,7 @@ def test_each_planted_fault_is_found_and_no_other(form, model, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nothing_is_invented_about_a_clean_set(form, model, tmp_path, capsys):
+def test_nothing_is_invented_about_a_clean_set(form, model, tmp_path, capsys, caplog):
     words = FORMS[form](tmp_path / "data", clean())
     as_folder(tmp_path / "test", [Row(scene(number), f"another {number} picture") for number in range(100, 130)])
     code, found, options = check(model, tmp_path / "out", *words, "--eval_dataset", tmp_path / "test")
@@ -245,6 +245,10 @@ def test_nothing_is_invented_about_a_clean_set(form, model, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "Nothing of what was looked at is wrong." in printed
     assert printed.count("Whether captions fit their images was not looked at: `infcl score` does.") == 1
+    if form != "shards":
+        short = ["--leave_out", "noisy", "--max_steps", 2, "--global_batch_size", 20]
+        check(model, tmp_path / "out", *words, *short)
+        assert caplog.text.count("this training sees each pair 1.0 times, and the rule begins after 3") == 1
     if form == "shards":
         assert "samples_per_epoch" not in check(model, tmp_path / "out", *words, "--check_samples", 20)[2]
 

@@ -1,5 +1,6 @@
 """The planner: its predictions agree with measured steps, its choices fit into memory, and its output is short."""
 
+import csv
 import importlib
 import os
 import re
@@ -24,7 +25,19 @@ from hf_infcl.optimizers.newton_schulz import orthogonalised
 from hf_infcl.tools import cli
 from hf_infcl.tools.cli import commands
 from hf_infcl.tools.planning import counting, planner
-from hf_infcl.tools.planning.costs import GIB, GPUS, LAUNCHES, Bytes, Choice, Counts, Tower, Work, seconds, step_cost
+from hf_infcl.tools.planning.costs import (
+    DECODED,
+    GIB,
+    GPUS,
+    LAUNCHES,
+    Bytes,
+    Choice,
+    Counts,
+    Tower,
+    Work,
+    seconds,
+    step_cost,
+)
 from hf_infcl.tools.planning.planner import check_memory, make_choice
 from hf_infcl.tools.planning.report import report
 
@@ -69,7 +82,19 @@ def with_options(choice: Choice, **options: Any) -> Choice:
 
 
 def flops_of_update(counts: Counts, choice: Choice) -> float:
-    return times_of(counts, choice)["optimizer"] * GPU.shares["eager"] * GPU.peak
+    return step_cost(counts, choice).update_flops
+
+
+def test_no_number_of_gpus_makes_an_update_faster_than_its_host():
+    counts = Counts(1, 0, 1, 1, "softmax", image=Tower(), text=Tower(), matrices=((768, 768),) * 146)
+    one, eight = (times_of(counts, Choice(gpus, 1, 1, {"optimizer": "muon"}))["optimizer"] for gpus in (1, 8))
+    assert one >= eight == pytest.approx(0.0102, abs=1e-4), "AdamW and Muon of a ViT-B/16 take 9.3 to 12.9 ms"
+
+
+def test_the_rate_of_a_worker_is_that_of_its_row():
+    with Path(SCRIPTS, "benchmarks/results/data.csv").open(encoding="utf-8") as file:
+        rows = [one for one in csv.DictReader(file) if one["part"] == "worker"]
+    assert [int(one["per_second"]) for one in rows if one["implementation"] == "hf_infcl, random crop"][-1] == DECODED
 
 
 def test_muon_keeps_one_buffer_for_a_matrix_and_its_products_are_counted(counted):
@@ -507,6 +532,18 @@ def test_the_plan_knows_replay_and_averages(small_model, capsys):
 )
 def test_the_length_is_that_of_the_trainer(small_model, capsys, words, told):
     assert told in planned(capsys, small_model, "--global_batch", 1024, "--dataset_size", 100_000, *words)
+
+
+def test_an_epoch_of_a_stream_has_the_samples_that_it_names(small_model, capsys):
+    words = ["--global_batch", 1024, "--streaming", "--dataset", "a.tar", "--warmup_steps", 20]
+    said = planned(capsys, small_model, *words, "--samples_per_epoch", 102_400)
+    assert "An epoch of 102,400 pairs takes 100 steps and " in said
+    assert "The warm-up takes 20% of the steps; a tenth of them is --warmup_steps 10." in said
+    assert "The host's launches limit it, not the GPU" in said
+    assert re.search(r"which takes about [\d,]+ workers? of 561 images per second", said)
+    assert "The warm-up takes" not in planned(capsys, small_model, *words, "--samples_per_epoch", 204_800)
+    said = planned(capsys, small_model, *words, "--samples_per_epoch", 102_400, "--dataset_size", 999_999)
+    assert "An epoch of 102,400 pairs" in said
 
 
 @pytest.mark.parametrize(

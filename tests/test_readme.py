@@ -144,6 +144,12 @@ def test_the_student_of_the_guide_is_taught(demo, small, tmp_path, monkeypatch, 
         infcl(*shlex.split(line)[1:], "--use_cpu", "--report_to", "none")
     assert json.loads(Path("outputs/small/config.json").read_text())["matryoshka_dims"] == [32, 64]
     assert json.loads(Path("outputs/small-64/eval_results.json").read_text())
+    capsys.readouterr()
+    words = ["--recipe", "distill", "--model", "outputs/clip-init", "--use_cpu"]
+    words += ["--dataset", tmp_path / "pairs", "--eval_dataset", tmp_path / "pairs"]
+    with pytest.raises(SystemExit):
+        infcl("check", *words, "--teacher_embeddings", "outputs/teacher")
+    assert re.search(r"Teacher: .*clip-init.*, of \d+ dimensions. They are of these pairs.", capsys.readouterr().out)
 
 
 def text_of(page: Path) -> str:

@@ -38,8 +38,9 @@ def plan(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) 
         in_words = "num_train_epochs" in user_options and "epochs" not in user_options
         epochs = namespace.num_train_epochs if in_words else namespace.epochs
         has_adapters = base_of_adapters(namespace.model) is not None
-        print(*report(planner, epochs, has_adapters=has_adapters), sep="\n")
         pairs = namespace.dataset_size or namespace.samples_per_epoch
+        namespace.dataset_size = namespace.samples_per_epoch if parser.typed("samples_per_epoch") else pairs
+        print(*report(planner, epochs, has_adapters=has_adapters), sep="\n")
         answer = choose_answer(vars(namespace), pairs=pairs)
         decided = {name for name in user_options if parser.typed(name) or not namespace.recipe}
         if line := answer_line(answer, vars(namespace), decided, pairs=pairs):

@@ -43,7 +43,7 @@ from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay
 from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
-from .launched import leave, mistakes_in_one_line
+from .launched import busy_cores, leave, mistakes_in_one_line
 from .parser import Parser
 
 
@@ -107,7 +107,8 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             for line in short_check(trainer, train_dataset, data):
                 print(line)
-        if warning := doubtful_rate(args):
+        busy = busy_cores(torch.get_num_threads()) if args.device.type == "cpu" else ""
+        for warning in filter(None, (doubtful_rate(args), busy)):
             print(warning)
     if args.leave_out is not None:
         train_dataset.content_fingerprint()  # remembered for the ledger: shards may change during the training

@@ -35,6 +35,10 @@ GPUS = {
     "h200": GPU("H200", 140.4, 989e12, {"eager": 0.23, "compiled": 0.27, "loss": 0.61}),
 }
 LAUNCHES = {"eager": 45e-6, "compiled": 32e-6}
+# Of optimizer.csv: a ViT-B/16 with 146 matrices takes 9.3 ms alone, and with two GPUs 12.9, where computing half of the
+# products would take 4.7. Between them this comes within 25% of all rows.
+MATRIX = 70e-6  # seconds of the host for a matrix that Muon updates
+DECODED = 561  # images of 54 kB that a core decodes and crops in a second ("hf_infcl, random crop" of data.csv)
 GIB = 1 << 30
 USABLE = 0.92  # share of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the rest
@@ -163,6 +167,7 @@ class Cost(Amounts):
     second_pass: Work = Work()
     loss_flops: float = 0.0
     update_flops: float = 0.0
+    updated_matrices: float = 0.0  # on the host, which updates all of them
 
     @property
     def memory(self) -> dict[str, float]:
@@ -219,16 +224,26 @@ def step_cost(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Cost:
 def seconds(cost: Cost, choice: Choice, gpu: GPU) -> dict[str, float]:
     """The time of a step by phase, where data is always available.
 
-    A pass takes as long as its operations at the measured share of the GPU's peak, or as the host's launches. The loss
-    of few pairs on several GPUs takes up to 3 ms longer, and AdamW 2 ms for 150 million weights.
+    A pass takes as long as its operations at the measured share of the GPU's peak, or as the host's launches; so does
+    an update by Muon. The loss of few pairs on several GPUs takes up to 3 ms longer, and AdamW 2 ms for 150 million
+    weights.
     """
-    kind = "compiled" if choice.options.get("torch_compile") else "eager"
-    first, second = (
-        max(gpu.seconds(choice.per_device_train_batch_size * work.flops, kind), work.launches * LAUNCHES[kind])
-        for work in (cost.first_pass, cost.second_pass)
-    )
+    first, second = map(max, _passes(cost, choice, gpu))
     loss, update = gpu.seconds(cost.loss_flops, "loss"), gpu.seconds(cost.update_flops, "eager")
+    update = max(update, cost.updated_matrices * MATRIX)
     return {"first pass": first, "loss": loss, "second pass": second, "optimizer": update}
+
+
+def host_limits(cost: Cost, choice: Choice, gpu: GPU) -> bool:
+    """Whether both passes of a step wait for the host's launches, and not for the GPU."""
+    return all(launches > computes for computes, launches in _passes(cost, choice, gpu))
+
+
+def _passes(cost: Cost, choice: Choice, gpu: GPU) -> list[tuple[float, float]]:
+    """The seconds of the GPU and of the host's launches, in both passes."""
+    kind, pairs = "compiled" if choice.options.get("torch_compile") else "eager", choice.per_device_train_batch_size
+    works = cost.first_pass, cost.second_pass
+    return [(gpu.seconds(pairs * work.flops, kind), work.launches * LAUNCHES[kind]) for work in works]
 
 
 def pair_bytes(dim: int, choice: Choice) -> float:
@@ -272,7 +287,8 @@ def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
 
     values = sum(rows * columns for rows, columns in counts.matrices)
     flops = sum(STEPS * (4.0 * m * m * n + 2.0 * m**3) for m, n in map(sorted, counts.matrices))
-    return Cost(optimizer=-4.0 * values, update_flops=flops / choice.gpus)
+    matrices = float(len(counts.matrices))
+    return Cost(optimizer=-4.0 * values, update_flops=flops / choice.gpus, updated_matrices=matrices)
 
 
 def _teacher(counts: Counts, choice: Choice, names: Sequence[str]) -> Cost:

@@ -10,8 +10,10 @@ import torch
 from ...loading.shares import replay_share
 from ...options.batch_options import DIVISION
 from .answers import LEAST, TOO_FEW_STEPS, batch_of_enough_steps
-from .costs import GIB, LEFT_OUT, USABLE, Choice, seconds, step_cost
+from .costs import DECODED, GIB, LEFT_OUT, USABLE, Choice, host_limits, seconds, step_cost
 from .planner import Planner
+
+MUCH_WARMUP = 0.1  # share of the steps
 
 
 def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[str]:
@@ -66,6 +68,10 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
         yield f"  --max_steps {steps} takes {duration(steps * mean)}."
     elif per_epoch is not None and epochs != 1:
         yield f"  {epochs:g} epochs take {number(steps, 'step')}{f' and {duration(steps * mean)}' * is_timed}."
+    warmup = options.warmup_steps or 0
+    if (share := warmup / max(1, steps) if warmup >= 1 else warmup) > MUCH_WARMUP and steps:
+        tenth = f"a tenth of them is --warmup_steps {max(1, round(MUCH_WARMUP * steps))}"
+        yield f"  The warm-up takes {share:.0%} of the steps; {tenth}."
     if 0 < steps < TOO_FEW_STEPS:
         yield f"  This is too few steps for a learning rate schedule: {_more_steps(planner, steps, epochs)}."
     if pairs is None and options.dataset and is_timed and options.max_steps <= 0:
@@ -155,8 +161,15 @@ def _times(planner: Planner) -> Iterator[str]:
     if not on_cpu and (other := planner.find(compiled=not compiled)) is not None:
         time, words = sum(planner.times(other).values()), _words(_options(planner, other)[0])
         yield f"  {'Without' if compiled else 'With'} --torch_compile it is {duration(time)}: {words}"
+    if not on_cpu and host_limits(step_cost(planner.counts, planner.choice), planner.choice, planner.gpu):
+        yield "  The host's launches limit it, not the GPU: more pairs in a micro-batch take hardly longer."
     rate, device = planner.images_per_second, "This machine" if on_cpu else "Each GPU"
-    yield f"  {device} trains up to {rate:,.0f} images per second. `infcl check` says how many workers load as many."
+    workers = math.ceil(rate / DECODED)
+    yield (
+        f"  {device} trains up to {rate:,.0f} images per second. These times leave out the loading, which takes about "
+        f"{number(workers, 'worker')} of {DECODED} images per second (one core, images of 54 kB: "
+        "scripts/benchmarks/results/README.md#images-and-shards); `infcl check` measures yours."
+    )
 
 
 def number(count: int, word: str) -> str:
@@ -167,5 +180,5 @@ def duration(seconds: float) -> str:
     if seconds < 1:
         return f"{1000 * seconds:.{1 if seconds < 0.01 else 0}f} ms"
     if seconds < 120:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.{2 if seconds < 10 else 1}f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
