@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from hf_infcl.processes.cores import busy_cores
 from hf_infcl.tools.cli import launched
 from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.cli.launched import busy_cores, fit_workers, warn_once
+from hf_infcl.tools.cli.launched import fit_workers, warn_once
 from hf_infcl.tools.publishing.telling import ProgressPrinter, make_rows, table_lines
 
 PAIRS = {
@@ -187,7 +188,7 @@ def test_the_workers_of_a_recipe_fit_the_machine(monkeypatch, capfd, processes, 
 
 
 def test_threads_on_cores_that_others_use_are_told(monkeypatch):
-    monkeypatch.setattr("hf_infcl.tools.cli.launched.cores", lambda: 8)
+    monkeypatch.setattr("hf_infcl.processes.cores.cores", lambda: 8)
     monkeypatch.setattr("os.getloadavg", lambda: (3.5, 9.0, 9.0))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "load of this machine is 3.5, and torch computes with 8 threads on its 8 cores" in (said := busy_cores(8))

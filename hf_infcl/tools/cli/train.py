@@ -20,6 +20,7 @@ from ...conversion import compare_formats
 from ...data import ImageTextDataset, ZeroShotDataset
 from ...encoders.adapters import ADAPTER_FILES, has_adapters
 from ...options.arguments import InfCLTrainingArguments
+from ...processes.cores import busy_cores
 from ...processes.preemption import Preempted
 from ...training.ending import measured_last
 from ...training.trainer import InfCLTrainer
@@ -43,7 +44,7 @@ from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay
 from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
-from .launched import busy_cores, leave, mistakes_in_one_line
+from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
 
