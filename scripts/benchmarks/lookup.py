@@ -95,7 +95,8 @@ def write(folder: Path, count: int, keys: Sequence[str]) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    record = {"format": "npy", "kinds": ["images", "texts"], "data": {"rows": count}}
+    of_model = {"model": "random", "weights": "", "fingerprint": ""}
+    record = {"format": "npy", "kinds": ["images", "texts"], "data": {"rows": count}, **of_model}
     (folder / RECORD).write_text(json.dumps(record), encoding="utf-8")
 
 
