@@ -67,10 +67,9 @@ ANSWERS = {
     "few pairs": Answer(
         "a checkpoint and some 500 pairs",
         "--recipe finetune_alone --global_batch_size 64 --num_train_epochs 30 --early_stopping_patience 3",
-        f"with 5,292 pairs, not measured with fewer: [old 37.0 → 31.7, new 7.8 → 16.4; full fine-tuning 9.1 and 20.1]"
-        f"({_TABLES}#averages-with-the-start)",
-        "new pairs are learned less well; [LoRA kept and gained less: 6.8 and 12.6]"
-        f"({_TABLES}#fine-tuning) at the best of three rates",
+        "with 5,292 pairs, not measured with fewer: "
+        f"[old 37.0 → 31.7, new 7.8 → 16.4]({_TABLES}#averages-with-the-start)",
+        f"new pairs are learned less well: [full fine-tuning 20.1, but old 9.1]({_TABLES}#averages-with-the-start)",
         OLD_AND_NEW,
     ),
     "pairs": Answer(
@@ -83,15 +82,14 @@ ANSWERS = {
     "old pairs": Answer(
         "a checkpoint, new pairs, and old ones that it knows, or similar ones",
         "--recipe finetune_keep --global_batch_size 1024 --replay_dataset old/pairs --guard_dataset old/pairs",
-        f"[old 37.0 → 35.2, new 7.8 → 19.8, averaged with the start; 33.0 and 24.5 before]"
-        f"({_TABLES}#averages-with-the-start)",
+        f"[old 37.0 → 35.2, new 7.8 → 19.8]({_TABLES}#averages-with-the-start)",
         "an epoch of the new pairs takes twice the steps",
         OLD_AND_NEW,
     ),
     "many pairs": Answer(
         "a checkpoint and some 5 million pairs",
         "--recipe finetune_clip --streaming --samples_per_epoch 5000000 --torch_compile",
-        f"what so many pairs gain was not measured; [compiled 2,710 images a second instead of 1,593]({_STEP})",
+        f"[2,710 images a second, compiled, instead of 1,593]({_STEP}); recalls were not measured",
         "old knowledge goes: use finetune_keep if you have old pairs",
     ),
     "random weights": Answer(
@@ -99,8 +97,7 @@ ANSWERS = {
         "--optimizer muon --learning_rate 5e-4 --augmentation crop --global_batch_size 1024",
         f"[29.1 with AdamW, 48.7 with Muon]({_TABLES}#adamw-and-muon) on the same samples",
         "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16; take the "
-        "batch that leaves two thousand steps: with 150,101 pairs [2,304 steps of 1,024 found 43.0, 9,216 of 256 33.0 "
-        "and 576 of 4,096 34.8; four times as long, 2,304 of 4,096 found 53.3 and 576 of 16,384 43.7]"
+        "batch that leaves two thousand steps: [2,304 of 1,024 pairs found 43.0, 576 of 4,096 34.8]"
         "(real_pairs/README.md#with-nine-times-the-pairs)",
         RECALL,
     ),
@@ -110,17 +107,16 @@ ANSWERS = {
         "[with Muon 2,048 pairs per step find 55.6, 256 find 55.8; with AdamW 38.7 and 45.7]"
         f"({_TABLES}#adamw-and-muon) on the same samples, "
         "[in 65 s instead of 355](real_pairs/README.md#how-large-a-batch)",
-        "a thousand steps or more, two thousand with AdamW; beyond 4,096 pairs, so many were not measured",
+        "a thousand steps or more, two thousand with AdamW; so many pairs were not measured",
         RECALL,
     ),
     "noisy": Answer(
         "captions of which some are wrong",
         "--leave_out noisy",
-        "[from random weights with Muon 33.5 → 41.1 with a fifth of them wrong, 15.4 → 27.0 with half; with AdamW "
-        "15.6 → 18.3 and 5.0 → 7.1; little in a fine-tuning by Muon: new 20.2 → 21.8 and 14.5 → 15.8]"
-        f"({_TABLES}#wrong-captions-and-teachers)",
-        "ten epochs or more; right pairs of rare concepts may be left out; nothing is gained where wrong captions are "
-        f"titles that many files share: [44.5 → 44.2]({_TABLES}#wrong-captions-and-teachers)",
+        "from random weights, a fifth of them wrong: [with Muon 33.5 → 41.1, with AdamW 15.6 → 18.3; in a fine-tuning "
+        f"by Muon new 20.2 → 21.8]({_TABLES}#wrong-captions-and-teachers)",
+        "ten epochs or more; rare right pairs may be left out; titles that many files share are not found: "
+        f"[44.5 → 44.2]({_TABLES}#wrong-captions-and-teachers)",
         f"{RECALL}; new: recall@5 on what a checkpoint is trained on",
     ),
     "teacher": Answer(
@@ -128,7 +124,7 @@ ANSWERS = {
         "--recipe distill --teacher_embeddings outputs/teacher",
         f"[from random weights with Muon 45.6 → 53.3, for a third of the size 38.7 → 48.3; with AdamW 22.8 → 35.5]"
         f"({_TABLES}#wrong-captions-and-teachers)",
-        "one `infcl embed` over the pairs; in a fine-tuning by Muon it does not keep what the model knew: "
+        "one `infcl embed` over the pairs; in a fine-tuning by Muon old knowledge is not kept: "
         f"[23.3 → 20.3]({_TABLES}#wrong-captions-and-teachers)",
         RECALL,
     ),
@@ -136,7 +132,7 @@ ANSWERS = {
         "several captions per image",
         "--captions_per_image 3",
         f"[29.1 → 34.5]({_TABLES}#several-captions) from random weights with AdamW, at the rate of one caption; not "
-        "measured with Muon or in a fine-tuning",
+        "measured with Muon",
         "memory and time of so many texts per image; no gain on new concepts",
         RECALL,
     ),
@@ -144,7 +140,7 @@ ANSWERS = {
         "captions that one word makes wrong",
         "--negative_caption_column wrong",
         f"[relations told apart: 80.7 → 96.3]({_TABLES}#hard-negatives) from random weights with AdamW; not measured "
-        "with Muon or in a fine-tuning",
+        "with Muon",
         "one more text per image",
         "in per cent",
     ),
@@ -157,8 +153,7 @@ ANSWERS = {
     "frozen images": Answer(
         "images that the checkpoint tells apart, and new words for them",
         "--recipe lit",
-        "[by AdamW old 18.8, new 19.0 with a locked image tower; 8.9 and 20.3 with both trained]"
-        f"({_TABLES}#fine-tuning)",
+        f"[old 18.8, new 19.0; with both towers trained 8.9 and 20.3]({_TABLES}#fine-tuning)",
         "the image tower learns nothing; a cache of 4 bytes × its width per image",
         OLD_AND_NEW,
     ),
@@ -168,7 +163,7 @@ ANSWERS = {
         f"[4,096 pairs per step in 3.0 GiB, 256 in 2.7]({_TABLES}#cost)",
         f"[5,116 pairs a second instead of 5,580]({_TABLES}#cost); `--patch_dropout 0.5` takes "
         "[20.5 GiB instead of 30.8](benchmarks/results/README.md#fewer-patches-and-texts-encoded-at-once) and "
-        "[4 points](real_pairs/README.md#fewer-tokens) from random weights with Muon",
+        "[4 points](real_pairs/README.md#fewer-tokens)",
     ),
     "many GPUs": Answer(
         "several GPUs",
@@ -182,8 +177,8 @@ ANSWERS = {
         "--global_batch_size 1024",
         "one loss over 1,024 pairs instead of four over 256, from random weights: "
         f"[with AdamW 20.2 → 22.9, with Muon 40.1 → 44.6]({_TABLES}#the-same-number-of-steps)",
-        "another forward, but of graphs that memory keeps: with short texts [1,593 images a second in 76.8 GiB, "
-        f"`Trainer` 1,599 in 26.1]({_STEP})",
+        "another forward, or memory: with short texts [1,593 images a second in 76.8 GiB, `Trainer` 1,599 in 26.1]"
+        f"({_STEP})",
         RECALL,
     ),
 }
