@@ -37,6 +37,7 @@ OF_USER = (
     *("samples_per_epoch", "captions_per_image", "replay_dataset", "guard_dataset", "teacher_embeddings"),
     "negative_caption_column",
 )
+OF_BATCH = {"global_batch", "global_batch_size"}  # of `infcl plan`, and of a training
 
 # The metrics of the figures of an answer, for commands, which show no page.
 RECALL = "recall@1 in per cent"
@@ -258,11 +259,10 @@ def answer_line(
         pairs: of the training set, if that is known.
         at_least: whether it has these pairs or more.
     """
-    values = _fitted(answer, options or {}, decided, pairs)
+    values = _words(answer, options or {}, decided, pairs)
     if not values:
         return ""
-    if pairs and not at_least:
-        _ensure_steps(values, options or {}, decided, pairs)
+    values |= _batch_and_epochs(values, options or {}, decided, None if at_least else pairs)
     words = " ".join(f"--{name} {value}".rstrip() for name, value in values.items())
     write = answer.write.partition("--")[0] + words  # torchrun stands before the first option
     have, gain, price = (
@@ -277,69 +277,13 @@ def answer_line(
     return f"For {have}: {write}\n  {measured}: {gain}. Price: {price}. All answers: {PAGE}."
 
 
-def _ensure_steps(values: dict[str, str], options: Mapping[str, Any], decided: Collection[str], pairs: int) -> None:
-    """Lets an answer have a batch that leaves enough steps, or else the epochs for as many.
-
-    What the user has decided stays. Only if both leave too few steps for a schedule, the batch gets smaller.
-    """
-    if not values.keys() & {"recipe", "global_batch_size"} or "max_steps" in decided:
-        return
-    of_recipe = options_in(RECIPES[values["recipe"]]) if "recipe" in values else {}
-    usual = {"num_train_epochs": options.get("num_train_epochs") or 3}
-    usual |= {name: value for name, (value, _) in of_recipe.items()}
-    usual |= {name: int(values[name]) for name in ("global_batch_size", "num_train_epochs") if name in values}
-    batch = usual.get("global_batch_size") or math.prod(usual[name] for name in DIVISION)
-    asked = next((options[name] for name in ("epochs", "num_train_epochs") if name in decided), None)
-    has_batch, epochs = _has_batch(decided), asked or usual["num_train_epochs"]
-    seen = pairs * (1 + ("replay_dataset" in values))  # in an epoch, since half of a batch is old
-    from_random = _is_random(options) or not {"muon", "from_scratch"}.isdisjoint(values.values())
-    steps = LEAST_STEPS if from_random and not (asked and has_batch) else TOO_FEW_STEPS
-    smallest = SMALL_MEASURED if from_random and not asked else SMALL_BATCH
-    if "optimizer" in values and not has_batch:  # the answer for random weights, for which the best batch is known
-        most = _batch(options) or LARGE_MEASURED  # that of a recipe
-        batch = min(max(batch_of_enough_steps(seen * epochs, BEST_STEPS), smallest), most, _quarter(pairs))
-        values["global_batch_size"] = str(batch)
-    fewer = max(batch_of_enough_steps(seen * epochs, steps), min(smallest, batch))
-    if fewer < batch and (asked or not has_batch):
-        batch = fewer
-        values["global_batch_size"] = str(batch)
-    least = math.ceil(steps * batch / seen)
-    if from_random:
-        least = max(min(least, MOST_EPOCHS), math.ceil(TOO_FEW_STEPS * batch / seen))
-    if asked and "num_train_epochs" in values:
-        values["num_train_epochs"] = f"{asked:g}"
-    elif not asked and epochs < least:
-        values["num_train_epochs"] = str(least)
-
-
-def _has_batch(decided: Collection[str]) -> bool:
-    return "global_batch" in decided or "global_batch_size" in decided
-
-
-def _batch(options: Mapping[str, Any]) -> int | None:
-    return options.get("global_batch") or options.get("global_batch_size")
-
-
-def _quarter(pairs: int) -> int:
-    """The largest power of two up to a quarter of the pairs."""
-    return 1 << ((pairs // 4).bit_length() - 1)
-
-
-def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> dict[str, str]:
+def _words(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> dict[str, str]:
     """The options to write, with the user's values; none if they would contradict these, or for next to no pairs."""
     values = dict(re.findall(r"--(\w+)(?: ((?!--).+?)(?= --|$))?", answer.write))
-    recipe, usual = values.get("recipe"), values.get("global_batch_size")
+    recipe = values.get("recipe")
     has_other = recipe and (options.get("recipe") not in (None, recipe) or options.get("lora_rank"))
-    has_batch = _has_batch(decided)
-    if has_other or (pairs and pairs < LEAST) or (has_batch and answer is ANSWERS["batch"]):
+    if has_other or (pairs and pairs < LEAST) or (answer is ANSWERS["batch"] and not OF_BATCH.isdisjoint(decided)):
         return {}
-    batch = _batch(options) if has_batch else None
-    if pairs and not (batch and batch <= pairs):
-        fits = _quarter(pairs)
-        # A recipe has a batch of its own, which may be larger than a small set.
-        batch = min(int(usual), fits) if usual else fits if recipe and pairs < FEW else None
-    if batch and (usual or recipe):
-        values["global_batch_size"] = str(batch)
     of_user = {name: options.get(name) for name in OF_USER if name in decided}
     of_user["samples_per_epoch"] = of_user.get("samples_per_epoch") or pairs
     of_user["guard_dataset"] = of_user.get("guard_dataset") or of_user.get("replay_dataset")
@@ -351,3 +295,64 @@ def _fitted(answer: Answer, options: Mapping[str, Any], decided: Collection[str]
     if "nproc_per_node" in values:
         values["nproc_per_node"] = values["nproc_per_node"].replace("8", str(options.get("gpus") or 8), 1)
     return values
+
+
+def _batch_and_epochs(
+    values: Mapping[str, str], options: Mapping[str, Any], decided: Collection[str], pairs: int | None
+) -> dict[str, str]:
+    """The batch and the epochs to write in place of those of an answer, whose options are ``values``, or of its recipe.
+
+    1. What the user has written stays, but for a batch larger than the set.
+    2. Otherwise the batch is that of the answer or its recipe, and at most a quarter of the pairs. In the answer for
+       random weights it is the one that leaves `BEST_STEPS`, among those that were measured.
+    3. If the epochs leave too few steps, the batch gets smaller, down to the smallest that is advised; one that the
+       user has written only if he has written the epochs, too.
+    4. If the steps are still too few, the epochs get more, unless he has written them. From random weights they do not
+       exceed those that were measured, if these suffice for a schedule.
+
+    Rules 3 and 4 do not hold with ``max_steps``, and none but the first if the number of ``pairs`` is not known.
+    """
+    if values.keys().isdisjoint({"recipe", "global_batch_size"}):
+        return {}
+    own = None if OF_BATCH.isdisjoint(decided) else _batch(options)
+    if pairs is None:
+        return {"global_batch_size": str(own)} if own else {}
+    if own and own > pairs:
+        own = None
+    asked = next((options[name] for name in ("epochs", "num_train_epochs") if name in decided), None)
+    usual = {"num_train_epochs": options.get("num_train_epochs") or 3}
+    if "recipe" in values:
+        usual |= {name: value for name, (value, _) in options_in(RECIPES[values["recipe"]]).items()}
+    usual |= {name: int(values[name]) for name in ("global_batch_size", "num_train_epochs") if name in values}
+    usual_batch = usual.get("global_batch_size") or math.prod(usual[name] for name in DIVISION)
+    epochs = asked or usual["num_train_epochs"]
+    samples = pairs * (1 + ("replay_dataset" in values))  # of an epoch, since half of a batch is old
+    from_random = _is_random(options) or not {"muon", "from_scratch"}.isdisjoint(values.values())
+    steps = LEAST_STEPS if from_random and not (asked and own) else TOO_FEW_STEPS
+    smallest = SMALL_MEASURED if from_random and not asked else SMALL_BATCH
+    has_steps = "max_steps" in decided
+
+    # ---- Rules 1 and 2 ----
+    batch = own or usual_batch
+    if not own and "optimizer" in values and not has_steps:
+        best = max(batch_of_enough_steps(samples * epochs, BEST_STEPS), smallest)
+        batch = min(best, _batch(options) or LARGE_MEASURED)  # the options have that of the user's recipe
+    if not own:
+        batch = min(batch, 1 << ((pairs // 4).bit_length() - 1))
+    # ---- Rule 3 ----
+    if (asked or not own) and not has_steps:
+        batch = min(batch, max(batch_of_enough_steps(samples * epochs, steps), smallest))
+    found = {"global_batch_size": str(batch)} if own or batch != usual_batch else {}
+    # ---- Rule 4 ----
+    least = math.ceil(steps * batch / samples)
+    if from_random:
+        least = max(min(least, MOST_EPOCHS), math.ceil(TOO_FEW_STEPS * batch / samples))
+    if asked and "num_train_epochs" in values:
+        found["num_train_epochs"] = f"{asked:g}"
+    elif not asked and epochs < least and not has_steps:
+        found["num_train_epochs"] = str(least)
+    return found
+
+
+def _batch(options: Mapping[str, Any]) -> int | None:
+    return options.get("global_batch") or options.get("global_batch_size")
