@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -150,18 +149,21 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """(row, bytes of its image file) of every ``step``-th row, if the file is local; none is read."""
         import pyarrow.compute
 
-        tables = self._rows.select_columns([self.image_column]).with_format("arrow").iter(1000)
-        first = 0
-        for chunk in itertools.chain.from_iterable(table[self.image_column].chunks for table in tables):
-            sizes = pyarrow.compute.binary_length(chunk.field("bytes")).to_pylist()
-            paths = chunk.field("path").to_pylist()
-            for row in range(-first % step, len(sizes), step):
-                size, path = sizes[row], paths[row]
-                if size is None and path is not None:
-                    size = size_of_file(path)
-                if size is not None:
-                    yield first + row, size
-            first += len(sizes)
+        sizes, paths = self.computed("bytes", pyarrow.compute.binary_length), self.computed("path")
+        for row in range(0, len(self), step):
+            size, path = sizes[row].as_py(), paths[row].as_py()
+            if size is None and path is not None:
+                size = size_of_file(path)
+            if size is not None:
+                yield row, size
+
+    def computed(self, name: str, compute: Callable[[Any], Any] = lambda values: values) -> Any:
+        """What pyarrow computes of the ``"bytes"`` or the ``"path"`` of all images, [rows]; it copies no image."""
+        import pyarrow.compute
+
+        values = compute(pyarrow.compute.struct_field(self._rows.data.column(self.image_column), name))
+        selected = self._rows._indices  # of the results, since to take these from the images would copy them
+        return values if selected is None else values.take(selected.column(0))
 
     def image_fingerprint(self) -> str:
         """A fingerprint of the rows, their order and the images, by path, size and modification time of image files.
@@ -169,15 +171,14 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             OSError: a local file that a row refers to does not exist.
         """
+        import pyarrow.compute
+
         digest = hashlib.sha256(f"{self._rows._fingerprint} {self.image_column} {self._min_side}".encode())
-        images = self._rows.select_columns([self.image_column]).with_format("arrow")
-        for table in images.iter(1000):
-            column = table[self.image_column].combine_chunks()
-            paths = column.field("path").filter(column.field("bytes").is_null())
-            for path in paths.to_pylist():
-                if path is not None and "://" not in path:
-                    stat = Path(path).stat()
-                    digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        paths = self.computed("path").filter(self.computed("bytes", pyarrow.compute.is_null)).drop_null()
+        for path in (value.as_py() for value in paths):
+            if "://" not in path:
+                stat = Path(path).stat()
+                digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return digest.hexdigest()
 
     def _check_errors(self, row: int, value: Mapping[str, object]) -> None:

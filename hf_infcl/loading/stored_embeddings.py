@@ -220,15 +220,11 @@ def _order(images: ImageDataset) -> dict[str, str]:
     """The last part of `described_table`."""
     import pyarrow.compute as pc
 
-    table = images.table
-    held, path = (pc.struct_field(table.data.column(images.image_column), name) for name in ("bytes", "path"))
-    holds = held.null_count < len(held)
-    values = pc.binary_length(held) if holds else pc.replace_substring_regex(path, r"^.*[/\\]", "")
-    if table._indices is not None:  # of selected rows, whose images would be read if the table were asked
-        values = values.take(table._indices.column(0))
-    if holds:
-        return {ORDER[0]: _digest([values.fill_null(-1).to_numpy().astype(np.int64).tobytes()])}
-    return {ORDER[1]: _digest(["\0".join(values.fill_null("").to_pylist()).encode()])}
+    sizes = images.computed("bytes", pc.binary_length)
+    if sizes.null_count < len(sizes):
+        return {ORDER[0]: _digest([sizes.fill_null(-1).to_numpy().astype(np.int64).tobytes()])}
+    names = images.computed("path", lambda paths: pc.replace_substring_regex(paths, r"^.*[/\\]", ""))
+    return {ORDER[1]: _digest(["\0".join(names.fill_null("").to_pylist()).encode()])}
 
 
 def _read(encoded: Callable[[int], bytes], row: int) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -34,8 +33,8 @@ def write_ledger(
 ) -> Ledger:
     """Scores a training set without augmentation by the model of an `InfCLTrainer`; see `score_pairs`; collective.
 
-    `LEDGER_FILE` and `SHEET_FILE` are written into ``output_dir``. With ``averages``, ``left_out`` [n] bool says of the
-    same pairs whether they are left out.
+    The main process writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``, and alone knows the file names of a
+    table. With ``averages``, ``left_out`` [n] bool says of the same pairs whether they are left out.
     """
     args = trainer.args
     encoder = trainer.dual_encoder
@@ -52,11 +51,11 @@ def write_ledger(
         pin_memory=args.dataloader_pin_memory,
         averages=averages,
     )
-    if isinstance(dataset, ImageTextDataset):
-        ledger.sample = file_names(dataset, ledger.key) or []
     if averages is not None and left_out is not None:
         ledger.left_out = left_out[np.isin(averages[0].numpy(), ledger.key)]  # both are in the order of the keys
     if trainer.is_world_process_zero():
+        if isinstance(dataset, ImageTextDataset):
+            ledger.sample = file_names(dataset, ledger.key) or []
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         ledger.write(folder / LEDGER_FILE)
@@ -77,8 +76,8 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
     selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
     if not selections:
         return None
-    plain = dataset.plain()
-    plain.on_bad_sample, dataset = dataset.on_bad_sample, plain
+    on_bad_sample, dataset = dataset.on_bad_sample, dataset.plain()
+    dataset.on_bad_sample = on_bad_sample
     keys, scores = averages = selections[0].averages.slow()
     left_out = selections[0].left_out().numpy()
     try:
@@ -131,16 +130,17 @@ def file_names(dataset: ImageTextDataset, keys: np.ndarray) -> list[str] | None:
 
     ``keys`` [n] int64 are the rows.
     """
-    column = dataset.image_column
-    tables = dataset.table.select_columns([column]).with_format("arrow").iter(1000)
-    chunks = itertools.chain.from_iterable(table[column].chunks for table in tables)
-    paths = [path for chunk in chunks for path in chunk.field("path").to_pylist()]
-    if None in paths:
+    import pyarrow.compute as pc
+
+    paths = dataset.computed("path")
+    if paths.null_count:
         return None
-    if all(map(os.path.isabs, paths)) and paths:
-        folder = os.path.commonpath(list(map(os.path.dirname, paths)))
-        paths = [os.path.relpath(path, folder) for path in paths]
-    return [paths[key] for key in keys.tolist()]
+    names: list[str] = paths.take(keys).to_pylist()
+    folders = pc.replace_substring_regex(paths, r"[^/\\]*$", "").unique().to_pylist()
+    if all(map(os.path.isabs, folders)):
+        shared = os.path.commonpath(folders)
+        names = [os.path.relpath(name, shared) for name in names]
+    return names
 
 
 def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", learned: bool = False) -> Iterator[str]:
