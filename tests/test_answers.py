@@ -134,6 +134,7 @@ def test_the_answer_for_a_set_that_was_checked(options, known, name):
         ("old pairs", {"replay_dataset": ["my old"]}, 500, "--guard_dataset 'my old' --num_train_epochs 7\n"),
         ("several captions", {"captions_per_image": 2}, None, "--captions_per_image 2\n"),
         ("few pairs", {"num_train_epochs": 200}, 500, "--global_batch_size 64 --num_train_epochs 200 --early"),
+        ("frozen images", {"num_train_epochs": 200}, 20_000, "--recipe lit --global_batch_size 4096\n"),  # a quarter
         # From random weights a thousand steps in the epochs that were measured, and the batch that leaves two.
         (
             "teacher",
@@ -153,7 +154,9 @@ def test_an_answer_has_the_numbers_of_the_user(name, options, pairs, write):
 
 def test_a_part_of_a_stream_says_nothing_of_the_number_of_steps():
     options = {"global_batch": 4096}
-    assert "--global_batch_size 4096\n" in answer_line(ANSWERS["pairs"], options, options, pairs=50_000, at_least=True)
+    for read in (3000, 50_000):
+        said = answer_line(ANSWERS["pairs"], options, options, pairs=read, at_least=True)
+        assert "--global_batch_size 4096\n" in said
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -338,7 +338,7 @@ def _batch_and_epochs(
         best = max(batch_of_enough_steps(samples * epochs, BEST_STEPS), smallest)
         batch = min(best, _batch(options) or LARGE_MEASURED)  # the options have that of the user's recipe
     if not own:
-        batch = min(batch, 1 << ((pairs // 4).bit_length() - 1))
+        batch = min(batch, batch_of_enough_steps(pairs, 4))
     # ---- Rule 3 ----
     if (asked or not own) and not has_steps:
         batch = min(batch, max(batch_of_enough_steps(samples * epochs, steps), smallest))
