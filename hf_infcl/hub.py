@@ -1,4 +1,4 @@
-"""Names on the Hub, and mistyped paths: without an answer of the Hub, which is asked once, what is there is used."""
+"""What is read from the Hub: it is asked once, and without an answer, what was downloaded before is used."""
 
 from __future__ import annotations
 
@@ -67,16 +67,14 @@ def _answers(endpoint: str, minute: int) -> bool:
 
 
 def path_words(name: str) -> str:
-    """How a sentence goes on that says that no folder has a name, if a path was meant; empty for what may be a Hub id.
+    """The rest of a sentence which says that no folder has this name; empty if a Hub id may have been meant.
 
     A path was meant if the name begins like one, or if its first folder or a path of a similar name exists.
     """
     parts = Path(name).parts
-    begins_as_path = name.startswith((".", os.sep))
-    if os.path.exists(name) or not parts:
-        return ""
-    near = _path_near(parts)
-    if not (near or begins_as_path or (len(parts) > 1 and os.path.isdir(parts[0]))):
+    begins_as_path, near = name.startswith((".", os.sep)), _path_near(parts)
+    is_path = near or begins_as_path or (len(parts) > 1 and os.path.isdir(parts[0]))
+    if os.path.exists(name) or not is_path:
         return ""
     but = f", but there is {near!r}" if near else ""
     where = "" if os.path.isabs(name) else f" A path is relative to {os.getcwd()}."
@@ -87,11 +85,15 @@ def _path_near(parts: Sequence[str]) -> str:
     """The existing path whose folders have names similar to these; empty if there is none."""
     path = ""
     for part in parts:
-        names = os.listdir(path or ".") if os.path.isdir(path or ".") and os.access(path or ".", os.R_OK) else []
-        near = [part] if os.path.exists(os.path.join(path, part)) else difflib.get_close_matches(part, names, n=1)
-        if not near:
-            return ""
-        path = os.path.join(path, near[0])
+        if not os.path.exists(os.path.join(path, part)):
+            try:
+                names = os.listdir(path or ".")
+            except OSError:  # a file, or a folder that may not be read
+                return ""
+            if not (near := difflib.get_close_matches(part, names, n=1)):
+                return ""
+            part = near[0]
+        path = os.path.join(path, part)
     return path
 
 

@@ -11,7 +11,7 @@ def give_usual_modes(place: str | Path) -> None:
     """Gives a file of safetensors, or those in a folder, the mode that the umask gives to all other files."""
     umask = os.umask(0o077)  # cannot be read without being set; meanwhile files are those of their owner
     os.umask(umask)
-    place = Path(place)
+    place, usual = Path(place), 0o666 & ~umask
     for path in place.glob("*.safetensors") if place.is_dir() else [place]:
-        if stat.S_IMODE(path.stat().st_mode) == 0o600 != 0o666 & ~umask:
-            path.chmod(0o666 & ~umask)
+        if stat.S_IMODE(path.stat().st_mode) == 0o600 != usual:
+            path.chmod(usual)

@@ -144,17 +144,8 @@ def test_the_card_has_a_line_for_each_width(small, tmp_path, capsys):
     results = json.loads((tmp_path / "out/eval_results.json").read_text(encoding="utf-8"))
     rows = [line for line in (tmp_path / "out/README.md").read_text(encoding="utf-8").splitlines() if "pairs" in line]
     for width, shown in (8, "first 8"), (32, "first 32"), (64, "as above"):
-        infcl(
-            "evaluate",
-            "--model",
-            tmp_path / "out",
-            *sets,
-            "--output_dir",
-            tmp_path / "cut",
-            "--dims",
-            width,
-            "--use_cpu",
-        )
+        words = ["--model", tmp_path / "out", *sets, "--output_dir", tmp_path / "cut", "--use_cpu"]
+        infcl("evaluate", *words, "--dims", width)
         cut = json.loads((tmp_path / "cut/eval_results.json").read_text(encoding="utf-8"))
         assert cut["eval_dims"] == width
         value = score(cut, "eval_pairs_")

@@ -14,7 +14,7 @@ _OF_PAIRS |= {f"replay_{name}" for name in ("dataset", "streaming", "split", "im
 
 
 def check_embedded(folders: Sequence[str] | None, words: Sequence[str]) -> None:
-    """Raises a ValueError with a command that writes it if a folder of a teacher's embeddings does not exist.
+    """Raises a ValueError if a folder of a teacher's embeddings does not exist, with the command that writes it.
 
     ``words`` are those of the command line of the training that names the ``folders``.
     """

@@ -1,4 +1,4 @@
-"""What embeddings are worth that are cut to the widths of ``matryoshka_dims``, for the card."""
+"""How good embeddings are once they are cut to the widths of ``matryoshka_dims``, for the card."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .markdown import code, escaped, table
 def scores_by_width(trainer: Any, sets: Mapping[str, object]) -> dict[str, dict[str, float]]:
     """The score of each evaluation set with only the first so many dimensions, by the set and the width; collective.
 
-    Each width takes an evaluation of its own. The trainer, an `InfCLTrainer`, logs none of them. It is empty for a
-    training without ``matryoshka_dims``.
+    Each width takes an evaluation of its own, which the trainer, an `InfCLTrainer`, does not log. Without
+    ``matryoshka_dims`` the result is empty.
     """
     encoder, scores = trainer.dual_encoder, {name: dict[str, float]() for name in sets}
     before, found = encoder.dims, dict(trainer.found)
@@ -37,10 +37,10 @@ def results_by_width(facts: TrainingFacts) -> Iterator[str]:
     measured = [one for one in facts.evaluations if one.key in facts.scores_by_width]
     rows = []
     for one in measured:
-        where, whole = f"{code(one.dataset)}, {escaped(one.split)}", score_if_measured(one.metrics)
-        by_width = [(f"first {width}", score) for width, score in facts.scores_by_width[one.key].items()]
-        for width, score in [*by_width, *([] if whole is None else [("as above", whole)])]:
-            rows.append((where, width, f"{score:.4f}"))
+        scores = {f"first {width}": score for width, score in facts.scores_by_width[one.key].items()}
+        if (whole := score_if_measured(one.metrics)) is not None:
+            scores["as above"] = whole
+        rows += [(f"{code(one.dataset)}, {escaped(one.split)}", width, f"{n:.4f}") for width, n in scores.items()]
     if rows:
         yield table(("set", "dimensions", "score"), rows)
         yield words_of_scores([one.metrics for one in measured])
