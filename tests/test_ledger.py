@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from helpers.concepts import linear
@@ -10,11 +11,11 @@ from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import arguments
 
-from hf_infcl import InfCLTrainer
+from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.tools.checking.findings import _named, findings_of_ledger
 from hf_infcl.tools.publishing.facts import FACTS_FILE, has_learned
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, Ledger, make_ledger
-from hf_infcl.tools.scoring.writing import ledger_lines, write_ledger_of_training
+from hf_infcl.tools.scoring.writing import file_names, ledger_lines, write_ledger_of_training
 
 
 def test_scores_that_mean_nothing_advise_to_exclude_none(tmp_path):
@@ -96,3 +97,14 @@ def test_pairs_are_named_by_what_they_are():
     assert _named("39") == "row 39"
     assert _named("0/00000.tar 000005") == "sample 0/00000.tar 000005"
     assert _named("the rest of 0/1.tar") == "the rest of 0/1.tar"
+
+
+@pytest.mark.parametrize("last", ["/set/b/3.png", None])
+def test_selected_rows_have_the_names_of_their_files(last):
+    images = [{"bytes": b"123", "path": path} for path in ("/set/a/0.png", "/set/b/1.png", "/set/b/2.png")]
+    images.append({"bytes": None, "path": last} if last else None)
+    table = datasets.Dataset.from_dict({"image": images, "caption": list("abcd")})
+    selected = table.cast_column("image", datasets.Image()).select([3, 1, 0])
+    pairs = ImageTextDataset(selected)
+    assert file_names(pairs, np.array([0, 2])) == (["b/3.png", "a/0.png"] if last else None)
+    assert list(pairs.file_sizes()) == [(1, 3), (2, 3)], "of images that are there"
