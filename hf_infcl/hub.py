@@ -97,11 +97,19 @@ def _path_near(parts: Sequence[str]) -> str:
     return path
 
 
-def not_there(what: str, source: str) -> str:
-    """The sentence for a name that is no folder, if the Hub cannot be asked for it; ``what`` is such as "dataset"."""
+def not_there(begin: str, source: str, error: BaseException | None = None) -> str:
+    """The sentence for a name that is no folder, and that the Hub does not know or cannot be asked for.
+
+    Args:
+        begin: such as "There is no dataset".
+        source: the name.
+        error: that of asking the Hub; None if it could not be asked.
+    """
     if words := path_words(source):
-        return f"There is no {what} at {source!r}: no such folder exists{words}"
+        return f"{begin} at {source!r}: no such folder exists{words}"
+    if error is not None:
+        return f"{begin} at {source!r}, neither in a local folder nor on the Hub: {error}"
     return (
-        f"There is no {what} at {source!r}: no local folder has this name, nothing of this name was downloaded before, "
+        f"{begin} at {source!r}: no local folder has this name, nothing of this name was downloaded before, "
         f"and the Hub could not be reached. Check the name; a path is relative to {os.getcwd()}."
     )

@@ -1,4 +1,4 @@
-"""Modes of files: safetensors 0.6 and newer let nobody but their owner read what they write."""
+"""The usual modes for files of safetensors, which version 0.6 and newer let only their owner read."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ class ImageTextDataset(PairSource, ImageDataset):
     def content_fingerprint(self, count: int | None = None) -> str:
         """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart.
 
-        With a ``count``, at most the length, it is that of a dataset of the first so many rows.
+        With a ``count``, which is at most the length, only the first ``count`` rows are regarded.
         """
         count = len(self) if count is None else count
         rows = range(0, count, math.ceil(count / 64))

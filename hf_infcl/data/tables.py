@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..hub import hub_asked_once, not_there, path_words
+from ..hub import hub_asked_once, not_there
 from ..shards.members import register
 from ..shards.names import IMAGE_EXTENSIONS
 from ..shards.opening import existing_part, existing_paths_are_literal, name_or_folder, open_shard
@@ -136,11 +136,9 @@ class Table:
             _check_no_pairs_of_files(rows, files, split)
             return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
         except ConnectionError as error:
-            raise ValueError(not_there("dataset", source)) from error
+            raise ValueError(not_there("There is no dataset", source)) from error
         except (FileNotFoundError, HFValidationError) as error:
-            words = path_words(source)
-            why = f": no such folder exists{words}" if words else f", neither as a local folder nor on the Hub: {error}"
-            raise ValueError(f"There is no dataset at {source!r}{why}") from error
+            raise ValueError(not_there("There is no dataset", source, error)) from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type
             raise ValueError(_not_loaded(source, split, error)) from error
         except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason

@@ -212,7 +212,7 @@ class DualEncoder:
         return any(abs(value - one) < 1e-6 for one in possible)
 
     def looks_random(self) -> bool:
-        """Whether all weights are random by the temperature, with which towers from two checkpoints begin, too."""
+        """Whether the weights seem random by their temperature, which towers joined from two checkpoints share."""
         return type(self.base).__name__ != "VisionTextDualEncoderModel" and self.has_first_temperature()
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ class ScoreChanges:
         """Drops what another set of this name had before a training that was resumed with this set.
 
         Args:
-            prefix: of the names of its metrics.
+            prefix: begins the names of its metrics.
             labels: an array or a tuple of them, which tell the sets apart.
         """
         arrays = labels if isinstance(labels, tuple) else (labels,)

@@ -179,9 +179,9 @@ def needed_ids(args: InfCLTrainingArguments, data: object) -> str:
 
 
 def described_rows(data: object) -> tuple[int | None, Callable[[int], str] | None]:
-    """The rows of a training set without old pairs, None for a stream; and what tells the first so many from others.
+    """The number of rows of a training set without old pairs, and a function that takes a fingerprint of the first n.
 
-    The latter is None for data without a fingerprint.
+    The number is None for a stream, the function for data without a fingerprint.
     """
     new = data.datasets[0] if isinstance(data, Replayed) else data
     rows = len(new) if has_length(new) and not isinstance(new, IterableDataset) else None

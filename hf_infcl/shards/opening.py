@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ..hub import hub_answers, hub_asked_once, not_there, path_words
+from ..hub import hub_answers, hub_asked_once, not_there
 from .urls import Url, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -167,11 +167,9 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
         with existing_paths_are_literal(), hub_asked_once(source):
             files = datasets.load_dataset_builder(name_or_folder(source), name).config.data_files or {}
     except ConnectionError as error:
-        raise ValueError(not_there("folder of shards", source)) from error
+        raise ValueError(not_there("There is no folder of shards", source)) from error
     except (OSError, HFValidationError, ValueError) as error:
-        words = path_words(source)
-        why = f": no such folder exists{words}" if words else f", neither in a local folder nor on the Hub: {error}"
-        raise ValueError(f"There are no shards at {source!r}{why}") from error
+        raise ValueError(not_there("There are no shards", source, error)) from error
     if split not in files:
         raise ValueError(f"{source!r} has no split {split!r}. Its splits are {[str(key) for key in files]}.")
     return sorted(str(file) for file in files[split])

@@ -123,7 +123,7 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
     collator = ContrastiveCollator.for_model(processor, getattr(encoder.base, "config", None), uint8=True)
     images = [one.processor.image_processor.to_json_string() for one in (student, collator)]
     texts = [one.text_fingerprint() for one in (student, collator)]
-    # What the teacher does not teach, it does not read.
+    # A teacher of one side reads only that side.
     differences = {
         "images": "image" in sides and images[0] != images[1],
         "texts": "text" in sides and texts[0] != texts[1],

@@ -72,8 +72,8 @@ class WithoutNoisyPairs(PairSelection):
     Args:
         leave_out: ``"noisy"``, or a share between 0 and 1 as text.
         rows: as for `PairAverages`.
-        fingerprint: of the first so many of these rows; None if they cannot be told from others. What a checkpoint
-            knows of the rows of another table, or of an order that has changed, is dropped.
+        fingerprint: takes a fingerprint of the first n rows; None if they cannot be told from others. A checkpoint's
+            averages are dropped if its rows were those of another table, or in another order.
     """
 
     name = "leave_out"

@@ -28,7 +28,7 @@ class Setup:
     collator: Any = None  # the data collator
     extensions: Sequence[Extension] = ()  # of the step, beside those that the arguments ask for
     rows: int | None = None  # of the training set, without old pairs; None for a stream
-    # A fingerprint of the first so many of these rows; None for data that has none.
+    # Takes a fingerprint of the first n of these rows; None for data that has none.
     fingerprint_of_rows: Callable[[int], str] | None = None
 
     @property

@@ -56,7 +56,7 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
         yield f"  {'SPOILS' if finding.spoils else 'note'}: {finding.text}"
     if not findings:
-        yield "  Nothing of what was looked at is wrong."
+        yield "  Nothing wrong was found."
 
 
 def write_report(folder: Path | None, results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], to_add: str) -> None:

@@ -43,7 +43,7 @@ from ..embedding.missing import check_embedded
 from ..planning.answers import answer_line, choose_answer
 from ..planning.workers import predict_workers
 from ..scoring.ledger import Ledger, check_data
-from .command_options import ColumnOptions, DataOptions
+from .command_options import OF_PAIRS, ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
 from .launched import mistakes_in_one_line
 from .parser import Parser
@@ -63,7 +63,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     decided = {name for name in user_options if parser.typed(name) or not namespace.recipe}
     workers = args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        check_embedded(args.teacher_embeddings, parser.asked)
+        check_embedded(args.teacher_embeddings, parser.asked, OF_PAIRS)
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
         check_type_of_config(config, of_model.model)
         config = config_for_images(config, args.image_size)
@@ -113,7 +113,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         seen = namespace.max_steps * args.global_batch_size * (1 - (args.replay_share or 0)) / trained_facts.pairs
         tell_if_too_short(seen if namespace.max_steps > 0 else args.num_train_epochs)
     if trained_facts.has_captions and ledger is None:
-        print("Whether captions fit their images was not looked at: `infcl score` does.")
+        print("It was not checked whether captions fit their images. `infcl score` checks that.")
     every = [finding for _, findings in results.values() for finding in findings]
     has_length = data.samples_per_epoch is not None or namespace.max_steps > 0
     if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and not has_length:

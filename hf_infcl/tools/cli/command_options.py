@@ -162,6 +162,10 @@ class ColumnOptions:
         return {column.name: getattr(self, column.name) for column in fields(self)}
 
 
+# The options that say which pairs a training has, and how they are read.
+OF_PAIRS = {one.name for options in (DataOptions, ColumnOptions) for one in fields(options)} - {"overwrite_output_dir"}
+
+
 @dataclass
 class CheckOptions:
     _argument_group_name: ClassVar[str] = "Check"

@@ -40,6 +40,7 @@ from ..publishing.telling import ProgressPrinter
 from ..publishing.widths import scores_by_width
 from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .check import short_check
+from .command_options import OF_PAIRS
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
 from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
@@ -54,7 +55,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
     vars(namespace).update(chosen := intervals(namespace, user_options))
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        check_embedded(args.teacher_embeddings, parser.asked)
+        check_embedded(args.teacher_embeddings, parser.asked, OF_PAIRS)
         alpha = check_average(keep, evaluation, args)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)

@@ -302,7 +302,7 @@ def _batch_and_epochs(
 ) -> dict[str, str]:
     """The batch and the epochs to write in place of those of an answer, whose options are ``values``, or of its recipe.
 
-    1. What the user has written stays, but for a batch larger than the set.
+    1. The user's own batch and epochs stay, except for a batch larger than the set.
     2. Otherwise the batch is that of the answer or its recipe, and at most a quarter of the pairs. In the answer for
        random weights it is the one that leaves `BEST_STEPS`, among those that were measured.
     3. If the epochs leave too few steps, the batch gets smaller, down to the smallest that is advised; one that the

@@ -35,7 +35,7 @@ GPUS = {
     "h200": GPU("H200", 140.4, 989e12, {"eager": 0.23, "compiled": 0.27, "loss": 0.61}),
 }
 LAUNCHES = {"eager": 45e-6, "compiled": 32e-6}
-# Of optimizer.csv: a ViT-B/16 with 146 matrices takes 9.3 ms alone, and with two GPUs 12.9, where computing half of the
+# In optimizer.csv, a ViT-B/16 with 146 matrices takes 9.3 ms alone, and with two GPUs 12.9, where computing half of the
 # products would take 4.7. Between them this comes within 25% of all rows.
 MATRIX = 70e-6  # seconds of the host for a matrix that Muon updates
 DECODED = 561  # images of 54 kB that a core decodes and crops in a second ("hf_infcl, random crop" of data.csv)

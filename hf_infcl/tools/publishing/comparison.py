@@ -28,7 +28,7 @@ from ..scoring.sheet import lines_of
 
 PICTURES = 16  # of the images that only one of the models gets right
 EvaluationSet = ImageTextDataset | ZeroShotDataset
-_RIGHT_BY = ("text_retrieval_recall@1", "acc1", "text_acc")  # the metrics of which they are, of a kind of set each
+_RIGHT_BY = ("text_retrieval_recall@1", "acc1", "text_acc")  # by which an image is right; a kind of set has one
 _CLASSES = 10  # lines of classes; the JSON has all
 
 

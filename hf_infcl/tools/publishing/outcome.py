@@ -101,7 +101,7 @@ def _has_learned(evaluation: Evaluation, facts: TrainingFacts) -> bool | None:
     Only the parts of its score count, above what guessing gives: among ten classes, a top-5 accuracy rises by chance.
     """
     before, after = evaluation.before, evaluation.metrics
-    known = before or after  # without a measurement before the training, what guessing gives is in its place
+    known = before or after  # without a measurement before the training, the score is compared with chance
     names = [name for of_kind in SCORES.values() for name in of_kind if name in known and name + LOW in after]
     if evaluation.guard or not names:
         return None

@@ -12,7 +12,7 @@ from .markdown import code, escaped, table
 
 
 def scores_by_width(trainer: Any, sets: Mapping[str, object]) -> dict[str, dict[str, float]]:
-    """The score of each evaluation set with only the first so many dimensions, by the set and the width; collective.
+    """The score of each evaluation set at each width of its embeddings, by the set and the width; collective.
 
     Each width takes an evaluation of its own, which the trainer, an `InfCLTrainer`, does not log. Without
     ``matryoshka_dims`` the result is empty.
@@ -46,7 +46,7 @@ def results_by_width(facts: TrainingFacts) -> Iterator[str]:
         yield words_of_scores([one.metrics for one in measured])
         least = min(int(n) for one in measured for n in facts.scores_by_width[one.key])
         yield (
-            "What is cut has to be normalised again: "
+            "Normalise embeddings again after you have cut them: "
             f"`torch.nn.functional.normalize(embeddings[:, :{least}], dim=-1)`, or "
             f"`SentenceTransformer(..., truncate_dim={least})`."
         )

@@ -40,7 +40,7 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
 
 
 def _wrong_in(content: str, asked: str) -> tuple[np.ndarray, int]:
-    """As `_wrong`, of a ledger that has to be of the data with this fingerprint."""
+    """The keys [n] int64 to leave out, and the number of all pairs, of a ledger of the data with this fingerprint."""
     keys, count, recorded = _wrong(asked)
     check_data(recorded, content, asked.rpartition(":")[0])
     return keys, count
