@@ -30,11 +30,7 @@ class Files:
     rows: tuple[str, ...] = ()
 
     def lines(self, file: str) -> list[str]:
-        """The lines of a text file without their outer spaces; empty ones count, as in CLIP_benchmark.
-
-        Raises:
-            ValueError: there is no such file.
-        """
+        """The lines of a text file without their outer spaces; empty ones count, as in CLIP_benchmark."""
         try:
             return [line.strip() for line in (self.folder / file).read_text(encoding="utf-8").splitlines()]
         except FileNotFoundError as error:
@@ -42,14 +38,10 @@ class Files:
 
     @property
     def kind(self) -> str:
-        """The content of ``dataset_type.txt``, or "classification" without this file.
-
-        Raises:
-            ValueError: it is of no known kind.
-        """
-        kind = "classification"
-        if (self.folder / "dataset_type.txt").is_file():
-            kind = " ".join(self.lines("dataset_type.txt")).strip().lower()
+        """The content of ``dataset_type.txt``, or "classification" without this file."""
+        if not (self.folder / "dataset_type.txt").is_file():
+            return "classification"
+        kind = " ".join(self.lines("dataset_type.txt")).strip().lower()
         if kind not in ("classification", "multilabel", "retrieval"):
             raise ValueError(
                 f"{self.folder}/dataset_type.txt says {kind!r}, which is none of classification, multilabel, retrieval."
@@ -57,11 +49,7 @@ class Files:
         return kind
 
     def shards(self) -> list[Path]:
-        """The tar files of the split test, of which ``test/nshards.txt`` says how many there are.
-
-        Raises:
-            ValueError: there is no such number, or a shard is missing.
-        """
+        """The tar files of the split test, of which ``test/nshards.txt`` says how many there are."""
         stated = " ".join(self.lines("test/nshards.txt"))
         if not (stated.isdecimal() and len(stated) <= _DIGITS and int(stated) > 0):
             raise ValueError(
@@ -84,9 +72,6 @@ def benchmark_files(name: str, folder: str | None) -> Files:
 
     The ``folder`` holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
     client keeps the files in its cache and needs no network once they are there.
-
-    Raises:
-        ValueError: the folder has no copy, or the Hub returns none.
     """
     on_hub = name in BENCHMARKS
     repository = name if "/" in name and not on_hub else f"{OWNER}/{folder_name(name)}"
@@ -141,9 +126,6 @@ def sugarcrepe_files(name: str, folder: str | None) -> Files:
     """The files of a subset of SugarCrepe or SugarCrepe++: its captions, and the images of COCO's val2017.
 
     For "sugarcrepe/add_att", the folder holds ``sugarcrepe/data/add_att.json`` and images in ``sugarcrepe/val2017``.
-
-    Raises:
-        ValueError: one of them is missing.
     """
     family, _, subset = name.partition("/")
     place = Path(folder or "DIR", family).absolute()
@@ -161,9 +143,6 @@ def xm3600_files(name: str, folder: str | None) -> Files:
     """The tables of a language of Crossmodal-3600 (Thapliyal et al. 2022, arXiv 2205.12522), such as "xm3600/de".
 
     The ``folder`` holds a copy of the repository in ``xm3600``. None reads from the Hub.
-
-    Raises:
-        ValueError: the folder has no copy, the Hub returns none, or it has no table of the language.
     """
     tables = f"data/{name.partition('/')[2]}-*.parquet"
     local = Path(folder, "xm3600").resolve() if folder is not None else _snapshot(OF_XM3600, [tables])

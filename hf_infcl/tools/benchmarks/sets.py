@@ -29,18 +29,10 @@ _COLUMNS = {
 
 
 class CaptionChoiceDataset(ImageTextDataset):
-    """Images with lists of captions for evaluation; the first captions are right, the rest are wrong.
+    """An `ImageTextDataset` with ``all_captions``, of which the first are right and the rest are wrong.
 
-    The items are those of an `ImageTextDataset` with ``all_captions``.
-
-    Args:
-        dataset: a map-style `datasets.Dataset` without a transform. Its column ``image`` holds images, paths (strings)
-            or encoded images (binary), and ``caption`` lists of strings, more than are right.
-        right: the number of right captions of each image: 1 as in SugarCrepe, 2 as in SugarCrepe++.
-
-    Raises:
-        ValueError: at construction, for a wrong dataset, column or column type, or a row with an empty caption or
-            no wrong one; on access, for a bad image.
+    ``right`` is the number of right captions of each image: 1 as in SugarCrepe, 2 as in SugarCrepe++. A row with an
+    empty caption or no wrong one is refused with a ValueError.
     """
 
     kind = "choices"  # of its metrics, see `hf_infcl.evaluation.metrics.Metric`
@@ -72,8 +64,7 @@ def benchmark_sets(
         select: takes the rows to evaluate out of all; by default, all are evaluated.
 
     Raises:
-        ValueError: an unknown name, one whose metrics would have the names of another set's, or files that are missing
-            or not as they should be; the message names the benchmark.
+        ValueError: a name or the files of a benchmark are not as they should be; the message names it.
     """
     evaluation_sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name in expanded(names or (), folder):

@@ -34,11 +34,11 @@ def means_of_groups(
 
 
 def lines_of_scores(
-    metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], asked: Sequence[str] | None
+    metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], means: Mapping[str, float]
 ) -> Iterator[str]:
-    """Lines with the main metric of each benchmark and the mean of each group, in per cent."""
+    """Lines with the main metric of each benchmark and the means of `means_of_groups`, in per cent."""
     results = scores(metrics, sets)
-    of_groups = {name.removeprefix("eval_"): v for name, v in means_of_groups(metrics, sets, asked).items()}
+    of_groups = {name.removeprefix("eval_"): value for name, value in means.items()}
     width = max((len(name) for name in (*results, *of_groups)), default=0)
     for name, (words, value) in results.items():
         yield f"{name:<{width}}  {100 * value:6.2f}%  {words}"

@@ -13,6 +13,7 @@ from ...data import ContrastiveCollator
 from .looking import Look
 
 USUAL_SIDE = 224  # of the images of a model whose config does not tell
+HUGE = 16_000_000  # pixels from which decoding takes much longer than a model needs: a large photograph has as many
 
 
 class Limits(NamedTuple):
@@ -27,11 +28,6 @@ class Limits(NamedTuple):
         """A shorter side of fewer pixels is enlarged more than four times, and shows next to nothing."""
         return self.side // 4
 
-    @property
-    def huge(self) -> int:
-        """The pixels from which decoding takes much longer than the model needs: as many as a large photograph has."""
-        return 16_000_000
-
 
 def make_limits(config: PretrainedConfig, collator: ContrastiveCollator) -> Limits:
     """What a model reads."""
@@ -44,7 +40,7 @@ def make_limits(config: PretrainedConfig, collator: ContrastiveCollator) -> Limi
 class Fault:
     """A fault of single pairs."""
 
-    words: str  # what such pairs do; they follow their number
+    words: str  # what such pairs do, with the `Limits`; they follow their number
     spoils: float  # the share of the pairs above which they spoil a training
     cure: str  # a sentence
 
@@ -52,20 +48,20 @@ class Fault:
 FAULTS = {
     "broken": Fault("cannot be read", 0.0, "Repair or drop them."),
     "captionless": Fault("have no caption with a visible character", 0.0, "Drop them."),
-    "tiny": Fault("have a tiny image, whose shorter side has fewer than {tiny} pixels", 0.1, "Drop them."),
+    "tiny": Fault("have a tiny image, whose shorter side has fewer than {limits.tiny} pixels", 0.1, "Drop them."),
     "huge": Fault(
-        "have a huge image, of more than {huge} million pixels", math.inf, "Decode JPEGs smaller, or scale them once."
+        f"have a huge image, of more than {HUGE // 10**6} million pixels",
+        math.inf,
+        "Decode JPEGs smaller, or scale them once.",
     ),
     "one_colour": Fault("have an image of a single colour", 0.1, "Drop them: such files stand for missing images."),
     "cut": Fault(
-        "have a caption of more than {tokens} tokens, which the model does not read to its end",
+        "have a caption of more than {limits.tokens} tokens, which the model does not read to its end",
         0.5,
         "Shorten them, or take a model with a higher limit.",
     ),
     "foreign": Fault(
-        "have a caption in a script that the tokenizer does not know",
-        0.1,
-        "Drop them, or take a multilingual model.",
+        "have a caption in a script that the tokenizer does not know", 0.1, "Drop them, or take a multilingual model."
     ),
     "file_name": Fault("have the name of a file as their caption", 0.1, "Name the column of the captions."),
     "number": Fault("have a number as their caption", 0.1, "Replace numbers of classes by their names."),
@@ -80,7 +76,7 @@ def find_faults(look: Look, limits: Limits) -> Iterator[tuple[str, str]]:
         width, height = look.size
         if min(width, height) < limits.tiny:
             yield "tiny", f"{width} × {height}"
-        if width * height > limits.huge:
+        if width * height > HUGE:
             yield "huge", f"{width} × {height}"
         if look.is_one_colour:
             yield "one_colour", f"{width} × {height}"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...data.pairs import REPEATED
 from ..scoring.ledger import CERTAIN, RATHER_WRONG, Ledger
@@ -32,11 +33,9 @@ class Finding:
     options: str = ""  # of `infcl train`, which remedy it
 
 
-def findings_of_set(
-    facts: SetFacts, *, pair_id_column: str | None = None, caption_column: str = "caption", skips_bad: bool = False
-) -> list[Finding]:
+def findings_of_set(facts: SetFacts, dataset: Any, *, skips_bad: bool) -> list[Finding]:
     """What is wrong with one set; ``skips_bad`` if the training leaves bad pairs out (``on_bad_sample="skip"``)."""
-    findings = [*_of_faults(facts, skips_bad), *_of_captions(facts, pair_id_column, caption_column), *_of_copies(facts)]
+    findings = [*_of_faults(facts, skips_bad), *_of_captions(facts, dataset), *_of_copies(facts)]
     if facts.one_embedding:
         findings.append(Finding("one_embedding", facts.one_embedding, spoils=True))
     return sorted(findings, key=lambda finding: not finding.spoils)
@@ -48,35 +47,33 @@ def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
     for kind, fault in FAULTS.items():
         if not (rows := facts.faults.get(kind, {})):
             continue
-        limits = {"tiny": facts.limits.tiny, "huge": facts.limits.huge // 10**6, "tokens": facts.limits.tokens}
         is_skipped = skips_bad and facts.is_trained and kind in ("broken", "captionless")
         option = "" if is_skipped else cures.get(kind, "")
-        text = f"{_count(len(rows), facts.looks)} {fault.words.format(**limits)}: {_examples(rows)}. {fault.cure}"
+        words = fault.words.format(limits=facts.limits)
+        text = f"{_count(len(rows), facts.looks)} {words}: {_examples(rows)}. {fault.cure}"
         text += facts.limits.more_positions if kind == "cut" else ""
         text += " The training leaves them out." if is_skipped else f" Or pass {option}." if option else ""
         spoils = len(rows) > (0.1 if is_skipped else fault.spoils) * facts.looks
         yield Finding(kind, text, spoils, tuple(rows), option)
 
 
-def _of_captions(facts: SetFacts, pair_id_column: str | None, caption_column: str) -> Iterator[Finding]:
+def _of_captions(facts: SetFacts, dataset: Any) -> Iterator[Finding]:
     captioned = len(facts.caption_ids)
     text, count = facts.most_common_caption()
     if count > max(1.0, SAME_CAPTION * captioned):
         what = f"{_count(count, facts.looks)} have the caption {_short(text)!r}. It tells nothing about their images."
         yield Finding("same_caption", f"{what} Name the column of the captions.", spoils=True)
-    if not facts.is_trained or pair_id_column is not None:
+    if not facts.is_trained or dataset.pair_id_column is not None:
         return
     times = Counter(number for ids in facts.caption_ids.values() for number in ids)
     rows = tuple(name for name, ids in facts.caption_ids.items() if any(times[number] > 1 for number in ids))
     if len(rows) > REPEATED * captioned:
-        yield Finding(
-            "repeated_captions",
+        option = f"--pair_id_column {dataset.caption_column}"
+        text = (
             f"{_count(len(rows), facts.looks)} have a caption that another one also has, such as {_short(text)!r} "
-            f"({count:,} times). In a batch they are each other's negatives. Pass --pair_id_column {caption_column}.",
-            spoils=True,
-            rows=rows,
-            options=f"--pair_id_column {caption_column}",
+            f"({count:,} times). In a batch they are each other's negatives. Pass {option}."
         )
+        yield Finding("repeated_captions", text, True, rows, option)
 
 
 def _of_copies(facts: SetFacts) -> Iterator[Finding]:
@@ -92,10 +89,7 @@ def _of_copies(facts: SetFacts) -> Iterator[Finding]:
 
 
 def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list[Finding]:
-    """The captions of an evaluation set that belong to several images, between which no model can choose.
-
-    ``ceilings`` are the highest recalls that a model can reach, by their names.
-    """
+    """Captions that belong to several images, so that the highest recalls that a model can reach are ``ceilings``."""
     if not ceilings or min(ceilings.values()) == 1:
         return []
     images = Counter(number for ids in facts.seen.values() for number in {*ids})
@@ -121,9 +115,9 @@ def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     rows = tuple(map(ledger.find_name, wrong))
     if not rows:
         return []
-    examples = [(name, ledger.find_caption(key)) for name, key in zip(rows[:3], wrong, strict=False)]
     kind = "sample" if ledger.sample else "row"
-    shown = ", ".join(f"{kind} {name}" + (f" ({_short(caption)})" if caption else "") for name, caption in examples)
+    captions = [f" ({_short(caption)})" if (caption := ledger.find_caption(key)) else "" for key in wrong[:3]]
+    shown = ", ".join(f"{kind} {name}{caption}" for name, caption in zip(rows, captions, strict=False))
     option = f"--exclude {path}:{RATHER_WRONG:g}"
     text = (
         f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {CERTAIN:g}: {shown}. "

@@ -42,7 +42,6 @@ class Caption(NamedTuple):
     tokens: int  # their number, including special ones
     nbytes: int  # in UTF-8
     rest: str  # what the model does not read because it exceeds the limit
-    unknown: float  # the share of unknown tokens
     is_foreign: bool  # whether the tokenizer does not know the script
     is_file_name: bool  # of its image, or of any
     is_number: bool  # such as the index of a class
@@ -133,7 +132,6 @@ class Looker:
             tokens=len(ids),
             nbytes=nbytes,
             rest=tokenizer.decode(cut).strip() if cut else "",
-            unknown=unknown,
             is_foreign=few or unknown >= _MANY_UNKNOWN,
             is_file_name=_is_file_name(text, file),
             is_number=NUMBER.fullmatch(text.strip()) is not None,

@@ -45,10 +45,6 @@ def read(
             samples of shards that are evenly spread. None for all.
         workers: processes that read; with 0, this one.
         progress: the title of a progress bar; empty for none.
-
-    Raises:
-        ReadError: a shard could not be read after several tries.
-        ValueError: the tokenizer does not fit the model.
     """
     parts: _Parts[Any] = (
         _ShardParts(data, looker, samples) if isinstance(data, ImageTextStream) else _RowParts(data, looker, samples)
@@ -74,7 +70,7 @@ def _as_it_is(part: object) -> object:
 class _Parts(IterableDataset[Part], Generic[Unit]):
     """The parts of a set; each worker reads every n-th unit."""
 
-    units: Sequence[Unit]  # what one worker reads at a time
+    units: Sequence[Unit]
     pairs: int | None  # their number, if it is known
 
     def __iter__(self) -> Iterator[Part]:
@@ -90,10 +86,9 @@ class _Parts(IterableDataset[Part], Generic[Unit]):
 class _RowParts(_Parts[Sequence[int]]):
     def __init__(self, data: ImageDataset, looker: Looker, samples: int | None) -> None:
         self._data, self._looker = data, looker
-        every = range(len(data))
-        rows: Sequence[int] = every
+        rows: Sequence[int] = range(len(data))
         if samples is not None and samples < len(data):
-            rows = sorted(random.Random(0).sample(every, samples))
+            rows = sorted(random.Random(0).sample(rows, samples))
         self.units = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
         self.pairs = len(rows)
 
@@ -115,10 +110,9 @@ class _ShardParts(_Parts[int]):
     def __init__(self, stream: ImageTextStream, looker: Looker, samples: int | None) -> None:
         self._stream, self._looker = stream, looker
         shards = range(len(stream.shards))
-        few = shards if samples is None else shards[:: -(-len(shards) // max(8, samples // _OF_SHARD))]
-        self.units = few
-        self._each = None if samples is None else -(-samples // len(few))
-        self.pairs = None if samples is None else samples
+        self.units = shards if samples is None else shards[:: -(-len(shards) // max(8, samples // _OF_SHARD))]
+        self._each = None if samples is None else -(-samples // len(self.units))
+        self.pairs = samples
 
     def parts(self, unit: int) -> Iterator[Part]:
         shard = self._stream.shards[unit]

@@ -26,11 +26,11 @@ class SetFacts:
 
     name: str  # as the user knows the set
     limits: Limits  # of the model
-    is_trained: bool = True  # whether a training draws from it; otherwise it is measured
-    has_captions: bool = True  # whether its rows are pairs; otherwise they are labelled images
-    pairs: int | None = None  # the number of its rows; None for a stream
-    pooling: Pooling | None = None  # of the `Looker`
-    split: str | None = None  # of its source, where that is known
+    is_trained: bool  # whether a training draws from it; otherwise it is measured
+    has_captions: bool  # whether its rows are pairs; otherwise they are labelled images
+    pairs: int | None  # the number of its rows; None for a stream
+    pooling: Pooling | None  # of the `Looker`
+    split: str | None  # of its source, where that is known
     # ---- What `add` adds up ----
     looks: int = 0  # the number of pairs that were read
     faults: dict[str, dict[str, str]] = field(default_factory=dict)  # by fault and pair, what it consists in
@@ -131,15 +131,17 @@ def read_facts(
     Args:
         key: the name of the set; `TRAINED` for the training set, and `REPLAYED` with a number for old pairs.
         dataset, looker, samples, workers: as for `read`.
-        limits: of the model.
         show: whether to show a progress bar.
     """
-    pairs = None if isinstance(dataset, ImageTextStream) else len(dataset)
-    name = "the training set" if key == TRAINED else dataset.name
-    has_captions = not isinstance(dataset, ZeroShotDataset)
-    is_trained = key == TRAINED or key.startswith(REPLAYED)
-    facts = SetFacts(name, limits, is_trained, has_captions, pairs, looker.pooling)
-    facts.split = getattr(dataset, "split", None)
+    facts = SetFacts(
+        name="the training set" if key == TRAINED else dataset.name,
+        limits=limits,
+        is_trained=key == TRAINED or key.startswith(REPLAYED),
+        has_captions=not isinstance(dataset, ZeroShotDataset),
+        pairs=None if isinstance(dataset, ImageTextStream) else len(dataset),
+        pooling=looker.pooling,
+        split=getattr(dataset, "split", None),
+    )
     is_cut = False
     for part in read(dataset, looker, samples, workers=workers, progress=f"check {key}" if show else ""):
         facts.add(part)

@@ -29,22 +29,16 @@ from ...processes.cores import cores
 from ...training.trainer import InfCLTrainer
 from ...windows.selection import tell_if_too_short
 from ..checking.faults import make_limits
-from ..checking.findings import (
-    Finding,
-    findings_of_ceilings,
-    findings_of_ledger,
-    findings_of_overlap,
-    findings_of_set,
-)
+from ..checking.findings import Finding, findings_of_ceilings, findings_of_ledger, findings_of_overlap, findings_of_set
 from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
-from ..embedding.missing import check_embedded
 from ..planning.answers import answer_line, choose_answer
 from ..planning.workers import predict_workers
 from ..scoring.ledger import Ledger, check_data
-from .command_options import OF_PAIRS, ColumnOptions, DataOptions
+from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
+from .defaults import check_embedded
 from .launched import mistakes_in_one_line
 from .parser import Parser
 
@@ -63,7 +57,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     decided = {name for name in user_options if parser.typed(name) or not namespace.recipe}
     workers = args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        check_embedded(args.teacher_embeddings, parser.asked, OF_PAIRS)
+        check_embedded(args.teacher_embeddings, parser.asked)
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
         check_type_of_config(config, of_model.model)
         config = config_for_images(config, args.image_size)
@@ -86,7 +80,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         with mistakes_in_one_line(parser.prog, of_libraries=False):
             limits = make_limits(config, collator)
             facts = read_facts(key, dataset, looker, limits, samples, workers, show=not args.disable_tqdm)
-        findings = find_in_set(dataset, facts, data)
+        findings = findings_of_set(facts, dataset, skips_bad=data.on_bad_sample == "skip")
         if facts.is_trained and ledger is not None:
             findings = findings_of_ledger(ledger, options.ledger) + findings
         if not facts.is_trained:
@@ -152,16 +146,6 @@ def sets_to_check(
     return sets
 
 
-def find_in_set(dataset: object, facts: SetFacts, data: DataOptions) -> list[Finding]:
-    """What is wrong with one set, in a training with these options."""
-    return findings_of_set(
-        facts,
-        pair_id_column=getattr(dataset, "pair_id_column", None),
-        caption_column=getattr(dataset, "caption_column", ""),
-        skips_bad=data.on_bad_sample == "skip",
-    )
-
-
 def reachable_recalls(facts: SetFacts) -> dict[str, float]:
     """The highest recalls at 1 that a model can reach on the pairs of a table that were read."""
     ids, rows = map(torch.tensor, facts.captions_by_row())
@@ -192,7 +176,8 @@ def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStre
     looker = Looker(collator, trainer.dual_encoder.vocabulary, trainer.dual_encoder.pooling)
     limits = make_limits(trainer.dual_encoder.model.config, collator)
     facts = read_facts(TRAINED, plain, looker, limits, samples, 0, show=False)
-    findings = [finding for finding in find_in_set(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]
+    findings = findings_of_set(facts, plain, skips_bad=data.on_bad_sample == "skip")
+    findings = [finding for finding in findings if finding.kind not in TOLD_BY_TRAINER]
     yield f"{facts.looks:,} pairs of the training set were checked. `infcl check` reads more, with the same options."
     if findings:
         yield from finding_lines(findings)

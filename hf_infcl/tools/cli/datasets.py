@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset
@@ -28,9 +28,8 @@ from .command_options import ColumnOptions, DataOptions
 if TYPE_CHECKING:
     import datasets
 
-Named = TypeVar("Named", bound=ImageTextDataset | ImageTextStream | ZeroShotDataset)
-
 _CLASSES = ("label_column", "class_names", "templates")  # facts of a set of classes, not of pairs
+_FIND = {"image_column": find_image_column, "caption_column": find_caption_column, "label_column": find_label_column}
 
 
 def training_set(
@@ -70,10 +69,10 @@ def training_set(
             templates = read_lines(data.caption_templates)
             rows = captions_of_classes(rows, templates, label_column=labels, class_names=class_names)
             options |= {"caption_column": "caption", "pair_id_column": options["pair_id_column"] or labels}
-        for option, find in (("image_column", find_image_column), ("caption_column", find_caption_column)):
+        for option in ("image_column", "caption_column"):
             # The default, not what the user has named.
             if option not in named and options[option] == getattr(ColumnOptions, option):
-                options[option] = find(rows.features)
+                options[option] = _FIND[option](rows.features)
         if columns.pair_id_column == columns.caption_column and "pair_id_column" not in named:
             options["pair_id_column"] = options["caption_column"]
         dataset = whole = ImageTextDataset(rows, **options)
@@ -83,17 +82,14 @@ def training_set(
         kept, rows = kept[chosen], rows.select(chosen)
         dataset = ImageTextDataset(rows, **options)
         dataset.whole, dataset.numbers = whole, kept  # by which a teacher's stored embeddings are found
-    return _with_name(dataset, name)
+    dataset.name = name
+    return dataset
 
 
 def replay_set(
     data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
 ) -> ImageTextDataset | ConcatDataset[Any] | ImageTextStream | None:
-    """The old pairs to replay, if any: tables one after the other, or a stream of shards.
-
-    Raises:
-        ValueError: a set cannot be read; there are options of old pairs, but none of these.
-    """
+    """The old pairs to replay, if any: tables one after the other, or a stream of shards."""
     check_replay(data, args)
     if not data.replay_dataset:
         return None
@@ -111,7 +107,9 @@ def replay_set(
     with _named("--replay_dataset", " ".join(data.replay_dataset)) as name:
         order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
         order |= {"split": facts["split"], "name": facts.get("name")}
-        return _with_name(ImageTextStream(data.replay_dataset, **order, **options), name)
+        stream = ImageTextStream(data.replay_dataset, **order, **options)
+        stream.name = name
+        return stream
 
 
 def mixture_weights(data: DataOptions) -> list[float] | None:
@@ -154,15 +152,14 @@ def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: 
     with _named("--replay_dataset", source) as name:
         named = facts["image_column"] or columns.image_column
         rows = load_pairs(source, split=facts["split"], name=facts.get("name"), image_column=named)
-        images = _column(rows, "replay", "image_column", facts, columns.image_column, find_image_column)
-        captions = _column(rows, "replay", "caption_column", facts, columns.caption_column, find_caption_column)
-        ids = _ids(facts, captions, columns)
-        options = {**options, "image_column": images, "caption_column": captions, "pair_id_column": ids}
+        options = {**options, **_columns_of_pairs(rows, "replay", facts, columns)}
         for option in ("pair_id_column", "negative_caption_column"):
             options[option] = options[option] if options[option] in rows.column_names else None
-        if is_string(rows.features[captions]):
+        if is_string(rows.features[options["caption_column"]]):
             options["captions_per_image"] = 1
-        return _with_name(ImageTextDataset(rows, **options), name)
+        dataset = ImageTextDataset(rows, **options)
+        dataset.name = name
+        return dataset
 
 
 def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[str, Any]:
@@ -210,7 +207,7 @@ def guard_datasets(
                 sets[name] = _labelled(rows, "guard", facts, columns, evaluation)
             else:
                 sets[name] = _pairs(rows, "guard", facts, columns)
-            _with_name(sets[name], shown)
+            sets[name].name = shown
     chosen = None if half is None else lambda rows: halves(rows)[half]
     return sets | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
 
@@ -228,12 +225,14 @@ def evaluation_datasets(
         with _named("--eval_dataset", options.eval_dataset) as shown:
             facts = _facts(options.eval_dataset, options, "eval")
             rows = _rows(options.eval_dataset, facts, columns, data)
-            sets["pairs"] = _with_name(_pairs(rows, "eval", facts, columns), shown)
+            sets["pairs"] = _pairs(rows, "eval", facts, columns)
+            sets["pairs"].name = shown
     if options.zero_shot_dataset:
         with _named("--zero_shot_dataset", options.zero_shot_dataset) as shown:
             facts = {"class_names": options.class_names} | _facts(options.zero_shot_dataset, options, "zero_shot")
             rows = _rows(options.zero_shot_dataset, facts, columns, data)
-            sets["zero_shot"] = _with_name(_labelled(rows, "zero_shot", facts, columns, options), shown)
+            sets["zero_shot"] = _labelled(rows, "zero_shot", facts, columns, options)
+            sets["zero_shot"].name = shown
     return sets | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
@@ -272,11 +271,6 @@ def _named(option: str, source: str) -> Iterator[str]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _with_name(dataset: Named, name: str) -> Named:
-    dataset.name = name
-    return dataset
-
-
 def _rows(source: str, facts: Mapping[str, Any], columns: ColumnOptions, data: DataOptions | None) -> datasets.Dataset:
     table = Table(source, facts.get("name"))
     split = facts["split"] or table.split_to_evaluate()
@@ -286,49 +280,41 @@ def _rows(source: str, facts: Mapping[str, Any], columns: ColumnOptions, data: D
     return table.load(split, facts["image_column"] or columns.image_column)
 
 
-def _pairs(rows: datasets.Dataset, option: str, facts: Mapping[str, Any], columns: ColumnOptions) -> ImageTextDataset:
-    captions = _column(rows, option, "caption_column", facts, columns.caption_column, find_caption_column)
-    ids = _ids(facts, captions, columns)
-    if ids not in rows.column_names and "pair_id_column" not in facts:
-        ids = None
-    return ImageTextDataset(
-        rows,
-        image_column=_column(rows, option, "image_column", facts, columns.image_column, find_image_column),
-        caption_column=captions,
-        pair_id_column=ids,
-        all_captions=True,
-    )
+def _pairs(rows: datasets.Dataset, of: str, facts: Mapping[str, Any], columns: ColumnOptions) -> ImageTextDataset:
+    found = _columns_of_pairs(rows, of, facts, columns)
+    if found["pair_id_column"] not in rows.column_names and "pair_id_column" not in facts:
+        found["pair_id_column"] = None
+    return ImageTextDataset(rows, **found, all_captions=True)
 
 
 def _labelled(
-    rows: datasets.Dataset, option: str, facts: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
+    rows: datasets.Dataset, of: str, facts: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
 ) -> ZeroShotDataset:
-    images = _column(rows, option, "image_column", facts, columns.image_column, find_image_column)
-    labels = _column(rows, "", "label_column", facts, options.label_column, find_label_column)
+    images, labels = (
+        _column(rows, of, "image_column", facts, columns),
+        _column(rows, "", "label_column", facts, options),
+    )
     class_names = None if facts.get("class_names") is None else read_lines(facts["class_names"])
     if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
         class_names = names_by_label(class_names, known)
-    return ZeroShotDataset(
-        rows,
-        image_column=images,
-        label_column=labels,
-        class_names=class_names,
-        templates=read_lines(facts.get("templates", options.templates)),
-    )
+    templates = read_lines(facts.get("templates", options.templates))
+    return ZeroShotDataset(rows, image_column=images, label_column=labels, class_names=class_names, templates=templates)
 
 
-def _column(
-    rows: datasets.Dataset, option: str, fact: str, facts: Mapping[str, Any], of_training: str, find: Callable[..., str]
-) -> str:
-    """The column that the set or an option names; else the one of the training set, else one of a usual name.
+def _columns_of_pairs(
+    rows: datasets.Dataset, of: str, facts: Mapping[str, Any], columns: ColumnOptions
+) -> dict[str, Any]:
+    images = _column(rows, of, "image_column", facts, columns)
+    captions = _column(rows, of, "caption_column", facts, columns)
+    return {"image_column": images, "caption_column": captions, "pair_id_column": _ids(facts, captions, columns)}
 
-    Raises:
-        ValueError: the set has none of these.
-    """
-    column: str = facts.get(fact) or find(rows.features, of_training)
+
+def _column(rows: datasets.Dataset, of: str, fact: str, facts: Mapping[str, Any], of_training: object) -> str:
+    """The column that the set or an option names; else the one of the training set, else one of a usual name."""
+    column: str = facts.get(fact) or _FIND[fact](rows.features, getattr(of_training, fact))
     if column not in rows.column_names:
         raise ValueError(
             f"It has no column {column!r}. Its columns are {few_names(rows.column_names)}. Name the right one with "
-            f"--{option}{'_' if option else ''}{fact}, or for this set alone behind its name: '?{fact}=NAME'."
+            f"--{of}{'_' if of else ''}{fact}, or for this set alone behind its name: '?{fact}=NAME'."
         )
     return column

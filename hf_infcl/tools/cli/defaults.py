@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
@@ -20,10 +22,11 @@ from ...options.arguments import InfCLTrainingArguments
 from ...options.best_metric import check_metric, metrics_of, use_of_metric
 from ...options.combinations import check_command
 from ...options.evaluation_options import EvaluationOptions, StartOptions
+from ...options.files import FILES
 from ...training.optimization import check_optimizer_options
 from ..benchmarks.names import benchmark_key, expanded
 from ..planning.report import number
-from .command_options import DataOptions
+from .command_options import OF_PAIRS, DataOptions
 from .datasets import guard_names
 
 
@@ -103,6 +106,25 @@ def check_training(
         check_optimizer_options(args, Trainer.get_optimizer_cls_and_kwargs)
 
 
+def check_embedded(folders: Sequence[str] | None, words: Sequence[str]) -> None:
+    """Raises a ValueError if a folder of a teacher's embeddings does not exist, with the command that writes it.
+
+    ``words`` are the command line of the training, of which that command repeats what says which pairs it has.
+    """
+    missing = next((folder for folder in folders or () if not Path(folder).exists()), None)
+    if missing is None:
+        return
+    command, is_of_pairs = [*(word for word in words[:1] if word.endswith(FILES)), "TEACHER"], False
+    for word in words:
+        if word.startswith("--"):
+            is_of_pairs = word[2:].partition("=")[0].replace("-", "_") in OF_PAIRS
+        command += [word] * is_of_pairs
+    raise ValueError(
+        f"--teacher_embeddings: there is no folder {missing}. With the folder or Hub id of the large model in place of "
+        f"TEACHER, this writes it: infcl embed {shlex.join([*command, '--output_dir', missing])}"
+    )
+
+
 def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
     """The names with which the metrics of the benchmarks begin."""
     named = {"": namespace.eval_benchmark, "guard_": namespace.guard_benchmark}
@@ -111,11 +133,9 @@ def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
 
 
 def count_steps(args: InfCLTrainingArguments, pairs: int) -> int:
-    """The number of steps of a training whose epochs have this number of pairs."""
+    """The number of steps of a training whose epochs have this number of pairs, and whose batch does not grow."""
     if args.max_steps > 0:
         return args.max_steps
-    if args.global_batch_schedule is not None:
-        return make_plan(args, pairs).steps
     return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))  # 0 if they fill no global batch
 
 

@@ -21,13 +21,11 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
     """Measures a checkpoint, prints a table and writes eval_results.json into --output_dir."""
     if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
         parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
-    model_options, columns, evaluation, args = parser.build(namespace)
+    of_model, columns, evaluation, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
-        model, processor, conversion = load(
-            model_options.model, model_options.open_clip_model, tokenizer=model_options.tokenizer
-        )
+        model, processor, conversion = load(of_model.model, of_model.open_clip_model, tokenizer=of_model.tokenizer)
         trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
     quieten(trainer)
     if trainer.is_world_process_zero():
@@ -36,13 +34,13 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
         PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         metrics = evaluate_sets(trainer, datasets)
-    metrics |= means_of_groups(metrics, datasets, evaluation.eval_benchmark)
+    means = means_of_groups(metrics, datasets, evaluation.eval_benchmark)
     computed = precision(trainer)
     how = {"eval_precision": computed} | ({} if args.dims is None else {"eval_dims": args.dims})
-    trainer.save_metrics("eval", metrics | what_was_measured(datasets) | how, combined=False)
+    trainer.save_metrics("eval", metrics | means | what_was_measured(datasets) | how, combined=False)
     if trainer.is_world_process_zero():
         print(*table_lines(make_rows(metrics, datasets, every=True)), sep="\n")
-        print(*lines_of_scores(metrics, datasets, evaluation.eval_benchmark), sep="\n")
+        print(*lines_of_scores(metrics, datasets, means), sep="\n")
         cut = "" if args.dims is None else f" with the first {args.dims} dimensions of the embeddings"
         print(f"Measured in {computed}{cut}; another precision rounds otherwise, and changes a few answers.")
         print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")

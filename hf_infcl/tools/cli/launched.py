@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,11 +51,8 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
 
 
 def _raised_here(error: Exception) -> bool:
-    traceback = error.__traceback__
-    assert traceback is not None
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return PACKAGE in Path(traceback.tb_frame.f_code.co_filename).parents
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return PACKAGE in Path(frame.f_code.co_filename).parents
 
 
 def _raised_here_in_a_worker(error: Exception) -> str | None:
@@ -62,14 +60,14 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
 
     torch raises the error again in the main process, with the traceback of the worker as its message.
     """
-    traceback = str(error)
-    kind = re.match(r"Caught (\w+) in DataLoader worker process", traceback)
+    text = str(error)
+    kind = re.match(r"Caught (\w+) in DataLoader worker process", text)
     if kind is None or not isinstance(error, ValueError):
         return None
-    files = re.findall(r'^  File "(.+)", line \d+', traceback, re.MULTILINE)
+    files = re.findall(r'^  File "(.+)", line \d+', text, re.MULTILINE)
     if not files or PACKAGE not in Path(files[-1]).parents:
         return None
-    return re.split(rf"^(?:\w+\.)*{kind[1]}: ", traceback, flags=re.MULTILINE)[-1]
+    return re.split(rf"^(?:\w+\.)*{kind[1]}: ", text, flags=re.MULTILINE)[-1]
 
 
 # Their warnings are of what one process alone has met: its shards, its samples and its signals.

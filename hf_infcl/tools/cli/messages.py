@@ -36,12 +36,9 @@ def missing_package(error: Exception) -> str | None:
 
 
 def about_words(left: Sequence[str], words: Sequence[str], places: Mapping[str, str]) -> str:
-    """Says what words of a command line could have been that belong to no option.
+    """Says what the ``left`` words of a command line could have been, which belong to no option.
 
-    Args:
-        left: these words.
-        words: of the command line.
-        places: what the words mean that stand before the options, by their names.
+    ``places`` says what the words mean that stand before the options, by their names.
     """
     before = next((i for i, word in enumerate(words) if word == left[0] and not words[i - 1].startswith("--")), 0)
     option = next((word for word in reversed(words[:before]) if word.startswith("--")), "=")

@@ -28,7 +28,6 @@ from ...training.with_start import AverageWithStart, checkpoint_of_end
 from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
-from ..embedding.missing import check_embedded
 from ..planning.planner import check_memory
 from ..publishing.callback import CardCallback
 from ..publishing.changes import lines_of_changes
@@ -40,9 +39,8 @@ from ..publishing.telling import ProgressPrinter
 from ..publishing.widths import scores_by_width
 from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .check import short_check
-from .command_options import OF_PAIRS
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
-from .defaults import check_best_metric, intervals, tell_choices
+from .defaults import check_best_metric, check_embedded, intervals, tell_choices
 from .description import describe_run
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
 from .launched import leave, mistakes_in_one_line
@@ -55,7 +53,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
     vars(namespace).update(chosen := intervals(namespace, user_options))
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        check_embedded(args.teacher_embeddings, parser.asked, OF_PAIRS)
+        check_embedded(args.teacher_embeddings, parser.asked)
         alpha = check_average(keep, evaluation, args)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
@@ -159,17 +157,13 @@ def save_results(
     trainer: InfCLTrainer,
     metrics: dict[str, float],
     eval_datasets: Mapping[str, ImageTextDataset | ZeroShotDataset],
-    average: AverageWithStart | None = None,
-    start: str = "",
+    average: AverageWithStart | None,
+    start: str,
 ) -> Averaged | None:
     """Writes the model, the metrics of the training and of the final evaluation, and the trainer's state; collective.
 
-    Args:
-        average: finds the average whose weights are to be saved; None to save those of the training.
-        start: Hub id or folder of the checkpoint that the training started from.
-
-    Returns:
-        The average that was saved, if one was asked for.
+    With ``average``, the model has the weights that it finds, between those of ``start`` and those of the training. It
+    returns what was found.
     """
     if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
         resumed = trainer.state.global_step - trainer.steps_trained  # the step since which the metrics count
@@ -186,10 +180,8 @@ def save_results(
     if eval_datasets:
         has_other_weights = trainer.args.load_best_model_at_end or average is not None  # than those of the last step
         measured = {} if has_other_weights else measured_last(trainer.state, eval_datasets)
-        measured = measured or trainer.evaluate()
-        trainer.save_metrics(
-            "eval", measured | what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
-        )
+        described_sets = what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
+        trainer.save_metrics("eval", (measured or trainer.evaluate()) | described_sets)
     trainer.save_state()
     return saved
 

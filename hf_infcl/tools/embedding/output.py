@@ -28,11 +28,7 @@ class Rows:
 
 
 def write(path: Path, rows: Rows) -> None:
-    """Writes a file whose name ends in .parquet, .safetensors or .npy.
-
-    Raises:
-        ValueError: two images of a file that a training looks up have one name.
-    """
+    """Writes a file whose name ends in .parquet, .safetensors or .npy."""
     partial = path.with_name(f"_{os.getpid()}.{path.name}")  # which images-* does not match
     _WRITERS[path.suffix](partial, rows)
     if path.suffix == ".npy":  # whose keys are there first
@@ -123,11 +119,7 @@ def _differences(before: Mapping[str, object], record: Mapping[str, object]) -> 
 
 
 def begin(folder: Path, record: Mapping[str, object]) -> None:
-    """Writes the record of what is embedded into the folder, or compares it with the one that is there.
-
-    Raises:
-        ValueError: the folder holds other embeddings, or its record is damaged.
-    """
+    """Writes the record of what is embedded into the folder, or raises a ValueError if the one there is of another."""
     path = folder / RECORD
     if path.exists():
         try:

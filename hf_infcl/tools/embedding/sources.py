@@ -39,15 +39,12 @@ class ItemSource(Protocol):
 
     def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
         """Yields the batches of each part; see `collated`, with which ``load`` makes a DataLoader."""
-        ...
 
     def image_fingerprint(self) -> str:
         """A fingerprint of everything that is embedded."""
-        ...
 
     def described(self) -> dict[str, Any]:
         """By what a training recognises the data."""
-        ...
 
 
 def found_columns(
@@ -99,11 +96,7 @@ def make_source(
     streaming: bool,
     on_bad_sample: str,
 ) -> ItemSource:
-    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `table_source`.
-
-    Raises:
-        ValueError: it cannot be read, or lacks a column.
-    """
+    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `table_source`."""
     if not streaming:
         table, skips = load_pairs(data, split=split, name=name, image_column=image_column), on_bad_sample == "skip"
         return table_source(table, image_column, caption_column, key_column, data, skips=skips, named=named)
@@ -149,9 +142,6 @@ def table_source(
     """A table with the wanted columns, or else those of `find_image_column` and `find_caption_column`, if it has any.
 
     ``named`` are the options of columns that must exist, because the user has set them.
-
-    Raises:
-        ValueError: the table lacks a column that was named, or has neither images nor captions.
     """
     if len(table) == 0:
         raise ValueError("The data has no rows.")
@@ -215,33 +205,31 @@ class TableSource(Dataset[Item]):
 
     def described(self) -> dict[str, Any]:
         captions = self._captions if self._caption_column else None
-        description = described_table(len(self), self._images, captions)
-        return description | _of_views(self._images, self._views)
+        return described_table(len(self), self._images, captions) | _of_views(self._images, self._views)
 
     def _captions(self, row: int) -> list[str]:
         return usable_captions(self._texts[row][self._caption_column])
 
     def __getitem__(self, row: int) -> Item:
+        try:
+            return self._item(row)
+        except BadSampleError as error:
+            if not self._skips:
+                raise
+            return {"row": row, "bad": str(error)}
+
+    def _item(self, row: int) -> Item:
         value = self._texts[row] if self._texts.column_names else {}
         if error := find_error(value):
-            problem = BadSampleError(
-                f"Row {row} of the data is bad: {error}. Repair or drop it, or pass --on_bad_sample skip.", error
-            )
-            if not self._skips:
-                raise problem
-            return {"row": row, "bad": str(problem)}
+            what = f"Row {row} of the data is bad: {error}. Repair or drop it, or pass --on_bad_sample skip."
+            raise BadSampleError(what, error)
         key = str(value[self._key_column]) if self._key_column else str(row)
         item: Item = {"row": row, "key": key, "place": str(row)}
         if self._caption_column:
             item["caption"] = usable_captions(value[self._caption_column])
         if self._images is None:
             return item
-        try:
-            image, path = self._images.image_and_path(row)
-        except BadSampleError as error:
-            if not self._skips:
-                raise
-            return {"row": row, "bad": str(error)}
+        image, path = self._images.image_and_path(row)
         item["images"] = {item["place"]: {"image": image}}
         if self._views is not None:
             assert isinstance(self._images, ImageTextDataset)

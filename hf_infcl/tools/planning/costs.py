@@ -195,10 +195,8 @@ class Effect(NamedTuple):
 def step_cost(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Cost:
     """What a step takes.
 
-    Args:
-        counts: the counts of the model, with the checkpointing of the choice.
-        choice: the composition of the batch.
-        pixel_bytes: bytes per image value: 1 with the trainer's own collator, 4 with images in fp32.
+    The ``counts`` have the checkpointing of the choice. A value of an image has ``pixel_bytes``: 1 with the trainer's
+    own collator, 4 with images in fp32.
     """
     pairs, count, towers = choice.per_device_train_batch_size, choice.gradient_accumulation_steps, counts.both
     images = pairs * min(2, count) if choice.options.get("offload_inputs") else choice.rows

@@ -41,8 +41,7 @@ class PlannedStage(NamedTuple):
 def make_choice(args: Any) -> Choice:
     """The composition of the global batch of a training; of its last one, which is the largest.
 
-    Args:
-        args: `InfCLTrainingArguments`, or an object with its options, ``world_size`` and ``global_batch_size``.
+    ``args`` are `InfCLTrainingArguments`, or an object with their options, ``world_size`` and ``global_batch_size``.
     """
     kept = EFFECTS.keys() - {*CHECKPOINTING, *DIVISION, "global_batch_size"}
     options = {name: value for name, value in changed_options(args, training_options()).items() if name in kept}

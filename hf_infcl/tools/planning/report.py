@@ -17,13 +17,7 @@ MUCH_WARMUP = 0.1  # share of the steps
 
 
 def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[str]:
-    """The lines of a plan.
-
-    Args:
-        planner: the plan.
-        epochs: the length of the training, unless ``max_steps`` is.
-        has_adapters: whether the model is one with adapters.
-    """
+    """The lines of a plan; ``epochs`` are the length of the training, unless ``max_steps`` is."""
     options, choice, pairs = planner.options, planner.choice, planner.options.dataset_size
     old = round(choice.global_batch * replay_share(options.replay_share)) if options.replay_dataset else 0
     yield from _premises(planner, old, has_adapters=has_adapters)

@@ -34,7 +34,6 @@ def predict_workers(
         rate: the images that a worker reads per second; 0 if none could be decoded.
         smallest: the pixels of the shortest side of all images; 0 if none is known.
         side: the pixels to which they are scaled.
-        cores: those of this machine.
     """
     if options.use_cpu:
         return "", []

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from ...checkpoints.average_search import Averaged, not_trained
-from .cards import example_classes, how_averaged, set_and_split, table_of_averages, usage
+from .cards import how_averaged, set_and_split, table_of_averages, usage
 from .facts import Evaluation, source_name
 from .front import FRONT_FILE
 from .markdown import code, escaped, joined, table
@@ -35,30 +35,27 @@ def average_card(
         adapter: whether the folder holds an adapter of the start.
         evaluations: the sets that were measured, by their keys; their metrics are not read.
     """
-    names = [source_name(one) for one in (start, end)]
-    on_hub = [name for name, is_id in names if is_id]
-    relation = "merge"
-    if adapter:
-        on_hub, relation = [name for name, is_id in names[:1] if is_id], "adapter"
+    name, ends = folder.resolve().name, [source_name(start), source_name(end)]
+    on_hub = [source for source, is_id in (ends[:1] if adapter else ends) if is_id]
     data = ModelCardData(
-        model_name=folder.resolve().name,
+        model_name=name,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="zero-shot-image-classification",
         tags=["contrastive-learning", "image-text", "hf_infcl", "merge"],
         base_model=on_hub or None,
-        base_model_relation=relation if on_hub else None,
+        base_model_relation=("adapter" if adapter else "merge") if on_hub else None,
     )
     by_depth = "" if average.path == "line" else ", less for early layers than for late ones"
     rows = [
-        ("start (α = 0)", code(names[0][0])),
-        ("end (α = 1)", code(names[1][0])),
+        ("start (α = 0)", code(ends[0][0])),
+        ("end (α = 1)", code(ends[1][0])),
         ("weights", f"start + **{average.alpha:g}** · (end − start){by_depth}"),
     ]
-    base = names[0][0] if names[0][1] else f"path/to/{names[0][0]}"
+    base = ends[0][0] if ends[0][1] else f"path/to/{ends[0][0]}"
     return ModelCard.from_template(
         data,
         template_str=resources.files(__package__).joinpath("average_template.md").read_text(encoding="utf-8"),
-        name=escaped(folder.resolve().name),
+        name=escaped(name),
         doubt=not_trained(average),
         model_class=code(model_class),
         adapter=adapter,
@@ -66,7 +63,7 @@ def average_card(
         how=" ".join(how_averaged(average)),
         results=_results(average, evaluations),
         front=FRONT_FILE if (folder / FRONT_FILE).is_file() else None,
-        usage=usage(model_class, folder.resolve().name, base if adapter else None, *example_classes(evaluations)),
+        usage=usage(model_class, name, base if adapter else None, evaluations),
     )
 
 

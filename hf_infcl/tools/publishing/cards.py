@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -29,27 +29,23 @@ def model_card(
 
     Args:
         facts: what the card states.
-        curves: the file name of the curves beside the card, if they were drawn.
-        front: the file name of the picture of averages with the start, if it was drawn.
-        pictures: the file name of evaluation images with their best captions, if they were drawn.
+        curves, front, pictures: the names of the pictures beside the card that were drawn: of the curves, of averages
+            with the start, and of evaluation images with their best captions.
 
     Returns:
         A card with model-index metadata; ``card.save(path)`` writes it.
     """
-    evaluations = facts.evaluations
     datasets = [source.dataset for source in (*facts.sources, *facts.replay_sources) if source.on_hub]
+    of_size = [] if facts.pairs is None else [f"dataset_size:{facts.pairs}"]
     data = ModelCardData(
         model_name=facts.name,
         library_name="peft" if facts.adapter else "transformers",
         pipeline_tag="zero-shot-image-classification",
-        tags=[
-            *("contrastive-learning", "image-text", "hf_infcl", f"loss:{facts.objective}"),
-            *([f"dataset_size:{facts.pairs}"] if facts.pairs is not None else []),
-        ],
+        tags=["contrastive-learning", "image-text", "hf_infcl", f"loss:{facts.objective}", *of_size],
         base_model=facts.start if facts.start_on_hub else None,
         base_model_relation=("adapter" if facts.adapter else "finetune") if facts.start_on_hub else None,
         datasets=datasets or None,
-        eval_results=_model_index(evaluations) or None,
+        eval_results=_model_index(facts.evaluations) or None,
     )
     return ModelCard.from_template(
         data,
@@ -70,31 +66,17 @@ def model_card(
     )
 
 
-def write_eval_results(facts: TrainingFacts, folder: str | Path) -> list[Path]:
-    """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``.
-
-    Returns:
-        The written files, one for each dataset of the Hub that was evaluated.
-    """
-    written = []
-    for evaluation in facts.evaluations:
-        if not evaluation.on_hub:
-            continue
+def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
+    """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``."""
+    for evaluation in (one for one in facts.evaluations if one.on_hub):
+        known = {"dataset_revision": evaluation.commit, "notes": f"split {evaluation.split}"}
         entries = [
-            EvalResultEntry(
-                evaluation.dataset,
-                metric,
-                round(value, 4),
-                dataset_revision=evaluation.commit,
-                notes=f"split {evaluation.split}",
-            )
+            EvalResultEntry(evaluation.dataset, metric, round(value, 4), **known)
             for metric, value in _defined(evaluation)
         ]
         path = Path(folder, ".eval_results", evaluation.dataset.replace("/", "_") + ".yaml")
         path.parent.mkdir(exist_ok=True)
         path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False), encoding="utf-8")
-        written.append(path)
-    return written
 
 
 def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
@@ -349,27 +331,13 @@ def _when(facts: TrainingFacts) -> Iterator[str]:
     yield f"The same sets were measured during training; the figures are those of {of}."
 
 
-def example_classes(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
-    """Labels and a prompt for an example, from a zero-shot evaluation if there was one."""
-    for evaluation in evaluations:
-        if evaluation.templates:
-            return list(evaluation.class_names[:3]), evaluation.templates[0]
-    return ["dog", "cat"], "a photo of a {}."
-
-
 def _usage(facts: TrainingFacts) -> str:
-    labels, template = example_classes(facts.evaluations)
     base = None if not facts.adapter else facts.start if facts.start_on_hub else f"path/to/{facts.start}"
-    return usage(facts.model_class, facts.location, base, labels, template, facts.revision)
+    return usage(facts.model_class, facts.location, base, facts.evaluations, facts.revision)
 
 
 def usage(
-    model_class: str,
-    place: str,
-    base: str | None,
-    labels: Sequence[str],
-    template: str,
-    revision: str | None = None,
+    model_class: str, place: str, base: str | None, evaluations: Iterable[Evaluation], revision: str | None = None
 ) -> str:
     """The code that loads a model and classifies an image.
 
@@ -377,36 +345,28 @@ def usage(
         model_class: of transformers.
         place: the folder or the Hub id.
         base: the model under the adapters that are there; None for a whole model.
-        labels, template: classes, and the prompt with {} for a class.
+        evaluations: the first zero-shot evaluation, if there was one, gives the example its classes and prompt.
         revision: the branch of a Hub repository.
     """
-    location = literal(place)
-    at = f"{location}, revision={literal(revision)}" if revision else location
-    ask = f'classifier("image.png", candidate_labels={literal(labels)}, hypothesis_template={literal(template)})'
-    if base is not None:
-        return "\n".join(
-            (
-                "from peft import PeftModel",
-                f"from transformers import AutoProcessor, {model_class}, pipeline",
-                "",
-                f"model = PeftModel.from_pretrained({model_class}.from_pretrained({literal(base)}), {at})",
-                f"processor = AutoProcessor.from_pretrained({at})",
-                "",
-                'classifier = pipeline("zero-shot-image-classification", model=model.merge_and_unload(),',
-                "                      tokenizer=processor.tokenizer, image_processor=processor.image_processor)",
-                ask,
-            )
+    labels, template = ["dog", "cat"], "a photo of a {}."
+    if (example := next((one for one in evaluations if one.templates), None)) is not None:
+        labels, template = list(example.class_names[:3]), example.templates[0]
+    at = f"{literal(place)}, revision={literal(revision)}" if revision else literal(place)
+    if base is None:
+        of_peft, model, given = "", f"{model_class}.from_pretrained({at})", f"model={at}"
+    else:
+        of_peft = "from peft import PeftModel\n"
+        model = f"PeftModel.from_pretrained({model_class}.from_pretrained({literal(base)}), {at})"
+        given = (
+            "model=model.merge_and_unload(),\n"
+            "                      tokenizer=processor.tokenizer, image_processor=processor.image_processor"
         )
-    return "\n".join(
-        (
-            f"from transformers import AutoProcessor, {model_class}, pipeline",
-            "",
-            f"model = {model_class}.from_pretrained({at})",
-            f"processor = AutoProcessor.from_pretrained({at})",
-            "",
-            f'classifier = pipeline("zero-shot-image-classification", model={at})',
-            ask,
-        )
+    return (
+        f"{of_peft}from transformers import AutoProcessor, {model_class}, pipeline\n\n"
+        f"model = {model}\n"
+        f"processor = AutoProcessor.from_pretrained({at})\n\n"
+        f'classifier = pipeline("zero-shot-image-classification", {given})\n'
+        f'classifier("image.png", candidate_labels={literal(labels)}, hypothesis_template={literal(template)})'
     )
 
 

@@ -145,11 +145,7 @@ class TrainingFacts:
 
     @classmethod
     def load(cls, folder: str | Path) -> TrainingFacts:
-        """Reads the facts of a folder.
-
-        Raises:
-            ValueError: the folder has no such file, or it cannot be read.
-        """
+        """Reads the facts of a folder; raises a ValueError if it has none, or they cannot be read."""
         path = Path(folder, FACTS_FILE)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

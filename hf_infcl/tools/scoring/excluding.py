@@ -18,10 +18,8 @@ def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     """The rows of a table whose pairs are not wrong with at least some probability, [n] int64.
 
     The file of the ledger and the probability are asked for as in ``"_ledger.parquet:0.5"``. ``"_ledger.parquet:5%"``
-    asks for that share of the pairs, those with the lowest scores, rounded down.
-
-    Raises:
-        ValueError: the file is no ledger, is of another table, or excludes all pairs; the number is missing.
+    asks for that share of the pairs, those with the lowest scores, rounded down. A ValueError says that the number is
+    missing, or that the file is no ledger, is of another table, or excludes all pairs.
     """
     wrong, _ = _wrong_in(dataset.content_fingerprint(), asked)
     kept = np.setdiff1d(np.arange(len(dataset)), wrong)
@@ -64,8 +62,8 @@ def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
     with read_as_ledger(path), pq.ParquetFile(path) as file:
         recorded = json.loads((file.schema_arrow.metadata or {})[RECORD])["content"]
         keys = _with_lowest_scores(file, least) if is_share else _probably_wrong(file, least)
-        return keys, int(file.metadata.num_rows), recorded
-    raise AssertionError
+        count = int(file.metadata.num_rows)
+    return keys, count, recorded
 
 
 def _with_lowest_scores(file: Any, percent: float) -> np.ndarray:

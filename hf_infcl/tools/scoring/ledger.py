@@ -50,14 +50,15 @@ class Ledger:
 
     def find_name(self, key: int) -> str:
         """The name by which a person knows the pair with a key: its sample or file if it is known, or the key."""
-        place = int(np.searchsorted(self.key, key))
-        name = self.sample[place] if place < len(self.sample) and self.key[place] == key else ""
-        return name or str(key)
+        return self._find(self.sample, key) or str(key)
 
     def find_caption(self, key: int) -> str:
         """The caption of the pair with a key; empty if it is not in the ledger."""
+        return self._find(self.caption, key)
+
+    def _find(self, words: list[str], key: int) -> str:
         place = int(np.searchsorted(self.key, key))
-        return self.caption[place] if place < len(self) and self.key[place] == key else ""
+        return words[place] if place < len(words) and self.key[place] == key else ""
 
     def wrong(self, least: float) -> np.ndarray:
         """The keys of the pairs that are wrong with at least this probability."""
@@ -92,26 +93,21 @@ class Ledger:
 
     @classmethod
     def read(cls, path: str | Path) -> Ledger:
-        """The ledger in a file.
-
-        Raises:
-            ValueError: there is no such file, or it is no ledger.
-        """
+        """The ledger in a file; see `read_as_ledger` for errors."""
         import pyarrow.parquet as pq
 
         with read_as_ledger(path):
             table = pq.read_table(path)
-            record = json.loads((table.schema.metadata or {})[RECORD])
+            content = json.loads((table.schema.metadata or {})[RECORD])["content"]
             arrays = {name: table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items()}
             words = {name: table[name].to_pylist() for name in ("caption", "sample") if name in table.column_names}
             left_out = table["left_out"].to_numpy() if "left_out" in table.column_names else None
-            return cls(record["content"], **arrays, **words, left_out=left_out)
-        raise AssertionError
+        return cls(content, **arrays, **words, left_out=left_out)
 
 
 @contextmanager
 def read_as_ledger(path: str | Path) -> Iterator[None]:
-    """Within the context, an error becomes a ValueError that says that the file is no ledger."""
+    """Within the context, an error becomes a ValueError that says that the file is missing or no ledger."""
     import pyarrow as pa
 
     try:
@@ -172,7 +168,6 @@ def probability_wrong(score: np.ndarray) -> np.ndarray:
 
     share = np.where(score <= 0, 1.0, np.minimum(1.0, near(-score) / np.maximum(1, near(score))))
     order = np.argsort(score, kind="stable")
-    falling = np.maximum.accumulate(share[order][::-1])[::-1]
     probabilities = np.empty(len(score), np.float32)
-    probabilities[order] = falling
+    probabilities[order] = np.maximum.accumulate(share[order][::-1])[::-1]
     return probabilities

@@ -37,11 +37,10 @@ def write_ledger(
     table. With ``averages``, ``left_out`` [n] bool says of the same pairs whether they are left out.
     """
     args = trainer.args
-    encoder = trainer.dual_encoder
-    encoder.model.eval()
+    trainer.dual_encoder.model.eval()
     ledger, pictures = score_pairs(
         dataset,
-        encoder,
+        trainer.dual_encoder,
         trainer.data_collator,
         prepare=trainer._prepare_inputs,
         autocast=trainer.accelerator.autocast,
@@ -100,11 +99,8 @@ def sample_names(stream: ImageTextStream, keys: np.ndarray) -> list[str] | None:
 
     A training knows its samples by their hashes, so the processes read the headers of all local shards once. Remote
     ones would have to be read as a whole: their samples have the name "", as those of a shard that cannot be read.
-    Each process holds the names that it has found, and the main process those of all keys.
-
-    Args:
-        stream: the training set.
-        keys: [n] int64 in ascending order; see `hf_infcl.shards.names.sample_key`.
+    Each process holds the names that it has found, and the main process those of all keys. ``keys`` [n] int64 are in
+    ascending order; see `hf_infcl.shards.names.sample_key`.
     """
     processes = Processes()
     names_by_place: dict[int, str] = {}
@@ -147,8 +143,6 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
     """What a ledger that was written into a folder says, for a person.
 
     Args:
-        ledger: the ledger.
-        folder: where it was written.
         waits_for: why the rule of ``leave_out`` has not begun; empty if it has, or if there was none.
         learned: whether the model was trained on these pairs, wrong ones included.
     """
@@ -172,15 +166,13 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
         yield f"Do not exclude pairs by the scores in {file}, because the rule of --leave_out has not begun."
         return
     else:
-        likely = f"{file}:{RATHER_WRONG:g}"
+        exclude = (
+            f" `infcl train --exclude {file}:{RATHER_WRONG:g}` trains without all that are likelier wrong than right."
+        )
         yield (
             f"{'At least' if learned else 'About'} {expected:,.0f} of {len(ledger):,} pairs do not seem to belong "
-            f"together, {wrong:,} of them with a probability of at least {CERTAIN:g}."
-            + (
-                f" `infcl train --exclude {likely}` trains without all that are likelier wrong than right."
-                * bool(wrong)
-            )
+            f"together, {wrong:,} of them with a probability of at least {CERTAIN:g}.{exclude if wrong else ''}"
         )
-    if ledger.caption and any(ledger.caption):
+    if any(ledger.caption):
         yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
         yield f"The {min(SHOWN, len(ledger))} pairs with the lowest scores are drawn in {Path(folder, SHEET_FILE)}."
