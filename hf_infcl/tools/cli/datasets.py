@@ -190,7 +190,6 @@ def guard_datasets(
 
     Args:
         columns: the columns of the training set.
-        guards: name the sets.
         evaluation: names the labels and the templates.
         data: the training data, which must not be taken for a guard; None without a training.
         half: 0 or 1 for one of the `hf_infcl.checkpoints.average_search.halves` of each set; None for all rows.

@@ -43,20 +43,11 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         else:
             if options.views is not None:
                 raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
-            facts = facts_of(namespace.data, split=data.split, name=None, **columns.of_pairs)
-            stated = sorted(user_options | getattr(namespace.data, "facts", {}).keys())
-            source = make_source(
-                namespace.data,
-                facts["image_column"],
-                facts["caption_column"],
-                options.key_column,
-                stated,
-                split=facts["split"],
-                name=facts["name"],
-                streaming=data.streaming,
-                on_bad_sample=data.on_bad_sample,
-            )
-            sources = {"": source}
+            how = {"key_column": options.key_column, "streaming": data.streaming, "on_bad_sample": data.on_bad_sample}
+            how["named"] = sorted(user_options | getattr(namespace.data, "facts", {}).keys())
+            usual = {"image_column": columns.image_column, "caption_column": columns.caption_column}
+            facts = facts_of(namespace.data, split=data.split, name=None, **usual)
+            sources = {"": make_source(namespace.data, **facts, **how)}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         collator: Any = trainer.data_collator

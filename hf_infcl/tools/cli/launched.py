@@ -30,7 +30,6 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     missing package that an option needs is a mistake of the user, whichever library reports it.
 
     Args:
-        command: the name of the command, with which the line begins.
         of_libraries: also treat a ValueError or OSError of any library as a mistake of the user, which is right while
             data and models are being opened; otherwise only a ValueError raised by this package.
     """

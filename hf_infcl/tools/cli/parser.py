@@ -101,8 +101,6 @@ class Parser(HfArgumentParser):
     """Reads dataclasses and the options of a training, lists the package's own first, and suggests names for typos.
 
     Args:
-        command: the command's name, for messages.
-        description: the first line of the help.
         *options: dataclasses; the options of the training follow them.
         shown: the options of the training that ``--help`` lists beside those of the dataclasses; ``--help all`` lists
             every one. None lists those that have a place in the short help of a training, and no others.

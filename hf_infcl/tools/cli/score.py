@@ -20,8 +20,7 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if args.fsdp or args.deepspeed:
             raise ValueError("Every process scores with the whole model. Omit the options of FSDP and DeepSpeed.")
-        names = ("split", "streaming", "on_bad_sample", "captions_per_image")
-        chosen = {name: getattr(options, name) for name in names}
+        chosen = {name: value for name, value in vars(options).items() if name != "window"}
         length = 1 if options.streaming else None  # which a training needs
         data = DataOptions([namespace.data], samples_per_epoch=length, **chosen)
         dataset = training_set(data, columns, args, "DATA")

@@ -31,12 +31,12 @@ from ..checking.overlap import overlaps
 from ..planning.planner import check_memory
 from ..publishing.callback import CardCallback
 from ..publishing.changes import lines_of_changes
+from ..publishing.facts import scores_by_width
 from ..publishing.front import write_averages
 from ..publishing.outcome import doubtful_rate, earlier_best, outcome
 from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
 from ..publishing.telling import ProgressPrinter
-from ..publishing.widths import scores_by_width
 from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured

@@ -137,11 +137,7 @@ def _told(
 
 
 def _encoded(
-    batches: Iterator[Batch],
-    encoder: DualEncoder,
-    prepare: Prepare,
-    batch_size: int,
-    counts: dict[str, int],
+    batches: Iterator[Batch], encoder: DualEncoder, prepare: Prepare, batch_size: int, counts: dict[str, int]
 ) -> dict[str, Rows]:
     """The images and texts of a part, in the order of its rows; counts them."""
     items: dict[str, list[tuple[int, str, str | None, str]]] = {"images": [], "texts": []}

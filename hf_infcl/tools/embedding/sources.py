@@ -157,7 +157,6 @@ class TableSource(Dataset[Item]):
     """A table: images, captions or both.
 
     Args:
-        table: the rows.
         images: their images, if they have any.
         caption_column: None if there are no captions.
         key_column: names the rows; by default the paths of the images do, or else the numbers of the rows.

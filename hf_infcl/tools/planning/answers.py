@@ -47,21 +47,13 @@ _STEP = "benchmarks/results/README.md#a-training-step"
 
 
 class Answer(NamedTuple):
-    """A row of the table; its links are relative to the page, and lead to the table with the figures.
+    """A row of the table; its links are relative to the page, and lead to the table with the figures."""
 
-    Attributes:
-        have: what the user has.
-        write: words of `infcl train`, or of what starts it.
-        gain: what was measured.
-        price: what it costs.
-        figures: what the figures of the gain are, if they are results of models.
-    """
-
-    have: str
-    write: str
-    gain: str
+    have: str  # what the user has
+    write: str  # words of `infcl train`, or of what starts it
+    gain: str  # what was measured
     price: str
-    figures: str = ""
+    figures: str = ""  # what the figures of the gain are, if they are results of models
 
 
 ANSWERS = {
@@ -253,10 +245,8 @@ def answer_line(
     """The answer as a line of a command's output; empty if it would contradict what the user has decided.
 
     Args:
-        answer: of the table.
-        options: of the command, as far as they are known.
-        decided: the names of those that the user has written himself, in place of a recipe.
-        pairs: of the training set, if that is known.
+        options, pairs: as for `choose_answer`.
+        decided: the names of the options that the user has written himself, in place of a recipe.
         at_least: whether it has these pairs or more.
     """
     values = _words(answer, options or {}, decided, pairs)

@@ -29,7 +29,6 @@ def average_card(
 
     Args:
         folder: that holds the average; its name is that of the model.
-        average: its α, and what was measured.
         start, end: Hub ids or folders of both models, of which the card names the last part alone.
         model_class: the class of transformers that loads the model, or the model under the adapters.
         adapter: whether the folder holds an adapter of the start.

@@ -11,13 +11,12 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from ...checkpoints.average_search import Averaged, not_trained
-from ...evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
+from ...evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound, score_if_measured
 from ...loss.objectives import OBJECTIVES
-from .changes import changes, explained
+from .changes import changes, explained, words_of_scores
 from .facts import SPEED, Evaluation, Source, TrainingFacts
 from .markdown import code, escaped, joined, literal, table
 from .outcome import outcome
-from .widths import results_by_width
 
 _SHOWN = 10  # prompts that the results name
 
@@ -297,7 +296,27 @@ def _results(facts: TrainingFacts) -> str:
     head = ("set", "images", "metric", "value", "95% interval", "before the training", "at most")
     used = [n for n in range(len(head)) if any(row[n] for row in rows)]
     shown = table([head[n] for n in used], [[row[n] for n in used] for row in rows])
-    return "\n\n".join([shown, *notes, *results_by_width(facts)])
+    return "\n\n".join([shown, *notes, *_results_by_width(facts)])
+
+
+def _results_by_width(facts: TrainingFacts) -> Iterator[str]:
+    """A table with a line for each set and width, and what a score is; nothing without `scores_by_width`."""
+    measured = [one for one in facts.evaluations if one.key in facts.scores_by_width]
+    rows = []
+    for one in measured:
+        scores = {f"first {width}": score for width, score in facts.scores_by_width[one.key].items()}
+        if (whole := score_if_measured(one.metrics)) is not None:
+            scores["as above"] = whole
+        rows += [(set_and_split(one), width, f"{n:.4f}") for width, n in scores.items()]
+    if rows:
+        yield table(("set", "dimensions", "score"), rows)
+        yield words_of_scores([one.metrics for one in measured])
+        least = min(int(n) for one in measured for n in facts.scores_by_width[one.key])
+        yield (
+            "Normalise embeddings again after you have cut them: "
+            f"`torch.nn.functional.normalize(embeddings[:, :{least}], dim=-1)`, or "
+            f"`SentenceTransformer(..., truncate_dim={least})`."
+        )
 
 
 def _prompts(evaluation: Evaluation) -> str:
@@ -342,7 +361,6 @@ def usage(
     """The code that loads a model and classifies an image.
 
     Args:
-        model_class: of transformers.
         place: the folder or the Hub id.
         base: the model under the adapters that are there; None for a whole model.
         evaluations: the first zero-shot evaluation, if there was one, gives the example its classes and prompt.

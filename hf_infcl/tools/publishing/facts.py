@@ -19,6 +19,7 @@ from transformers import TrainerState
 from ... import __version__
 from ...checkpoints.average_search import Averaged, Measured
 from ...checkpoints.record import Stage
+from ...evaluation.metrics import score_if_measured
 from ...loading.replay import Replayed
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_schedule import divided_batch
@@ -238,6 +239,27 @@ def training_facts(
         best=best,
         **fields,
     )
+
+
+def scores_by_width(trainer: Any, sets: Mapping[str, object]) -> dict[str, dict[str, float]]:
+    """The score of each evaluation set at each width of its embeddings, by the set and the width; collective.
+
+    Each width takes an evaluation of its own, which the trainer, an `InfCLTrainer`, does not log. Without
+    ``matryoshka_dims`` the result is empty.
+    """
+    encoder, scores = trainer.dual_encoder, {name: dict[str, float]() for name in sets}
+    before, found = encoder.dims, dict(trainer.found)
+    try:
+        for width in trainer.args.matryoshka_dims or ():
+            encoder.dims = width
+            for name, dataset in sets.items():
+                metrics = trainer.predict(dataset, metric_key_prefix=f"eval_{name}").metrics or {}
+                if (score := score_if_measured(metrics, f"eval_{name}_")) is not None:
+                    scores[name][str(width)] = score
+    finally:
+        encoder.dims = before
+        trainer.found.update(found)
+    return {name: by_width for name, by_width in scores.items() if by_width}
 
 
 def holds_best(args: InfCLTrainingArguments, state: TrainerState) -> bool:

@@ -46,11 +46,7 @@ def earlier_best(history: Sequence[Mapping[str, Any]], facts: TrainingFacts) -> 
     """A sentence, if a set that the model was trained for had a better score long before the end; otherwise nothing.
 
     It is better if it lies above the 95% interval of the last one; where the score is of both directions, above the
-    mean of their bounds.
-
-    Args:
-        history: Trainer's ``log_history``.
-        facts: of a training whose last weights are saved.
+    mean of their bounds. ``history`` is Trainer's ``log_history``; the training has saved its last weights.
     """
     for evaluation in facts.evaluations:
         high = score_if_measured(evaluation.metrics, end=HIGH)

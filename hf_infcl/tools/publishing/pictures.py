@@ -34,7 +34,6 @@ class PicturesCallback(TrainerCallback):
     which this callback sets.
 
     Args:
-        trainer: an `InfCLTrainer`.
         dataset: the pairs with all captions that the trainer evaluates as "pairs".
         count: the number of images, evenly spread over the dataset.
 
