@@ -92,7 +92,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
         print(*finding_lines(findings), sep="\n")
     names_batch = user_options & {"global_batch_size", "global_batch_schedule", *DIVISION}
-    batch, trained_facts, length = args.global_batch_size if names_batch else None, results[TRAINED][0], []
+    batch, trained_facts = args.global_batch_size if names_batch else None, results[TRAINED][0]
     workers_line, options_of_loading = predict_workers(
         *(config, namespace, user_options),
         batch=batch,
@@ -110,11 +110,10 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         print("It was not checked whether captions fit their images. `infcl score` checks that.")
     every = [finding for _, findings in results.values() for finding in findings]
     has_length = data.samples_per_epoch is not None or namespace.max_steps > 0
+    remedies = [*(finding.options for finding in every), *options_of_loading]
     if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and not has_length:
-        length = [f"--samples_per_epoch {trained_facts.usable}"]
-    # Those that remedy findings, each once.
-    remedies = dict.fromkeys([*(finding.options for finding in every), *options_of_loading, *length])
-    to_add = " ".join(filter(None, remedies))
+        remedies.append(f"--samples_per_epoch {trained_facts.usable}")
+    to_add = " ".join(filter(None, dict.fromkeys(remedies)))
     write_report(Path(args.output_dir) if "output_dir" in decided else None, results, to_add)
     if line := line_of_answer(vars(namespace), decided, *results[TRAINED]):
         print(line)

@@ -14,7 +14,6 @@ from ...conversion.pretrained import base_of_adapters
 from ...data import ImageTextDataset, ZeroShotDataset
 from ...data.images import ImageDataset
 from ...encoders.adapters import has_adapters, layers_of_adapters, words_of_adapters
-from ...encoders.dual_encoder import DualEncoder
 from ...loading.replay import Replayed
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
@@ -43,14 +42,23 @@ def describe_run(
     pairs = trained.datasets[0] if isinstance(trained, Replayed) else trained
     eval_datasets: Any = trainer.eval_dataset or {}
     collator: Any = trainer.data_collator
-    excluded = [f"{which} by {code(file)}" for which, file in map(words_of_excluded, data.exclude or ())]
-    trains, base = trained_part(trainer.dual_encoder.model, model.model)
+    encoder = trainer.dual_encoder
+    settings = {"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}
+    trains, base = trained_part(encoder.model, model.model)
+    settings |= trains
+    if not encoder.temperature_parameters[0].requires_grad:
+        settings["logit_scale"] = f"{encoder.scale_and_bias()[0].item():.4g}, frozen"
+    if excluded := [f"{which} by {code(file)}" for which, file in map(words_of_excluded, data.exclude or ())]:
+        settings["pairs excluded before"] = joined(excluded)
+    if data.text_dropout:
+        settings["words left out of captions"] = f"{data.text_dropout:g}"
+    settings["image preprocessing"] = collator.image_backend
     return functools.partial(
         training_facts,
         trainer,
-        model_class=type(trainer.dual_encoder.base).__name__,
+        model_class=type(encoder.base).__name__,
         start=(base or model.model).removeprefix("hf-hub:"),
-        random_start=trainer.dual_encoder.looks_random(),
+        random_start=encoder.looks_random(),
         sources=describe_sources(data),
         replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
@@ -59,14 +67,7 @@ def describe_run(
         negative_caption_column=getattr(pairs, "negative_caption_column", data.negative_caption_column),
         evaluations=describe_evaluations(evaluation, guards, eval_datasets),
         caption_limit=getattr(collator, "max_length", None),
-        settings={
-            **({"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}),
-            **trains,
-            **_frozen_temperature(trainer.dual_encoder),
-            **({"pairs excluded before": joined(excluded)} if excluded else {}),
-            **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),
-            "image preprocessing": collator.image_backend,
-        },
+        settings=settings,
     )
 
 
@@ -79,13 +80,6 @@ def trained_part(model: nn.Module, start: str) -> tuple[dict[str, str], str | No
     rows = {"trained weights": words if base is None else f"{words}, those of {source_name(start)[0]}"}
     rows["layers with adapters"] = joined(list(map(code, layers))) + (f"; alpha {alpha:g}" if alpha else "")
     return rows, base
-
-
-def _frozen_temperature(encoder: DualEncoder) -> dict[str, str]:
-    """A row with logit_scale, if it keeps the value that the model came with."""
-    if encoder.temperature_parameters[0].requires_grad:
-        return {}
-    return {"logit_scale": f"{encoder.scale_and_bias()[0].item():.4g}, frozen"}
 
 
 def describe_sources(options: DataOptions) -> list[Source]:
