@@ -11,14 +11,18 @@ are Apache-2.0. On the images follows an MLP, on the texts a linear map. ``train
 rank 16 in it, "both" both towers. ``rate`` is AdamW's for the heads (Muon has four times of it, and AdamW beside Muon
 at most 5e-4); ``text`` and ``image`` are the factors of the rates of the towers, each with its head. ``weights`` may be
 "random" for comparison. A step has 512 pairs. The columns are those of wrong_and_taught.py.
+``way`` "base" trains on emoji alone, and "tuned" fine-tunes that model on clip art, for which new concepts and the
+validation set are those of clip art; "averaged" columns are of the mean of its start and its end.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +35,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from hf_infcl import TwoTowers
+from hf_infcl.checkpoints.average_weights import interpolated
 from real_pairs import side_by_side, training
+from real_pairs.fine_tuning import CLIP_ART, EMOJI, sets_of_clip_art
 from real_pairs.in_memory import LENGTH, normalised, prepare
 
 SAMPLES, BATCH, WIDTH = 294_912, 512, 384
 PLAIN: dict[str, Any] = {"trained": "lit", "optimizer": "adamw", "rate": 1e-3, "text": 0.2, "image": 1.0, "seed": 0}
-PLAIN |= {"weights": "pretrained", "samples": SAMPLES}
+PLAIN |= {"weights": "pretrained", "samples": SAMPLES, "way": "", "options": {}}
+TUNED = {"way": "tuned", "rate": 3e-4, "samples": 65_536}
+SOURCES = {"": None, "base": EMOJI, "tuned": CLIP_ART}  # of the pairs that are trained
+KEEP = {"options": {"keep_features": 3.0}}
+REPLAY = {"samples": 131_072, "options": {"replay_share": 0.5}}  # of the emoji; as many pairs of clip art as without
 
 
 def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -55,9 +65,24 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"optimizer": o, "trained": t} for o in optimizers for t in ("heads", "text lora")),
             *({"optimizer": o, "trained": "both", "weights": "random", "text": 1.0} for o in optimizers),
         ],
+        "keeping": [
+            *({"optimizer": o, "way": "base"} for o in optimizers),
+            *({"optimizer": o, **TUNED, **more} for more in ({}, KEEP, REPLAY) for o in optimizers),
+        ],
         "short": [{"optimizer": o, "seed": s, "samples": 46_080} for s in seeds for o in optimizers],
     }
-    return [{**PLAIN, **job} for name in names for job in parts[name]]
+    jobs = [{**PLAIN, **job} for name in names for job in parts[name]]
+    return [job | {"save": _base(job)} if job["way"] == "base" else job for job in jobs]
+
+
+def _base(job: Mapping[str, Any]) -> str:
+    """The file of the base of a fine-tuning."""
+    return f"base {job['optimizer']} {job['seed']}.pt"
+
+
+def needed_by(job: Mapping[str, Any]) -> list[str]:
+    """The files of other runs without which a run cannot begin."""
+    return [_base(job)] if job["way"] == "tuned" else []
 
 
 # ---- The towers ----
@@ -205,7 +230,8 @@ def run_of(job: dict[str, Any], *, toy: bool) -> training.Run:
         optimizer=job["optimizer"],
     )
     rates = {f"{side}_learning_rate": job[side] * run.adamw_rate for side in ("image", "text")}
-    return dataclasses.replace(run, options=json.dumps(rates))
+    replay = ",".join(EMOJI) if "replay_share" in job["options"] else ""
+    return dataclasses.replace(run, options=json.dumps(rates | job["options"]), replay=replay)
 
 
 def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: bool) -> dict[str, Any]:
@@ -215,17 +241,29 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     torch.manual_seed(run.seed)
     model = two_towers(job["trained"], pretrained=job["weights"] == "pretrained").to(data["images"].device)
     used = data if job["trained"] == "both" else of_features(data)
-    rows, _ = training.train(run, used, {}, model=model, toy=toy)
-    found = {**job, "seconds": rows[-1]["seconds"], "samples": rows[-1]["samples_seen"]}
-    return found | training.recalls(rows[-1])
+    if job["way"]:
+        used = {**used, "sets": sets_of_clip_art(used["sets"])}
+    if job["way"] == "tuned":
+        model.load_state_dict(torch.load(folder / _base(job), weights_only=True))
+    start = copy.deepcopy(model.state_dict())
+    rows, _ = training.train(run, used, {}, model=model, sources=SOURCES[job["way"]], toy=toy)
+    found = {**job, "options": json.dumps(job["options"]), "seconds": rows[-1]["seconds"]}
+    found |= {"samples": rows[-1]["samples_seen"], **training.recalls(rows[-1])}
+    if name := found.pop("save", ""):
+        side_by_side.save(model.state_dict(), folder / name)
+    if job["way"] == "tuned":
+        model.load_state_dict(interpolated(start, copy.deepcopy(model.state_dict()), 0.5, "line"))
+        averaged = training.recalls(training.measure(model, used, list(used["sets"])))
+        found |= {f"averaged_{name}": value for name, value in averaged.items()}
+    return found
 
 
 def main() -> None:
-    every = ["lit", "both", "rates", "less"]
+    every = ["lit", "both", "rates", "less", "keeping"]
     args = side_by_side.arguments(__doc__, f"of {every}, and short; by default all but the last").parse_args()
-    jobs = make_jobs(args.parts or every)
-    tokens = tokenizer()
-    side_by_side.run(jobs, run_job, args, "pretrained_towers", lambda: prepare(args.corpus, tokenizer=tokens))
+    jobs, tokens = make_jobs(args.parts or every), tokenizer()
+    data = functools.partial(prepare, args.corpus, tokenizer=tokens)
+    side_by_side.run(jobs, run_job, args, "pretrained_towers", data, needed_by)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,11 @@ def main() -> None:
         "Icons": means(
             args.results / "icons.csv",
             {"trained on": "trained_on", "losses": "method", "optimizer": "optimizer", "pairs": "batch"}
-            | {"learning rate": "rate", "pair ids": "pair_ids", "wrong captions": "wrong"}
-            | {"right pairs only": "oracle", "options": "options"},
+            | {"learning rate": "rate", "pair ids": "pair_ids", "captions": "captions", "wrong captions": "wrong"}
+            | {"right pairs only": "oracle", "teacher": "taught_by", "options": "options"},
+        ),
+        "Other rules against wrong captions": means(
+            args.results / "rules_tried.csv", {"rule": "rule", "wrong captions": "wrong"}
         ),
         "Activations in bf16": means(
             args.results / "bf16_activations.csv", {"optimizer": "optimizer", "options": "options"}
@@ -102,6 +105,7 @@ def main() -> None:
             {
                 **{"trained": "trained", "optimizer": "optimizer", "weights": "weights"},
                 **{"rate of the heads": "rate", "of it for texts": "text", "for images": "image"},
+                **{"trained on": "way", "options": "options"},
             },
         ),
         "Cost": cost(rows),
@@ -407,6 +411,11 @@ SIDE_BY_SIDE = {
     "icon_set_recall@1": "other icon set, R@1",
     "icons_recall@5": "new icons, R@5",
     "validation": VALIDATION,
+    "averaged_vendor_recall@1": f"averaged with the start: {STYLE}",
+    "averaged_concepts_recall@5": CONCEPTS,
+    "right_left_out": "right pairs left out",
+    "wrong_among_kept": "wrong among the others",
+    "auc": "AUC",
     "seconds": "seconds",
 }
 
@@ -428,9 +437,15 @@ def means(path: Path, setting: Mapping[str, str]) -> str:
     body = []
     for key, rows in sorted(found.items(), key=lambda item: [(len(part), part) for part in item[0]]):
         *names, samples = (OPTIMIZERS.get(part, part) for part in key)
-        values = (f"{statistics.mean(float(row[name]) for row in rows):.1f}" for name in figures)
-        body.append([*names, f"{int(samples):,}", str(len(rows)), *values])
+        body.append([*names, f"{int(samples):,}", str(len(rows)), *(_mean(rows, name) for name in figures)])
     return markdown([*setting, "samples", "seeds", *(SIDE_BY_SIDE[name] for name in figures)], body)
+
+
+def _mean(rows: Sequence[Mapping[str, str]], name: str) -> str:
+    """Of the rows that have a value; recalls and seconds with one digit after the point, shares with three."""
+    values = [float(row[name]) for row in rows if row[name]]
+    digits = 3 if name in ("right_left_out", "wrong_among_kept", "auc") else 1
+    return f"{statistics.mean(values):.{digits}f}" if values else ""
 
 
 def cost(rows: list[Row], experiment: str = "5_cost") -> str:

@@ -15,7 +15,8 @@ replace the distance to the stored ones by the cross-entropy of the batch's simi
 1 − λ of the contrastive loss, as OpenCLIP distils. ``taught_by`` is the teacher, which knows the right captions: a
 model of this size after this many times the samples, perhaps without the pairs of a vendor. What is ``trained_on``
 emoji is the base of the fine-tunings on clip art, for which new concepts and the validation set are those of clip art.
-``batch`` are the pairs of a step, of which Trainer as ``method`` makes losses over 256. "bf16 activations" compares
+``batch`` are the pairs of a step, of which Trainer as ``method`` makes losses over 256, and ``captions`` are drawn per
+image. "bf16 activations" compares
 that option with autocast. The parts that begin with "icons" are for a corpus --with_icons and need a folder of their
 own: "icons" are the batches at 2,359,296 samples.
 The columns are those of experiments.py: recall in another style (vendor), on new concepts, on the validation set, on
@@ -200,6 +201,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
         evaluations=1,
         optimizer=job["optimizer"],
         pair_ids=job["pair_ids"],
+        captions=job["captions"],
         options=json.dumps(job["options"]),
     )
     changed, captions, is_wrong = with_wrong_captions(data, job["wrong"])
@@ -229,7 +231,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
         changed["sets"] = fine_tuning.sets_of_clip_art(data["sets"])
         model.load_state_dict(torch.load(folder / "model emoji.pt", weights_only=True))
     elif data["images"].is_cuda:
-        training.compile_layers(model, texts=True)
+        training.compile_layers(model, texts=job["captions"] == 1)
     training.TRAINERS["InfCLTrainer"] = Observed
     rows, model = training.train(run, changed, {}, model=model, sources=sources, toy=toy, **guests)
     if name := job.get("save"):

@@ -13,7 +13,7 @@ RATES = {"muon": 4e-3, "adamw": 5e-4}
 PLAIN: dict[str, Any] = {
     **{"size": "small", "optimizer": "muon", "times": 1, "wrong": 0.0, "oracle": False, "cleaned": 0.0},
     **{"trained_on": "all", "teacher": "", "taught_by": "", "weight": 0.0, "side": "both", "options": {}},
-    **{"method": "InfCLTrainer", "batch": BATCH, "pair_ids": False},
+    **{"method": "InfCLTrainer", "batch": BATCH, "pair_ids": False, "captions": 1},
 }
 NOISY = {"leave_out": "noisy"}
 IN_BF16 = {"bf16": True, "bf16_activations": True}  # "bf16" for a CPU, which trains in fp32 otherwise
@@ -119,6 +119,12 @@ def with_icons() -> dict[str, list[dict[str, Any]]]:
             *(of("adamw", batch, 0, 2 * adamw[batch]) for batch in (16_384, 4096)),
         ],
         "icons pair_ids": [of("muon", batch, 0, pair_ids=True) for batch in (16_384, 4096)],
+        "icons growing": [of("muon", 4096, s, options={"global_batch_schedule": ["1024:0.5", "4096"]}) for s in (0, 1)],
+        "icons patches and sizes": [
+            of("muon", 1024, 0, options={"patch_dropout": 0.5, "full_tokens_last": 0.1}),
+            of("muon", 1024, 0, options={"image_size_schedule": ["32:0.5", "48:0.4", "64"]}),
+        ],
+        "icons captions": [of("muon", 1024, 0, captions=3)],
         "icons 9.4 million": [of(o, batch, 0, times=16) for o in both for batch in (1024, 4096, 16_384)],
     }
 
