@@ -7,8 +7,9 @@ Each run is a CLIP of the experiments (``size``), 1,024 pairs × 576 steps (589,
 at 5e-4. ``wrong`` is the share of the training pairs that have the captions of another pair, the same ones in all runs,
 or "titles": drawings of Open Clip Art have the titles of their files, also where these are those of their collections,
 such as "lemon svg theme".
-With ``oracle`` these are removed before the training; with ``cleaned`` those are that the ledger of a training with
-``leave_out`` and the same captions calls wrong with at least this probability. ``teacher`` says how a teacher teaches:
+With ``oracle`` these are removed before the training; with ``cleaned`` those are that a ledger calls wrong with at
+least this probability: that of a training with ``leave_out`` and the same captions, or before a fine-tuning, that of
+its start. ``teacher`` says how a teacher teaches:
 "stored" are its embeddings of the images as they are, "online" those of the augmented images. "wider" are the stored
 ones rotated into half as many dimensions more, which the student reaches through a trained linear map. "similarities"
 replace the distance to the stored ones by the cross-entropy of the batch's similarities, with this ``weight`` λ beside
@@ -43,7 +44,9 @@ from torch import Tensor, nn
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics
+from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.passes.grad_cache import Features
+from hf_infcl.processes.collectives import Processes
 from hf_infcl.tools.scoring.ledger import probability_wrong
 from hf_infcl.windows.extensions import LossTerm, of_kind
 from hf_infcl.windows.selection import WithoutNoisyPairs, mean_of_trained
@@ -175,6 +178,21 @@ def at_width(model: Any, data: dict[str, Any], width: int) -> dict[str, float]:
     return found
 
 
+def _called_wrong(scores: Tensor, probability: float) -> Tensor:
+    """Which pairs `infcl score` calls wrong with at least this probability, [n] bool, by their scores [n]."""
+    return torch.from_numpy(probability_wrong(scores.cpu().numpy()) >= probability).to(scores.device)
+
+
+def _scores_of_base(data: dict[str, Any], rows: Tensor, folder: Path) -> Tensor:
+    """The scores [n] of these pairs, as `infcl score` gives them, by the model at the start of a fine-tuning."""
+    base = training.new_model(data, 0).to(data["images"].device)
+    base.load_state_dict(torch.load(folder / "model emoji.pt", weights_only=True))
+    images, texts = (embeddings[rows] for embeddings in stored(base, data))
+    exists = torch.arange(texts.shape[1], device=rows.device) < data["counts"][rows, None]
+    image, caption = exists.nonzero(as_tuple=True)
+    return pair_scores(images, texts[image, caption], image, processes=Processes(alone=True))
+
+
 class Observed(training.InfCLTrainer):
     """Remembers its step, which has the averages of the pairs."""
 
@@ -211,9 +229,12 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     named |= {"twemoji": ("twemoji",), "all but twemoji": (*(one for one in emoji if one != "twemoji"), *clip_art)}
     sources = named[job["trained_on"]]
     removed = is_wrong if job["oracle"] else torch.zeros_like(is_wrong)
-    if job["cleaned"]:
-        averages = torch.load(folder / f"averages {job['wrong']}.pt", weights_only=True)
-        removed = torch.from_numpy(probability_wrong(averages.numpy()) >= job["cleaned"]).to(device)
+    if job["cleaned"] and tuning:
+        rows = torch.tensor([source in clip_art for source in data["sources"]], device=device)
+        removed[rows] = _called_wrong(_scores_of_base(changed, rows, folder), job["cleaned"])
+    elif job["cleaned"]:
+        removed = _called_wrong(torch.load(folder / f"averages {job['wrong']}.pt", weights_only=True), job["cleaned"])
+        removed = removed.to(device)
     if removed.any():
         gone = removed.tolist()
         changed["sources"] = ["removed" if bad else name for bad, name in zip(gone, data["sources"], strict=True)]
@@ -276,7 +297,7 @@ def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor, names: Tensor)
 
 def main() -> None:
     every = ["teachers", "base", "wrong", "wrong, as much work", "wrong adamw", "taught", "taught by large", "tuned"]
-    others = ["titles", "bf16 activations", *of_teachers(), *with_icons()]
+    others = ["titles", "tuned, scored by the start", "bf16 activations", *of_teachers(), *with_icons()]
     parser = side_by_side.arguments(__doc__, f"of {every}; all of these by default; or of {others}")
     args = parser.parse_args()
     jobs, icons = make_jobs(args.parts or every), any(name in with_icons() for name in args.parts)

@@ -188,6 +188,9 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"seed": s, **tuned, "options": {"keep_features": 1.0}} for s in (0, 1)),
         ],
     }
+    parts["tuned, scored by the start"] = [
+        *({"wrong": w, "seed": s, **tuned, "cleaned": 0.5} for s in (0, 1, 2) for w in (0.2, 0.5, 0.0)),
+    ]
     parts["bf16 activations"] = [
         *({"seed": s, "options": options} for s in (0, 1, 2) for options in ({}, IN_BF16)),
         *({"seed": 0, "options": options, **adamw} for options in ({}, IN_BF16)),
@@ -201,7 +204,7 @@ def needed_by(job: Mapping[str, Any]) -> list[str]:
     """The files of other runs without which a run cannot begin."""
     averages, teacher = f"averages {job['wrong']}.pt", job["taught_by"]
     needed = {
-        averages: job["cleaned"],
+        averages: job["cleaned"] and job["trained_on"] != "clip art",
         f"stored {teacher}.pt": teacher and job["teacher"] != "online",
         f"model {teacher}.pt": job["teacher"] in ("online", "similarities"),
         "model emoji.pt": job["trained_on"] == "clip art",
