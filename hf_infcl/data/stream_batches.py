@@ -60,7 +60,6 @@ class Shares:
     """How many pairs of each micro-batch come from a stream: all, and equally many.
 
     Args:
-        batch_size: the pairs of a micro-batch.
         micro_batches: the micro-batches of the first global batch, on all processes together.
     """
 
@@ -121,8 +120,7 @@ class StreamBatches(MicroBatches):
     Args:
         batch_size: the number of pairs of a micro-batch; or the `Shares` of this stream from the checkpoint on.
         collate: turns a list of items into a batch.
-        rank, world_size: this process and the number of processes.
-        num_workers: the number of workers of the DataLoader.
+        num_workers: those of the DataLoader.
         accumulation_steps: the number of micro-batches that each process contributes to a global batch, if
             ``batch_size`` is a number.
         states: the `state` of every process of a checkpoint, for any number of processes and workers.
@@ -169,11 +167,10 @@ class StreamBatches(MicroBatches):
             self._consumed, split = checkpoint["consumed"], checkpoint["pieces"]
             self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
         self._begun = self._consumed
-        self._pieces = (
-            [self._dealt(group) for group in stream.groups]
-            if split is None
-            else [[Piece(*piece) for piece in group] for group in split]
-        )
+        if split is None:
+            self._pieces = [self._dealt(group) for group in stream.groups]
+        else:
+            self._pieces = [[Piece(*piece) for piece in group] for group in split]
 
     # ---- What was consumed ----
 

@@ -135,9 +135,7 @@ class Table:
             rows = builder.as_dataset(split=split)
             _check_no_pairs_of_files(rows, files, split)
             return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
-        except ConnectionError as error:
-            raise ValueError(not_there("There is no dataset", source)) from error
-        except (FileNotFoundError, HFValidationError) as error:
+        except (ConnectionError, FileNotFoundError, HFValidationError) as error:
             raise ValueError(not_there("There is no dataset", source, error)) from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type
             raise ValueError(_not_loaded(source, split, error)) from error
@@ -251,11 +249,9 @@ def _with_whole_paths(
     images = rows.cast_column(image_column, datasets.Image(decode=False))
     relative = list(itertools.islice(_relative_paths(images, image_column), _LOOKED_FOR))
     folders = sorted({posixpath.dirname(str(file)) for name in split_names(split) for file in files.get(name, ())})
-    if (
-        not relative
-        or not folders
-        or (rows.info.builder_name != "parquet" and not _are_beside(relative, folders, source, split))
-    ):
+    if not relative or not folders:
+        return rows
+    if rows.info.builder_name != "parquet" and not _are_beside(relative, folders, source, split):
         return rows
     if len(folders) > 1:
         raise ValueError(

@@ -114,8 +114,7 @@ def checked_ranks(places: Tensor, labels: Tensor, num_classes: int) -> ClassRank
 
     Args:
         places: [N, 3] fp32 on the CPU: rank, answer and gap of each image.
-        labels: [N] integer on the CPU.
-        num_classes: C.
+        labels: [N] integer in [0, num_classes), on the CPU.
 
     Raises:
         ValueError: an embedding was not finite, or a label is out of range.

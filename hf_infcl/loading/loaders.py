@@ -310,8 +310,8 @@ def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
     if pairs is None or setup.args.cache_features is None:
         return pairs
     if isinstance(pairs, Replayed):
-        parts = [replace(setup, data=part) for part in pairs.datasets]
-        return pairs.with_datasets([with_cached_features(part, interruptions) for part in parts])
+        new, old = (with_cached_features(replace(setup, data=part), interruptions) for part in pairs.datasets)
+        return Replayed(new, old, setup.args)
     collator = training_collator(setup.collator, setup.args)
     encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
     interruptions.phases.enter("computing features")
@@ -333,17 +333,15 @@ def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
         counts = torch.bincount(batch.get("caption_image", torch.arange(len(of_images)))).tolist()
         return [torch.cat((image[None], texts)) for image, texts in zip(of_images, of_texts.split(counts), strict=True)]
 
-    where = {"folder": str(args.cache_features), "collator": collator, "dtype": accelerator.mixed_precision}
-    where |= {"agree": interruptions.agree, "batch_size": args.per_device_train_batch_size}
-    where |= {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+    how: Any = {"collator": collator, "dtype": accelerator.mixed_precision, "agree": interruptions.agree}
     items, content, of_tower = CachedItems(pairs), pairs.image_fingerprint(), None
     with random_state_kept(args.device):  # the training is the same if the features are there already
         if tower is not None:
             inputs = FeatureInputs(items, captions=False)
-            of_tower = cached(content, inputs, tower=tower.eval(), encode=images, **where)
+            of_tower = cached(content, inputs, args, tower.eval(), images, **how)
             items = CachedItems(pairs, of_tower)
         if start is not None:
             content += f" {pairs.caption_column} {collator.text_fingerprint()}"
             inputs = FeatureInputs(items, captions=True)
-            items = CachedItems(pairs, of_tower, cached(content, inputs, tower=start.model, encode=embeddings, **where))
+            items = CachedItems(pairs, of_tower, cached(content, inputs, args, start.model, embeddings, **how))
     return items

@@ -97,11 +97,6 @@ class Replayed(IterableDataset[Any]):
         for items, _ in self.batches(BatchPlan.endless(size, size, replay_share=share), list):
             yield from items
 
-    def with_datasets(self, datasets: Sequence[Any]) -> Replayed:
-        """Mixes other datasets in the same way, such as these with cached features."""
-        new, old = datasets
-        return Replayed(new, old, self._args)
-
     def check(self) -> None:
         """Raises a ValueError for sets and a batch that cannot be mixed; see the class."""
         args = self._args
