@@ -85,6 +85,11 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     Iteration begins after the consumed batches. ``tag["pairs"]`` were prepared in ``tag["seconds"]``.
     """
 
+    _shares: Shares
+    _consumed = 0  # micro-batches of all processes; of a stream, since the run began
+    _begun = 0  # those of them that were consumed before the training was resumed
+    _sides: tuple[Sides | None, int] = None, 0  # and the step that the windows are counted from
+
     def begin_at(self, epoch: int, windows: int) -> bool:
         """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
         return False  # there is no other one, whichever epoch begins
@@ -95,7 +100,11 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
 
     def set_sides(self, sides: Sides | None, step: int) -> None:
         """Makes images with these sides from the next micro-batch on, which belongs to this step."""
-        raise NotImplementedError
+        self._sides = sides, step - self._shares.step(self._consumed - self._begun)
+
+    def _side(self, number: int) -> int | None:
+        sides, first = self._sides
+        return None if sides is None else sides(first + self._shares.step(number - self._begun))
 
     def consume(self, tag: Mapping[str, object]) -> None:
         """Records that the batch with this tag was consumed."""
@@ -158,8 +167,6 @@ class StreamBatches(MicroBatches):
             [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
-        self._sides: tuple[Sides | None, int] = None, 0  # and the step that the windows are counted from
-        self._consumed = 0  # micro-batches of the whole run, of all processes
         self._cursors: dict[int, dict[str, Any]] = {}  # by lane
         split = None
         if checkpoint is not None:
@@ -224,13 +231,6 @@ class StreamBatches(MicroBatches):
             )
 
     # ---- Reading ----
-
-    def set_sides(self, sides: Sides | None, step: int) -> None:
-        self._sides = sides, step - self._shares.step(self._consumed - self._begun)
-
-    def _side(self, number: int) -> int | None:
-        sides, first = self._sides
-        return None if sides is None else sides(first + self._shares.step(number - self._begun))
 
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
         """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""

@@ -111,13 +111,9 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         check_captions_per_image(captions_per_image)
         check_negative_captions(caption_column, negative_caption_column)
         check_on_bad_sample(on_bad_sample)
-        for option, value in (
-            ("shuffle_buffer", shuffle_buffer),
-            ("open_shards", open_shards),
-            ("lanes", lanes),
-            ("samples_per_epoch", samples_per_epoch),
-            ("min_side", min_side),
-        ):
+        numbers = {"shuffle_buffer": shuffle_buffer, "open_shards": open_shards, "lanes": lanes}
+        numbers |= {"samples_per_epoch": samples_per_epoch, "min_side": min_side}
+        for option, value in numbers.items():
             if value is not None and value < 1:
                 raise ValueError(f"{option} must be at least 1, got {value}.")
         sources = [Url(source) for source in ([sources] if isinstance(sources, str) else sources)]

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..hub import hub_asked_once, not_there
+from ..hub import not_there
 from ..shards.members import register
 from ..shards.names import IMAGE_EXTENSIONS
-from ..shards.opening import existing_part, existing_paths_are_literal, name_or_folder, open_shard
+from ..shards.opening import dataset_builder, existing_part, open_shard
 from ..shards.tar_tables import tar_table
 from ..shards.urls import Url
 from .columns import find_image_column
@@ -106,11 +106,8 @@ class Table:
         return [str(split) for split in self._builder.config.data_files or self._builder.info.splits or ()]
 
     @cached_property
-    def _builder(self) -> datasets.DatasetBuilder:
-        import datasets
-
-        with existing_paths_are_literal(), hub_asked_once(self._source):
-            return datasets.load_dataset_builder(name_or_folder(self._source), self._name)
+    def _builder(self) -> Any:
+        return dataset_builder(self._source, self._name)
 
     def _load_files(self, split: str, image_column: str) -> datasets.Dataset:
         import datasets
@@ -122,8 +119,7 @@ class Table:
             files = builder.config.data_files or {}
             separator = _separator([str(file) for of_split in files.values() for file in of_split])
             if separator and builder.info.builder_name == "csv":
-                with existing_paths_are_literal():
-                    builder = datasets.load_dataset_builder(name_or_folder(source), self._name, sep=separator)
+                builder = dataset_builder(source, self._name, sep=separator)
             elif separator not in (None, ",") and builder.info.builder_name == "imagefolder":
                 raise ValueError(
                     f"its metadata.csv separates the columns by {separator!r}. Write it with commas, or write a "

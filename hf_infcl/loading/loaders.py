@@ -256,14 +256,13 @@ def adapted(dataloader: Any, setup: Setup) -> Any:
     Raises:
         ValueError: with ``offload_inputs``, the main process would read the rows of all processes.
     """
-    source = LoaderParts(dataloader)
-    if source.dispatcher is not None:
+    if isinstance(dataloader, DataLoaderDispatcher):
         if setup.args.offload_inputs:
             raise ValueError(
                 "offload_inputs keeps batches in host memory, but the main process reads this stream and sends the "
                 'batches through the devices. Pass accelerator_config={"dispatch_batches": False}.'
             )
-        source.dispatcher.slice_fn = rows_of_one_process
+        dataloader.slice_fn = rows_of_one_process
     loader = dataloader.base_dataloader
     loader.generator = WorkerSeeds()
     loader.collate_fn = TrainingCollator(loader.collate_fn, setup)

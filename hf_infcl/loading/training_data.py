@@ -130,15 +130,14 @@ class TrainingData:
             check_window(batches, equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:
-            if source.dispatcher is None:
-                if not interruptions.is_ending:
-                    announce_failure(error)
-                    raise
-            else:
+            if source.dispatcher is not None:
                 # The main process reads the stream. All others wait in a broadcast, where they learn of no error.
                 if isinstance(error, TypeError) and source.dispatcher._stop_iteration and step == 0:
                     # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
                     raise self._too_short([0] * self._processes.world_size) from error
+                raise
+            if not interruptions.is_ending:
+                announce_failure(error)
                 raise
         agreed = interruptions.agree([rows, len(batches)])
         seen = [int(rows) for rows, _ in agreed]

@@ -58,8 +58,7 @@ class TrainingLoader(DataLoader[Any]):
         if isinstance(dataset, Replayed):
             self.batches: MicroBatches = dataset.batches(plan, collate, **where)
         else:
-            order = {"shuffle": args.train_sampling_strategy == "random", "seed": args.seed_of_data}
-            self.batches = make_micro_batches(dataset, SourceShare(plan), collate, order, **where)
+            self.batches = make_micro_batches(dataset, SourceShare(plan), collate, args, **where)
         self._lasting: Iterator[Any] | None = None
         self._fetched: list[dict[str, Any]] = []  # the tags of batches that are not consumed yet
         self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their pairs

@@ -155,7 +155,6 @@ def _matches(pattern: str) -> list[str]:
 
 def _data_files(source: str, split: str, name: str | None) -> list[str]:
     """Files of a split of a local folder or a Hub repository, which `datasets` knows how to tell apart."""
-    import datasets
     from huggingface_hub.errors import HFValidationError
 
     if any(os.path.isfile(os.path.join(source, file)) for file in ("state.json", "dataset_dict.json")):
@@ -164,8 +163,7 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
             "parquet files with to_parquet."
         )
     try:
-        with existing_paths_are_literal(), hub_asked_once(source):
-            files = datasets.load_dataset_builder(name_or_folder(source), name).config.data_files or {}
+        files = dataset_builder(source, name).config.data_files or {}
     except ConnectionError as error:
         raise ValueError(not_there("There is no folder of shards", source, error)) from error
     except (OSError, HFValidationError, ValueError) as error:
@@ -175,9 +173,14 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
     return sorted(str(file) for file in files[split])
 
 
-def name_or_folder(source: str) -> str:
-    """The absolute path of a local folder, which `datasets` would take for its format if the name was "csv"."""
-    return os.path.abspath(source) if os.path.isdir(source) else source
+def dataset_builder(source: str, name: str | None, **options: Any) -> Any:
+    """The `datasets.DatasetBuilder` of a local folder, whose path is taken literally, or of a Hub id."""
+    import datasets
+
+    if os.path.isdir(source):
+        source = os.path.abspath(source)  # the name "csv" alone would be taken for the format
+    with existing_paths_are_literal(), hub_asked_once(source):
+        return datasets.load_dataset_builder(source, name, **options)
 
 
 def shard_names(urls: Sequence[str]) -> list[str]:
@@ -238,9 +241,6 @@ class _RetriedFile(io.RawIOBase):
             offset += self._position
         self._position = offset
         return offset
-
-    def tell(self) -> int:
-        return self._position
 
     def close(self) -> None:
         self._forget()

@@ -167,4 +167,4 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pai
             f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
         )
     if isinstance(pairs, Replayed):
-        print(f"{pairs.old:,} of these pairs are old ({pairs.share:.3g}, after rounding).")
+        print(f"{pairs.old:,} of these pairs are old ({pairs.old / args.global_batch_size:.3g}, after rounding).")
