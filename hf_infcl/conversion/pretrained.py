@@ -40,8 +40,7 @@ def load_pretrained(
         dtype: of the weights; "auto" for that of the checkpoint.
         merges: whether adapters are merged into their model. Otherwise they stay around it, and train.
         new_weights: the names of weights, or of modules of these, that the checkpoint may lack. They are drawn as in a
-            model that is created from the config.
-        seed: from which they are drawn.
+            model that is created from the config, with this ``seed``.
 
     Raises:
         ValueError: they cannot be loaded; weights are missing, or have other shapes; ``new_weights`` names weights that

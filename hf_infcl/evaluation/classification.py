@@ -22,7 +22,6 @@ def zero_shot_classifier(text_embeds: Tensor, num_templates: int) -> Tensor:
 
     Args:
         text_embeds: [C * num_templates, D] float, class-major: the prompts of class 0, then those of class 1, ...
-        num_templates: prompts per class.
 
     Returns:
         [C, D], unit rows; fp32, or fp64 for fp64 input.
