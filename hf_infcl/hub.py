@@ -97,17 +97,17 @@ def _path_near(parts: Sequence[str]) -> str:
     return path
 
 
-def not_there(begin: str, source: str, error: BaseException | None = None) -> str:
+def not_there(begin: str, source: str, error: BaseException) -> str:
     """The sentence for a name that is no folder, and that the Hub does not know or cannot be asked for.
 
     Args:
         begin: such as "There is no dataset".
         source: the name.
-        error: that of asking the Hub; None if it could not be asked.
+        error: that of asking the Hub; a ConnectionError if it could not be asked.
     """
     if words := path_words(source):
         return f"{begin} at {source!r}: no such folder exists{words}"
-    if error is not None:
+    if not isinstance(error, ConnectionError):
         return f"{begin} at {source!r}, neither in a local folder nor on the Hub: {error}"
     return (
         f"{begin} at {source!r}: no local folder has this name, nothing of this name was downloaded before, "

@@ -138,7 +138,7 @@ def test_a_strip_is_not_resized_as_a_whole(monkeypatch):
 @pytest.mark.parametrize("caption", [None, "", " \t\n", "\x00\x01\x1b", "\u200f\u202e\ufeff", "\ud83d"], ids=repr)
 def test_a_caption_that_shows_nothing_is_refused(caption):
     dataset = ImageTextDataset(rows([GOOD_IMAGES["one pixel"]] * 2, ["a", "b"]))
-    dataset._rows = [{"image": {"bytes": GOOD_IMAGES["one pixel"]}, "caption": caption}]  # Arrow has no surrogates
+    dataset.table = [{"image": {"bytes": GOOD_IMAGES["one pixel"]}, "caption": caption}]  # Arrow has no surrogates
     with pytest.raises(ValueError, match=r"Row 0 .* is bad: column 'caption': no caption"):
         dataset[0]
 

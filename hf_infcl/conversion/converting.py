@@ -109,9 +109,7 @@ def convert(
     return list(_to_open_clip(source, target, repository, max_text_tokens))
 
 
-def _incoming(
-    source: str | Path, open_clip_model: str | None, named: str | None = None
-) -> tuple[Any, Any, Iterator[str]]:
+def _incoming(source: str | Path, open_clip_model: str | None, named: str | None) -> tuple[Any, Any, Iterator[str]]:
     checkpoint = read(source, open_clip_model)
     model, notes = from_open_clip(checkpoint.tensors, checkpoint.config)
     text = checkpoint.config["model_cfg"]["text_cfg"]
@@ -137,10 +135,9 @@ def _incoming(
 
 
 def _to_transformers(
-    source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None = None
+    source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None
 ) -> Iterator[str]:
-    base = base_of_adapters(str(source))
-    if base is not None:
+    if (base := base_of_adapters(str(source))) is not None:
         yield from _merged(source, target, base)
         return
     model, processor, sentences = _incoming(source, open_clip_model, tokenizer)

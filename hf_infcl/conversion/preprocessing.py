@@ -50,7 +50,6 @@ def preprocess_config(processor: ProcessorMixin, size: int) -> dict[str, Any]:
     """`preprocess_cfg` of an OpenCLIP config, from an image processor of transformers.
 
     Args:
-        processor: the image processor.
         size: the edge of the model's images in pixels, which OpenCLIP takes in any case.
 
     Raises:

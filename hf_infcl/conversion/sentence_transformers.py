@@ -28,7 +28,6 @@ def write_sentence_files(
     embeddings depend on the padding, to the longest of a batch.
 
     Args:
-        folder: holds the model and its processor in transformers' format.
         model_type: of the model's config.
         processor: has an `image_processor` and a `tokenizer`.
         max_length: tokens per caption.

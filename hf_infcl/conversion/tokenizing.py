@@ -54,7 +54,6 @@ def repaired(caption: str, *, lower: bool = True) -> str:
     entities, broken encodings or a Greek final sigma get OpenCLIP's tokens if this function has been applied to them.
 
     Args:
-        caption: the caption.
         lower: whether to write it in lower case, as CLIP's tokenizer does. False for tokenizers that keep capitals.
 
     Raises:

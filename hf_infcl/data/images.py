@@ -74,9 +74,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if not isinstance(dataset, datasets.Dataset):
             raise ValueError(f"The dataset must be a datasets.Dataset, got {type(dataset).__name__}.")
         options = {"image_column": image_column, **other_columns}
-        columns = list(dict.fromkeys(column for column in options.values() if column))
-        for option, column in options.items():
-            if column and column not in dataset.column_names:
+        self.columns = {option: column for option, column in options.items() if column}  # by the options
+        for option, column in self.columns.items():
+            if column not in dataset.column_names:
                 hint = ""
                 if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
                     hint = (
@@ -101,9 +101,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ValueError(
                 f"The image_column {image_column!r} must hold images, paths or encoded images, not {feature}."
             )
-        rows = dataset.with_format(None).select_columns(with_errors(dataset, columns))
-        self._rows = rows.cast_column(image_column, datasets.Image(decode=False))
-        self.columns = {option: column for option, column in options.items() if column}  # by the options
+        rows = dataset.with_format(None).select_columns(with_errors(dataset, dict.fromkeys(self.columns.values())))
+        # The rows with undecoded images, and only the columns that the options name.
+        self.table = rows.cast_column(image_column, datasets.Image(decode=False))
         self.split = None if dataset.split is None else str(dataset.split)
         self.name = f"the dataset with columns {dataset.column_names}"  # in messages about a bad row
         self.benchmark: Any = None  # the files of a named benchmark (`hf_infcl.tools.benchmarks`)
@@ -111,17 +111,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._min_side: int | None = None
 
     def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def table(self) -> datasets.Dataset:
-        """The rows with undecoded images, and only the columns that the options name."""
-        return self._rows
-
-    def undecoded(self, row: int) -> dict[str, Any]:
-        """The values of a row by column: its image as a mapping with ``bytes`` or ``path``, or None."""
-        values: dict[str, Any] = self._rows[row]
-        return values
+        return len(self.table)
 
     def image(self, row: int) -> np.ndarray:
         """The image of a row, decoded."""
@@ -129,7 +119,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def image_and_path(self, row: int) -> tuple[np.ndarray, str | None]:
         """The image of a row, decoded, and the path of its file if the dataset does not hold the file itself."""
-        value = self.undecoded(row)
+        value = self.table[row]
         self._check_errors(row, value)
         image = value[self.image_column]
         pixels = self._image(row, image)
@@ -141,7 +131,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             BadSampleError: it has none, or it cannot be read.
         """
-        value = self.undecoded(row)
+        value = self.table[row]
         self._check_errors(row, value)
         return self._encoded(row, value[self.image_column])
 
@@ -161,8 +151,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """What pyarrow computes of the ``"bytes"`` or the ``"path"`` of all images, [rows]; it copies no image."""
         import pyarrow.compute
 
-        values = compute(pyarrow.compute.struct_field(self._rows.data.column(self.image_column), name))
-        selected = self._rows._indices  # of the results, since to take these from the images would copy them
+        values = compute(pyarrow.compute.struct_field(self.table.data.column(self.image_column), name))
+        selected = self.table._indices  # of the results, since to take these from the images would copy them
         return values if selected is None else values.take(selected.column(0))
 
     def image_fingerprint(self) -> str:
@@ -173,7 +163,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """
         import pyarrow.compute
 
-        digest = hashlib.sha256(f"{self._rows._fingerprint} {self.image_column} {self._min_side}".encode())
+        digest = hashlib.sha256(f"{self.table._fingerprint} {self.image_column} {self._min_side}".encode())
         paths = self.computed("path").filter(self.computed("bytes", pyarrow.compute.is_null)).drop_null()
         for path in (value.as_py() for value in paths):
             if "://" not in path:
@@ -260,8 +250,7 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
     simplejpeg decodes most JPEGs, to the same pixels as PIL.
 
     Args:
-        min_side: decode a JPEG at 1/2, 1/4 or 1/8 of its size if both sides keep at least this many pixels. This is
-            faster and changes the pixels by a few grey levels. By default, images are decoded at full size.
+        min_side: as in `ImageTextDataset`.
 
     Raises:
         Exception: the file is broken. Decoders raise OSError, SyntaxError, struct.error and more.

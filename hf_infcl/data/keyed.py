@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 NO_KEY = -1
 
@@ -26,7 +26,7 @@ class KeyedItem(NamedTuple):
     name: str = ""
 
 
-class PlainRows(Dataset[Any]):
+class PlainRows(Subset[Any]):
     """The rows of a dataset with a length, without its other methods.
 
     Loaders of accelerate call a method ``set_epoch`` whenever they are iterated. That of a dataset that is evaluated
@@ -34,26 +34,17 @@ class PlainRows(Dataset[Any]):
     """
 
     def __init__(self, dataset: SizedDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.dataset[row]
-
-    def __getitems__(self, rows: Sequence[int]) -> Any:
-        return read_rows(self.dataset, rows)
+        super().__init__(dataset, range(len(dataset)))  # type: ignore[arg-type]
 
 
 class KeyedRows(PlainRows):
     """The rows of a dataset with a length, each with its number as the key."""
 
     def __getitem__(self, row: int) -> KeyedItem:
-        return keyed_rows([self.dataset[row]], [row])[0]
+        return keyed_rows([super().__getitem__(row)], [row])[0]
 
-    def __getitems__(self, rows: Sequence[int]) -> list[KeyedItem]:
-        return keyed_rows(read_rows(self.dataset, rows), rows)
+    def __getitems__(self, rows: list[int]) -> list[KeyedItem]:
+        return keyed_rows(super().__getitems__(rows), rows)
 
 
 def read_rows(dataset: SizedDataset, rows: Sequence[int]) -> Any:

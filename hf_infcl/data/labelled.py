@@ -64,46 +64,42 @@ class ZeroShotDataset(ImageDataset):
                 f"class_encode_column({label_column!r}) turns strings into a ClassLabel."
             )
         known = getattr(feature, "names", None)
-        are_given = class_names is not None
-        if not are_given:
-            class_names = known
-        if not class_names or isinstance(class_names, str):
+        names = known if class_names is None else class_names
+        if not names or isinstance(names, str):
             raise ValueError(
-                f"class_names must list the names of the classes, got {class_names!r}. It can only be omitted if the "
+                f"class_names must list the names of the classes, got {names!r}. It can only be omitted if the "
                 f"label_column {label_column!r} is a ClassLabel, but it is {feature}."
             )
-        class_names = list(class_names)
+        self.class_names = list(names)
         if known is not None:
-            _check_names(class_names, known, label_column)
-        templates = _with_braces(templates)
-        if not are_given and all(map(NUMBER.fullmatch, class_names)):
+            _check_names(self.class_names, known, label_column)
+        self.templates = tuple(_with_braces(templates))
+        if class_names is None and all(map(NUMBER.fullmatch, names)):
             logger.warning(
                 "The names of the %d classes are numbers, so that the prompts say %r. Unless the images show numbers, "
                 "give the classes their names with class_names (--class_names, which also takes a file).",
-                *(len(class_names), templates[0].replace("{}", class_names[0])),
+                *(len(names), self.templates[0].replace("{}", names[0])),
             )
-        if ERRORS in self._rows.column_names:  # a row without a label cannot be measured
-            for row, value in enumerate(self._rows.select_columns([label_column, ERRORS])):
+        if ERRORS in self.table.column_names:  # a row without a label cannot be measured
+            for row, value in enumerate(self.table.select_columns([label_column, ERRORS])):
                 self._check_errors(row, value)
         self.kind = "labels" if several else "classes"
         if several:
-            for row, of_row in enumerate(self._rows.select_columns([label_column])[label_column]):
-                if len(of_row) != len(class_names) or not {0, 1}.issuperset(of_row):
+            for row, of_row in enumerate(self.table.select_columns([label_column])[label_column]):
+                if len(of_row) != len(names) or not {0, 1}.issuperset(of_row):
                     raise ValueError(
-                        f"The label_column {label_column!r} must hold 0 or 1 for each of the {len(class_names)} class "
+                        f"The label_column {label_column!r} must hold 0 or 1 for each of the {len(names)} class "
                         f"names, but row {row} holds {of_row[:30]}."
                     )
-        labels = [] if several else self._rows.select_columns([label_column]).unique(label_column)
-        if unnamed := [label for label in labels if label is None or not 0 <= label < len(class_names)]:
+        labels = [] if several else self.table.select_columns([label_column]).unique(label_column)
+        if unnamed := [label for label in labels if label is None or not 0 <= label < len(names)]:
             raise ValueError(
-                f"The label_column {label_column!r} holds {unnamed[:10]}, but there are {len(class_names)} class names."
+                f"The label_column {label_column!r} holds {unnamed[:10]}, but there are {len(names)} class names."
             )
         self._label_column, self.known_names = label_column, known
-        self.class_names = class_names
-        self.templates = tuple(templates)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        value = self._rows[row]
+        value = self.table[row]
         self._check_errors(row, value)
         return {"image": self._image(row, value[self.image_column]), "label": value[self._label_column]}
 
@@ -148,11 +144,11 @@ def captions_of_classes(
             f"{dataset.column_names}. Leave caption_templates out of a set that has captions, or name the labels with "
             "label_column. The prompts of an evaluation are templates."
         )
-    known = getattr(dataset.features.get(label_column), "names", None)
+    feature = dataset.features[label_column]
+    known = getattr(feature, "names", None)
     if class_names is not None and known is not None:
         class_names = names_by_label(class_names, known)
     if not (names := class_names or known):
-        feature = dataset.features.get(label_column)
         raise ValueError(f"The column {label_column!r} is {feature}, without names of classes. Give class_names.")
     labels = dataset.select_columns([label_column])
     if wrong := [label for label in labels.unique(label_column) if label is None or not 0 <= label < len(names)]:

@@ -95,19 +95,22 @@ class PairSource:
         if self.negative_caption_column:
             negatives = usable_captions(values[self.negative_caption_column])
             texts["negative_captions"] = draw_captions(negatives, 1, self._random(sample, "negative caption", epoch))
-        ids: dict[str, Any] = {}
+        for key in texts if self._text_dropout else ():
+            texts[key] = drop_words(texts[key], self._text_dropout, self._random(sample, f"words of {key}", epoch))
         if self.pair_id_column == self.caption_column:
-            ids["pair_id"] = caption_pair_id(captions[0])
+            texts["pair_id"] = caption_pair_id(captions[0])
         elif self.pair_id_column:
             if (pair_id := values[self.pair_id_column]) is None:
                 raise ValueError(self._LACKS.format("pair id", self.pair_id_column))
-            ids["pair_id"] = as_pair_id(pair_id)
-        for key in texts if self._text_dropout else ():
-            texts[key] = drop_words(texts[key], self._text_dropout, self._random(sample, f"words of {key}", epoch))
-        return texts | ids
+            texts["pair_id"] = as_pair_id(pair_id)
+        return texts
 
-    def _augmented(self, image: np.ndarray, sample: object, count: int) -> dict[str, dict[str, Any]]:
-        """An image as the first ``count`` epochs augment it: what `augment` returns, by its seed."""
+    def views(self, image: np.ndarray, sample: object, count: int) -> dict[str, dict[str, Any]]:
+        """An image as the first ``count`` epochs augment it: what `augment` returns, by its seed.
+
+        Args:
+            sample: what names it: the row, or in a stream the names of shard and sample with a space between them.
+        """
         seeds = [self._seed_of_view(sample, epoch) for epoch in range(count)]
         return {seed: augment(image, self._augmentation, seed) for seed in seeds}
 
@@ -228,7 +231,7 @@ class ImageTextDataset(PairSource, ImageDataset):
             if not (is_integer(ids) or is_string(ids)):
                 held = "lists, since a pair has one id" if hasattr(ids, "feature") else ids
                 raise ValueError(f"The pair_id_column {pair_id_column!r} must hold integers or strings, not {held}.")
-        self._texts = self._rows.remove_columns(image_column)
+        self._texts = self.table.remove_columns(image_column)
         self.caption_column = caption_column
         self.captions_per_image = captions_per_image
         self.negative_caption_column = negative_caption_column
@@ -252,10 +255,6 @@ class ImageTextDataset(PairSource, ImageDataset):
     def _seed_of_view(self, sample: Any, epoch: int) -> str:
         return super()._seed_of_view(self._place(sample), epoch)
 
-    def views(self, row: int, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
-        """The image of a row as the first ``count`` epochs augment it: what `augment` returns, by its seed."""
-        return self._augmented(image, row, count)
-
     def sample_captions(self, count: int) -> list[list[str]]:
         """The usable captions of up to ``count`` rows, drawn at random but always the same, without their images."""
         rows = random.Random(0).sample(range(len(self)), min(count, len(self)))
@@ -277,7 +276,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         raise ValueError(f"All of {_MAX_TRIES} rows drawn one after another were bad. The last: {last}") from last
 
     def _sample(self, row: int, side: int | None) -> dict[str, Any]:
-        value = self._rows[row]
+        value = self.table[row]
         item = self._text(row, value)
         encoded = self._encoded(row, value[self.image_column])
         if self.on_bad_sample == "skip" and not self.pair_id_column:
@@ -393,7 +392,7 @@ def as_pair_id(value: str | int) -> int:
         ValueError: the value is of another type, or the integer has more than 64 bits.
     """
     if isinstance(value, str):
-        return _hash(value)
+        return _hash(value.encode())
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"the pair id {shortened(value)} is neither an integer nor a string")
     if not -(2**63) <= value < 2**64:
@@ -408,7 +407,7 @@ def caption_pair_id(caption: str) -> int:
     first 8 bytes of its BLAKE2b hash. It is the same in every process; among 10 million captions, the probability of a
     collision is 3e-6.
     """
-    return _hash(" ".join(unicodedata.normalize("NFKC", caption).casefold().split()))
+    return _hash(" ".join(unicodedata.normalize("NFKC", caption).casefold().split()).encode())
 
 
 def content_pair_id(encoded: bytes, captions: list[str]) -> int:
@@ -417,12 +416,8 @@ def content_pair_id(encoded: bytes, captions: list[str]) -> int:
     Only copies of the same image file with the same captions share an id, except for hash collisions (as in
     `caption_pair_id`). The number of a row or the name of a sample would repeat in another part of a training set.
     """
-    return _hash_of_bytes(hashlib.blake2b(encoded).digest() + repr(captions).encode())
+    return _hash(hashlib.blake2b(encoded).digest() + repr(captions).encode())
 
 
-def _hash(text: str) -> int:
-    return _hash_of_bytes(text.encode())
-
-
-def _hash_of_bytes(data: bytes) -> int:
+def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)

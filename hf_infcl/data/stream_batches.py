@@ -60,7 +60,6 @@ class Shares:
     """How many pairs of each micro-batch come from a stream: all, and equally many.
 
     Args:
-        batch_size: the pairs of a micro-batch.
         micro_batches: the micro-batches of the first global batch, on all processes together.
     """
 
@@ -86,6 +85,11 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     Iteration begins after the consumed batches. ``tag["pairs"]`` were prepared in ``tag["seconds"]``.
     """
 
+    _shares: Shares
+    _consumed = 0  # micro-batches of all processes; of a stream, since the run began
+    _begun = 0  # those of them that were consumed before the training was resumed
+    _sides: tuple[Sides | None, int] = None, 0  # and the step that the windows are counted from
+
     def begin_at(self, epoch: int, windows: int) -> bool:
         """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
         return False  # there is no other one, whichever epoch begins
@@ -96,7 +100,11 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
 
     def set_sides(self, sides: Sides | None, step: int) -> None:
         """Makes images with these sides from the next micro-batch on, which belongs to this step."""
-        raise NotImplementedError
+        self._sides = sides, step - self._shares.step(self._consumed - self._begun)
+
+    def _side(self, number: int) -> int | None:
+        sides, first = self._sides
+        return None if sides is None else sides(first + self._shares.step(number - self._begun))
 
     def consume(self, tag: Mapping[str, object]) -> None:
         """Records that the batch with this tag was consumed."""
@@ -121,8 +129,7 @@ class StreamBatches(MicroBatches):
     Args:
         batch_size: the number of pairs of a micro-batch; or the `Shares` of this stream from the checkpoint on.
         collate: turns a list of items into a batch.
-        rank, world_size: this process and the number of processes.
-        num_workers: the number of workers of the DataLoader.
+        num_workers: those of the DataLoader.
         accumulation_steps: the number of micro-batches that each process contributes to a global batch, if
             ``batch_size`` is a number.
         states: the `state` of every process of a checkpoint, for any number of processes and workers.
@@ -160,8 +167,6 @@ class StreamBatches(MicroBatches):
             [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
-        self._sides: tuple[Sides | None, int] = None, 0  # and the step that the windows are counted from
-        self._consumed = 0  # micro-batches of the whole run, of all processes
         self._cursors: dict[int, dict[str, Any]] = {}  # by lane
         split = None
         if checkpoint is not None:
@@ -169,11 +174,10 @@ class StreamBatches(MicroBatches):
             self._consumed, split = checkpoint["consumed"], checkpoint["pieces"]
             self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
         self._begun = self._consumed
-        self._pieces = (
-            [self._dealt(group) for group in stream.groups]
-            if split is None
-            else [[Piece(*piece) for piece in group] for group in split]
-        )
+        if split is None:
+            self._pieces = [self._dealt(group) for group in stream.groups]
+        else:
+            self._pieces = [[Piece(*piece) for piece in group] for group in split]
 
     # ---- What was consumed ----
 
@@ -227,13 +231,6 @@ class StreamBatches(MicroBatches):
             )
 
     # ---- Reading ----
-
-    def set_sides(self, sides: Sides | None, step: int) -> None:
-        self._sides = sides, step - self._shares.step(self._consumed - self._begun)
-
-    def _side(self, number: int) -> int | None:
-        sides, first = self._sides
-        return None if sides is None else sides(first + self._shares.step(number - self._begun))
 
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
         """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""

@@ -111,13 +111,9 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         check_captions_per_image(captions_per_image)
         check_negative_captions(caption_column, negative_caption_column)
         check_on_bad_sample(on_bad_sample)
-        for option, value in (
-            ("shuffle_buffer", shuffle_buffer),
-            ("open_shards", open_shards),
-            ("lanes", lanes),
-            ("samples_per_epoch", samples_per_epoch),
-            ("min_side", min_side),
-        ):
+        numbers = {"shuffle_buffer": shuffle_buffer, "open_shards": open_shards, "lanes": lanes}
+        numbers |= {"samples_per_epoch": samples_per_epoch, "min_side": min_side}
+        for option, value in numbers.items():
             if value is not None and value < 1:
                 raise ValueError(f"{option} must be at least 1, got {value}.")
         sources = [Url(source) for source in ([sources] if isinstance(sources, str) else sources)]
@@ -188,10 +184,6 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_processes": _world_size()}  # a worker that is not forked belongs to no group
 
-    def views(self, shard: int, key: str, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
-        """The image of a sample as the first ``count`` passes augment it: what `augment` returns, by its seed."""
-        return self._augmented(image, f"{self.shards[shard].name} {key}", count)
-
     def without(self, keys: np.ndarray) -> ImageTextStream:
         """The stream without the samples of some keys, [n] int64 in ascending order; see `sample_key`."""
         changed = copy.copy(self)
@@ -228,11 +220,18 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         url, name, reader = self.shards[shard]
         with self._named(url, key, sample):
             assert not isinstance(sample, DamagedShardError)
-            item = self._item(url, f"{name} {key}", passes, reader.row(sample), side)
+            row, full_name = reader.row(sample), f"{name} {key}"
+            if self.image_column is None or self.caption_column is None:
+                raise ValueError("it is read without its image or its captions")
+            encoded, item = self._encoded(url, row), self._draw_texts(row, full_name, passes)
+            if self.pair_id_column is None:
+                item["pair_id"] = content_pair_id(encoded, usable_captions(row[self.caption_column]))
+            if side is not None:
+                item["side"] = side
+            view = self._seed_of_view(full_name, passes)
             if self._number is not None:
-                view = self._seed_of_view(f"{name} {key}", passes)
                 item["place"] = (self._number, sample_place(url, key), view)
-            return item
+            return augment(decode_rgb(encoded, least_side(self._min_side, side)), self._augmentation, view) | item
 
     def image_and_captions(self, shard: int, key: str, sample: Sample) -> tuple[np.ndarray | None, list[str]]:
         """The image of a raw sample and all its captions, of which it need not have any.
@@ -272,17 +271,6 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             raise ValueError(f"the path of its image, {image!r}, points outside the shard's folder")
         with open_shard(posixpath.join(posixpath.dirname(url), image)) as file:
             return file.read()
-
-    def _item(self, url: str, sample: str, passes: int, row: dict[str, Any], side: int | None) -> dict[str, Any]:
-        if self.image_column is None or self.caption_column is None:
-            raise ValueError("it is read without its image or its captions")
-        image = self._encoded(url, row)
-        texts = self._draw_texts(row, sample, passes)
-        if self.pair_id_column is None:
-            texts["pair_id"] = content_pair_id(image, usable_captions(row[self.caption_column]))
-        decoded = decode_rgb(image, least_side(self._min_side, side))
-        item = augment(decoded, self._augmentation, self._seed_of_view(sample, passes))
-        return item | texts | ({} if side is None else {"side": side})
 
 
 def name_of_shard(url: str) -> str:

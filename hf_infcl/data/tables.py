@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..hub import hub_asked_once, not_there
+from ..hub import not_there
 from ..shards.members import register
 from ..shards.names import IMAGE_EXTENSIONS
-from ..shards.opening import existing_part, existing_paths_are_literal, name_or_folder, open_shard
+from ..shards.opening import dataset_builder, existing_part, open_shard
 from ..shards.tar_tables import tar_table
 from ..shards.urls import Url
 from .columns import find_image_column
@@ -106,11 +106,8 @@ class Table:
         return [str(split) for split in self._builder.config.data_files or self._builder.info.splits or ()]
 
     @cached_property
-    def _builder(self) -> datasets.DatasetBuilder:
-        import datasets
-
-        with existing_paths_are_literal(), hub_asked_once(self._source):
-            return datasets.load_dataset_builder(name_or_folder(self._source), self._name)
+    def _builder(self) -> Any:
+        return dataset_builder(self._source, self._name)
 
     def _load_files(self, split: str, image_column: str) -> datasets.Dataset:
         import datasets
@@ -122,8 +119,7 @@ class Table:
             files = builder.config.data_files or {}
             separator = _separator([str(file) for of_split in files.values() for file in of_split])
             if separator and builder.info.builder_name == "csv":
-                with existing_paths_are_literal():
-                    builder = datasets.load_dataset_builder(name_or_folder(source), self._name, sep=separator)
+                builder = dataset_builder(source, self._name, sep=separator)
             elif separator not in (None, ",") and builder.info.builder_name == "imagefolder":
                 raise ValueError(
                     f"its metadata.csv separates the columns by {separator!r}. Write it with commas, or write a "
@@ -135,9 +131,7 @@ class Table:
             rows = builder.as_dataset(split=split)
             _check_no_pairs_of_files(rows, files, split)
             return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
-        except ConnectionError as error:
-            raise ValueError(not_there("There is no dataset", source)) from error
-        except (FileNotFoundError, HFValidationError) as error:
+        except (ConnectionError, FileNotFoundError, HFValidationError) as error:
             raise ValueError(not_there("There is no dataset", source, error)) from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type
             raise ValueError(_not_loaded(source, split, error)) from error
@@ -251,11 +245,9 @@ def _with_whole_paths(
     images = rows.cast_column(image_column, datasets.Image(decode=False))
     relative = list(itertools.islice(_relative_paths(images, image_column), _LOOKED_FOR))
     folders = sorted({posixpath.dirname(str(file)) for name in split_names(split) for file in files.get(name, ())})
-    if (
-        not relative
-        or not folders
-        or (rows.info.builder_name != "parquet" and not _are_beside(relative, folders, source, split))
-    ):
+    if not relative or not folders:
+        return rows
+    if rows.info.builder_name != "parquet" and not _are_beside(relative, folders, source, split):
         return rows
     if len(folders) > 1:
         raise ValueError(

@@ -25,12 +25,10 @@ def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: 
         caption_image: [num_captions] integer in [0, num_images), the image that each caption belongs to, in any order,
             or -1 for a negative caption, which belongs to no image; None if every image has one caption, in the order
             of the images.
-        num_captions: n.
-        num_images: b.
 
     Returns:
         The indices [m] int64 of the m captions that belong to an image, sorted by image and stable within one; and the
-        number of captions of each image [b] int64, at least 1.
+        number of captions of each image [num_images] int64, at least 1.
 
     Raises:
         ValueError: wrong shape, dtype or values; an image without a caption.
@@ -87,9 +85,6 @@ class WithTextsOnHost:
     """A data collator whose batches of pairs keep a copy of their tokens and ids in host memory; see `taken_apart`.
 
     What is read there does not wait for the forwards that the device has queued before.
-
-    Args:
-        collate: the data collator.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:

@@ -22,7 +22,6 @@ def zero_shot_classifier(text_embeds: Tensor, num_templates: int) -> Tensor:
 
     Args:
         text_embeds: [C * num_templates, D] float, class-major: the prompts of class 0, then those of class 1, ...
-        num_templates: prompts per class.
 
     Returns:
         [C, D], unit rows; fp32, or fp64 for fp64 input.
@@ -114,8 +113,7 @@ def checked_ranks(places: Tensor, labels: Tensor, num_classes: int) -> ClassRank
 
     Args:
         places: [N, 3] fp32 on the CPU: rank, answer and gap of each image.
-        labels: [N] integer on the CPU.
-        num_classes: C.
+        labels: [N] integer in [0, num_classes), on the CPU.
 
     Raises:
         ValueError: an embedding was not finite, or a label is out of range.

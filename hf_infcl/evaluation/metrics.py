@@ -122,12 +122,8 @@ def per_class_hits(ranks: ClassRanks) -> Hits:
     return class_hits(1, ranks)._replace(groups=ranks.labels)
 
 
-def _share(hits: Callable[[Any], Hits], ranks: Any) -> float:
-    return hits(ranks).share()
-
-
 def _share_of_hits(kind: str, hits: Callable[[Any], Hits], words: str, hub_type: str, **fields: Any) -> Metric:
-    return Metric(kind, partial(_share, hits), words, hub_type, hits=hits, **fields)
+    return Metric(kind, lambda ranks: hits(ranks).share(), words, hub_type, hits=hits, **fields)
 
 
 def mean_average_precision(label_scores: LabelScores) -> float:
@@ -146,11 +142,7 @@ def recalls(ks: Sequence[int]) -> dict[str, Metric]:
     """The recalls of retrieval at each k."""
     return {
         f"{way}_retrieval_recall@{k}": _share_of_hits(
-            "pairs",
-            partial(hits, k),
-            f"{way} retrieval recall@{k}",
-            "recall",
-            axis=FRACTION if k == 1 else None,
+            "pairs", partial(hits, k), f"{way} retrieval recall@{k}", "recall", axis=FRACTION if k == 1 else None
         )
         for k in ks
         for way, hits in (("image", image_hits), ("text", text_hits))

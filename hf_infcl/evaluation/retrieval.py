@@ -138,8 +138,6 @@ def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks
     Args:
         caption_ids: [M] int64, equal for equal captions.
         text_image: [M] int64 in [0, num_images).
-        num_images: N.
-        ks: the values of k.
 
     Returns:
         `image_retrieval_recall@k_ceiling` and `text_retrieval_recall@k_ceiling` for each k, in [0, 1]; nothing if no

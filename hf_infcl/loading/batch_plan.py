@@ -226,11 +226,10 @@ class BatchPlan(Course):
             whole += (self._rows - whole) // last.rows * last.rows
         return at.epoch + at.rows / whole
 
-    def stages(self) -> Iterator[tuple[int, int, int, int]]:
-        """For each size: pairs of a global batch, pairs of a micro-batch, micro-batches of each process, and steps."""
+    def stages(self) -> Iterator[tuple[int, int]]:
+        """The sizes of the global batches in pairs, and the steps of each."""
         for size, sections in itertools.groupby(self.sections, key=lambda section: section.size):
-            micro_batch, accumulation = divided_batch(size, self._micro_batch, self.processes)
-            yield size, micro_batch, accumulation, sum(section.steps for section in sections)
+            yield size, sum(section.steps for section in sections)
 
     # ---- By micro-batch ----
 

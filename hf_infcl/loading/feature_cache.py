@@ -26,6 +26,7 @@ from ..checkpoints.files import describe
 from ..checkpoints.lock import check_writable
 from ..checkpoints.run_options import options_of_model
 from ..data import ContrastiveCollator, ImageTextDataset
+from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes, failures_announced
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ class CachedItems(Dataset[dict[str, Any]]):
     """The items of an `ImageTextDataset` with what a frozen model has returned for them.
 
     Args:
-        pairs: the dataset.
         images: the features of a frozen tower, by row. An item then has ``image_features`` [H] fp32 in place of
             ``image``, which is not read.
         start: the embeddings of the start of a training, by row: of its image and of all its captions. An item then
@@ -73,29 +73,24 @@ class CachedItems(Dataset[dict[str, Any]]):
 def cached(
     content: str,
     inputs: FeatureInputs,
-    folder: str,
+    args: InfCLTrainingArguments,
     tower: nn.Module,
     encode: Callable[[dict[str, Tensor]], Sequence[Tensor]],
     collator: ContrastiveCollator,
     dtype: str,
     agree: Callable[[], object],
-    *,
-    batch_size: int,
-    num_workers: int,
-    pin_memory: bool,
 ) -> datasets.Dataset:
-    """Computes the features that the folder does not contain yet. Collective: every process calls it.
+    """Computes the features that the folder ``cache_features`` does not contain yet. Collective.
 
     The processes divide the shards among themselves. A shard gets its name once it is complete, so a run after an
     interruption only computes the missing shards. A shard that differs from its checksum is computed again.
 
     Args:
         content: a fingerprint of the inputs.
-        inputs: the items of the training set from which the features are computed, by row.
-        folder: a folder that all processes can read; any number of datasets and models can share it.
-        tower: what is frozen. Its weights and its config are part of the fingerprint.
+        args: of which ``cache_features`` can be read by all processes, and shared by datasets and models.
+        tower: what is frozen.
         encode: maps a batch of the collator to the features of its rows, in host memory.
-        dtype: the dtype of the tower's computation, which is part of the fingerprint.
+        dtype: of the tower's computation.
         agree: called before each shard of a process and at the end; collective. It raises an error on all processes if
             one has failed, and may end the training.
 
@@ -108,7 +103,7 @@ def cached(
     """
     import datasets
 
-    place = Path(folder, fingerprint(content, tower, collator, dtype))
+    place = Path(str(args.cache_features), fingerprint(content, tower, collator, dtype))
     count = -(-len(inputs) // ROWS_OF_SHARD)
     shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
     with failures_announced():
@@ -117,9 +112,8 @@ def cached(
     def compute(number: int) -> None:
         rows = range(number * ROWS_OF_SHARD, min(len(inputs), (number + 1) * ROWS_OF_SHARD))
         logger.info(f"Computing the features of rows {rows.start} to {rows.stop - 1} of {len(inputs)}.")
-        loader = DataLoader(
-            Subset(inputs, rows), batch_size, collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory
-        )
+        options: Any = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+        loader = DataLoader(Subset(inputs, rows), args.per_device_train_batch_size, collate_fn=collator, **options)
         _write(shards[number], [row for batch in loader for row in encode(batch)])
 
     for_each_missing(count, lambda number: _is_whole(shards[number]), compute, agree)
@@ -198,16 +192,12 @@ class FeatureInputs(Dataset[dict[str, Any]]):
 def _is_whole(path: Path) -> bool:
     """Whether a shard exists and is unchanged."""
     try:
-        whole: bool = json.loads(_checksum_path(path).read_text(encoding="utf-8")) == describe(path)
+        whole: bool = json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) == describe(path)
     except (OSError, ValueError):
         whole = False
     if not whole and path.exists():
         logger.warning(f"{path} is damaged, or has no checksum. It is computed again.")
     return whole
-
-
-def _checksum_path(path: Path) -> Path:
-    return path.with_suffix(".json")
 
 
 def _read(features: datasets.Dataset, row: int) -> Tensor:
@@ -225,5 +215,5 @@ def _write(path: Path, rows: list[Tensor]) -> None:
         for row in rows:
             writer.write({"features": row.float().numpy().tobytes()})
         writer.finalize()
-    _checksum_path(path).write_text(json.dumps(describe(partial)), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(describe(partial)), encoding="utf-8")
     os.replace(partial, path)

@@ -256,14 +256,13 @@ def adapted(dataloader: Any, setup: Setup) -> Any:
     Raises:
         ValueError: with ``offload_inputs``, the main process would read the rows of all processes.
     """
-    source = LoaderParts(dataloader)
-    if source.dispatcher is not None:
+    if isinstance(dataloader, DataLoaderDispatcher):
         if setup.args.offload_inputs:
             raise ValueError(
                 "offload_inputs keeps batches in host memory, but the main process reads this stream and sends the "
                 'batches through the devices. Pass accelerator_config={"dispatch_batches": False}.'
             )
-        source.dispatcher.slice_fn = rows_of_one_process
+        dataloader.slice_fn = rows_of_one_process
     loader = dataloader.base_dataloader
     loader.generator = WorkerSeeds()
     loader.collate_fn = TrainingCollator(loader.collate_fn, setup)
@@ -310,8 +309,8 @@ def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
     if pairs is None or setup.args.cache_features is None:
         return pairs
     if isinstance(pairs, Replayed):
-        parts = [replace(setup, data=part) for part in pairs.datasets]
-        return pairs.with_datasets([with_cached_features(part, interruptions) for part in parts])
+        new, old = (with_cached_features(replace(setup, data=part), interruptions) for part in pairs.datasets)
+        return Replayed(new, old, setup.args)
     collator = training_collator(setup.collator, setup.args)
     encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
     interruptions.phases.enter("computing features")
@@ -333,17 +332,15 @@ def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
         counts = torch.bincount(batch.get("caption_image", torch.arange(len(of_images)))).tolist()
         return [torch.cat((image[None], texts)) for image, texts in zip(of_images, of_texts.split(counts), strict=True)]
 
-    where = {"folder": str(args.cache_features), "collator": collator, "dtype": accelerator.mixed_precision}
-    where |= {"agree": interruptions.agree, "batch_size": args.per_device_train_batch_size}
-    where |= {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+    how: Any = {"collator": collator, "dtype": accelerator.mixed_precision, "agree": interruptions.agree}
     items, content, of_tower = CachedItems(pairs), pairs.image_fingerprint(), None
     with random_state_kept(args.device):  # the training is the same if the features are there already
         if tower is not None:
             inputs = FeatureInputs(items, captions=False)
-            of_tower = cached(content, inputs, tower=tower.eval(), encode=images, **where)
+            of_tower = cached(content, inputs, args, tower.eval(), images, **how)
             items = CachedItems(pairs, of_tower)
         if start is not None:
             content += f" {pairs.caption_column} {collator.text_fingerprint()}"
             inputs = FeatureInputs(items, captions=True)
-            items = CachedItems(pairs, of_tower, cached(content, inputs, tower=start.model, encode=embeddings, **where))
+            items = CachedItems(pairs, of_tower, cached(content, inputs, args, start.model, embeddings, **how))
     return items

@@ -31,8 +31,6 @@ _SEED_OF_OLD = 2**31
 # Keys that all items of a batch must have or none, and the values that a table without them gets.
 _FILLED: dict[str, Callable[[str], object]] = {"pair_id": as_pair_id, "skipped": lambda place: 0}
 
-Tag = Mapping[str, Any]
-
 
 class Replayed(IterableDataset[Any]):
     """New and old pairs as one training set, with the same number of old pairs in every global batch.
@@ -51,9 +49,7 @@ class Replayed(IterableDataset[Any]):
             has; with ``replay_as="own"``, the processes cannot have equally many old pairs.
     """
 
-    def __init__(
-        self, new: SizedDataset | ImageTextStream, old: SizedDataset | ImageTextStream, args: InfCLTrainingArguments
-    ) -> None:
+    def __init__(self, new: Source, old: Source, args: InfCLTrainingArguments) -> None:
         self.datasets: list[Any] = [new, old]
         self._args = args
         self.check()
@@ -72,21 +68,12 @@ class Replayed(IterableDataset[Any]):
         """The old pairs of a global batch of this size."""
         return round(size * replay_share(self._args.replay_share))
 
-    @property
-    def share(self) -> float:
-        """The old pairs' exact share of a global batch."""
-        return self.old / self._args.global_batch_size
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        """The new and the old pairs of an epoch, which ends with the new pairs; None if these are without end."""
-        new, batch = self.datasets[0], self._args.global_batch_size
-        return len(new) // (batch - self.old) * batch if has_length(new) else None
-
     def __len__(self) -> int:
-        if (samples := self.samples_per_epoch) is None:
+        """The new and the old pairs of an epoch, which ends with the new pairs."""
+        new, batch = self.datasets[0], self._args.global_batch_size
+        if not has_length(new):
             raise TypeError("A stream without samples_per_epoch has no length.")
-        return samples
+        return len(new) // (batch - self.old) * batch
 
     def __bool__(self) -> bool:
         return True  # without a length as well
@@ -96,11 +83,6 @@ class Replayed(IterableDataset[Any]):
         size, share = self._args.global_batch_size, replay_share(self._args.replay_share)
         for items, _ in self.batches(BatchPlan.endless(size, size, replay_share=share), list):
             yield from items
-
-    def with_datasets(self, datasets: Sequence[Any]) -> Replayed:
-        """Mixes other datasets in the same way, such as these with cached features."""
-        new, old = datasets
-        return Replayed(new, old, self._args)
 
     def check(self) -> None:
         """Raises a ValueError for sets and a batch that cannot be mixed; see the class."""
@@ -147,14 +129,9 @@ class Replayed(IterableDataset[Any]):
         self.check()
         parts: list[MicroBatches] = []
         for number, dataset in enumerate(self.datasets):
-            is_old = number == 1
-            share, part_states = SourceShare(plan, is_old), [state["parts"][number] for state in states]
-            order = {
-                "shuffle": is_old or self._args.train_sampling_strategy == "random",
-                "seed": self._args.seed_of_data + number * _SEED_OF_OLD,
-                "filled": {key: make for key, make in _FILLED.items() if gives(self, key) and not gives(dataset, key)},
-            }
-            parts.append(make_micro_batches(dataset, share, list, order, states=part_states, **where))
+            share, part_states = SourceShare(plan, number == 1), [state["parts"][number] for state in states]
+            filled = {key: make for key, make in _FILLED.items() if gives(self, key) and not gives(dataset, key)}
+            parts.append(make_micro_batches(dataset, share, list, self._args, filled, states=part_states, **where))
         return MixedRows(parts, collate, plan, where.get("world_size", 1))
 
 
@@ -170,7 +147,8 @@ def make_micro_batches(
     dataset: Source,
     share: SourceShare,
     collate: DataCollator,
-    order: Mapping[str, Any],
+    args: InfCLTrainingArguments,
+    filled: Mapping[str, Callable[[str], object]] | None = None,
     *,
     states: Sequence[Mapping[str, Any]] = (),
     **where: Any,
@@ -178,13 +156,15 @@ def make_micro_batches(
     """The micro-batches of one process from a table or an `ImageTextStream`.
 
     Args:
-        order: the arguments of `TableRows` that decide about the order and the items of a table.
+        filled: as for `TableRows`.
         states: the `state` of every process of the checkpoint to resume from, for sources that have one.
         **where: ``rank``, ``world_size``, ``num_workers`` and ``keyed``.
     """
     if isinstance(dataset, ImageTextStream):
         return dataset.batches(share, collate, states=states, **where)
-    return TableRows(dataset, share, collate, **order, state=states[0] if states else None, **where)
+    seed = args.seed_of_data + share.is_old * _SEED_OF_OLD
+    where |= {"shuffle": share.is_old or args.train_sampling_strategy == "random", "seed": seed, "filled": filled}
+    return TableRows(dataset, share, collate, state=states[0] if states else None, **where)
 
 
 class MixedRows(MicroBatches):
@@ -200,7 +180,6 @@ class MixedRows(MicroBatches):
         self, parts: Sequence[MicroBatches], collate: DataCollator, plan: BatchPlan, world_size: int = 1
     ) -> None:
         self._parts, self._collate, self._plan, self._world_size = parts, collate, plan, world_size
-        self._consumed = 0  # micro-batches from where the plan begins, of all processes
 
     def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for (new, tag), (old, tag_of_old) in zip(*self._parts, strict=True):
@@ -215,7 +194,7 @@ class MixedRows(MicroBatches):
         for part in self._parts:
             part.set_sides(sides, step)
 
-    def consume(self, tag: Tag) -> None:
+    def consume(self, tag: Mapping[str, Any]) -> None:
         for part, tag_of_part in zip(self._parts, tag["parts"], strict=True):
             part.consume(tag_of_part)
         self._consumed += self._world_size

@@ -27,7 +27,7 @@ class SourceShare(Shares):
         size, step = plan.size(plan.begin.step), plan.begin.step
         micro_batches = plan.micro_batches(step) * plan.processes
         super().__init__(size // micro_batches, micro_batches)
-        self.plan, self.is_alone, self._is_old = plan, is_old is None, bool(is_old)
+        self.plan, self.is_alone, self.is_old = plan, is_old is None, bool(is_old)
         self.kind = "old" if is_old else "new"
         if is_old is None:
             return
@@ -39,7 +39,7 @@ class SourceShare(Shares):
     def of_batch(self, size: int) -> int:
         """The pairs of a global batch of this size that come from the source."""
         old = self.plan.old(size)
-        return old if self._is_old else size - old
+        return old if self.is_old else size - old
 
     def size(self, number: int) -> int | None:
         """The pairs of a micro-batch that come from the source; None after the end of the plan."""
@@ -63,4 +63,4 @@ class SourceShare(Shares):
         start = random.Random(place.at.step).randrange(micro_batches) if left else 0
         end, again = start + left, start + left - micro_batches
         of_old = each * number + min(number, end) - min(number, start) + max(0, min(number, again))
-        return of_old if self._is_old else section.micro_batch * number - of_old
+        return of_old if self.is_old else section.micro_batch * number - of_old

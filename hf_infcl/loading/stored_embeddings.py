@@ -63,6 +63,8 @@ class StoredEmbeddings:
         if len(set(widths.values())) > 1:
             raise ValueError(f"The embeddings in {folder} have several widths: {widths}. Embed the data again.")
         self.width: int = next(iter(widths.values()))
+        # How many views of each image have embeddings, and what draws them; None for the images as they are.
+        self.views: dict[str, Any] | None = self.record["data"].get("views")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mapped": {}}  # another process maps the files itself
@@ -73,11 +75,6 @@ class StoredEmbeddings:
         if "images" not in self.kinds:
             return int(self.record["data"]["rows"])
         return len(self._arrays("images")[0]) // (self.views or {"count": 1})["count"]
-
-    @property
-    def views(self) -> dict[str, Any] | None:
-        """How many views of each image have embeddings, and what draws them; None for the images as they are."""
-        return self.record["data"].get("views")
 
     def _arrays(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sorted hashes, the row of each, and the embeddings."""

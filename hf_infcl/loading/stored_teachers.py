@@ -128,7 +128,6 @@ class _DataSet:
                 f"teacher_embeddings have the captions of the pairs as they are, but {why}. Leave one of both out, or "
                 "choose teacher_side='image'."
             )
-        self._is_table = isinstance(part, ImageTextDataset)
         self._lacking: dict[str, int] = {}  # rows, by the folders that have been compared
         if isinstance(part, ImageTextDataset):
             self._described = described_table(len(part), part, part.captions)
@@ -179,22 +178,21 @@ class _DataSet:
     def difference(self, stored: StoredEmbeddings) -> str:
         """How this set differs from the one that was embedded; empty if it does not."""
         recorded = stored.record["data"]
-        if self._is_table:
+        if isinstance(self.part, ImageTextDataset):
             return differences(recorded, self._described, self._kinds)
         return f"none of the {len(self._described['shards'])} shards is one of the {len(recorded.get('shards', {}))}"
 
     def describe_missing(self, opened: Sequence[StoredEmbeddings]) -> str:
         """How many rows or shards no folder has, in words; empty if there are none."""
         lacks = [self.lacking(stored) for stored in opened]
-        if self._is_table:
+        if isinstance(self.part, ImageTextDataset):
             missing = min((rows for rows in lacks if isinstance(rows, int)), default=len(self.part))
             every = f"{len(self.part):,} rows"
         else:
             shards = frozenset(self._described["shards"])
             missing = len(shards.intersection(*[some for some in lacks if isinstance(some, frozenset)]))
             every = f"{len(shards):,} shards"
-        name = self.part.name if isinstance(self.part, ImageTextDataset) else " ".join(self.part.sources)
-        return f"{missing:,} of the {every} of {name}" if missing else ""
+        return f"{missing:,} of the {every} of {self.part.name}" if missing else ""
 
 
 def _rows_without_captions(part: ImageTextDataset, stored: StoredEmbeddings) -> int:

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset, keyed_rows, read_rows
-from ..data.stream_batches import MicroBatches, Sides
+from ..data.stream_batches import MicroBatches
 from ..data.wrapped import has_epochs, set_epoch
 from .batch_plan import MicroBatchPlace, Position
 from .shares import SourceShare
@@ -61,11 +61,10 @@ class TableRows(MicroBatches):
         filled: Mapping[str, Callable[[str], object]] | None = None,
         state: Mapping[str, int] | None = None,
     ) -> None:
-        self._dataset, self._share, self._collate, self._keyed = dataset, share, collate, keyed
+        self._shares: SourceShare = share
+        self._dataset, self._collate, self._keyed = dataset, collate, keyed
         self._shuffle, self._seed, self._filled = shuffle, seed, filled or {}
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
-        self._consumed = 0  # micro-batches from where the plan begins, of all processes
-        self._sides: tuple[Sides | None, int] = None, 0  # and how many steps later than in the plan they are
         self._pass, self._passed_over = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
         self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
         at = share.plan.begin
@@ -88,36 +87,33 @@ class TableRows(MicroBatches):
         """The passes, rows and samples of this table before the step of a micro-batch."""
         section = place.section
         steps = place.at.step - section.begin.step
-        return self._after(self._begins[section.first], self._share.of_batch(section.size), steps)
+        return self._after(self._begins[section.first], self._shares.of_batch(section.size), steps)
 
     # ---- What was consumed ----
 
     def begin_at(self, epoch: int, windows: int) -> bool:
         """Goes to a global batch of a pass, unless the batch grows or this is a part of a replay."""
-        plan = self._share.plan
-        if plan.grows or not self._share.is_alone:
+        plan = self._shares.plan
+        if plan.grows or not self._shares.is_alone:
             return False
         first, before = plan.first(), self._consumed
         ahead = (epoch - first.epoch) * plan.windows(first.epoch) + windows - first.windows
-        self._consumed = ahead * self._share.micro_batches
+        self._consumed = ahead * self._shares.micro_batches
         return self._consumed != before
 
     def pass_over(self, rows: Callable[[], torch.Tensor]) -> bool:
         before, self._pass = self._passed_over, (-1, torch.empty(0))
-        self._passed_over = rows() if self._shuffle and self._share.is_alone else before
+        self._passed_over = rows() if self._shuffle and self._shares.is_alone else before
         return not torch.equal(self._passed_over, before)
-
-    def set_sides(self, sides: Sides | None, step: int) -> None:
-        self._sides = sides, step - self._share.step(self._consumed)
 
     def consume(self, tag: Mapping[str, object]) -> None:
         self._consumed += self._world_size
 
     def state(self) -> dict[str, int] | None:
         """In a replay, the position between two global batches, equal on all processes; else the plan knows it."""
-        if self._share.is_alone:
+        if self._shares.is_alone:
             return None
-        plan = self._share.plan
+        plan = self._shares.plan
         place = plan.place(self._consumed)
         at = self._end if place is None else self._at(place)
         step = plan.begin.step + plan.steps_after(self._consumed)
@@ -131,9 +127,9 @@ class TableRows(MicroBatches):
     # ---- Reading ----
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        if not self._share.is_alone:
+        if not self._shares.is_alone:
             return []
-        rows = [(self._share.plan.place(self._consumed + self._rank + i * self._world_size), row) for i, row in places]
+        rows = [(self._shares.plan.place(self._consumed + self._rank + i * self._world_size), row) for i, row in places]
         return [self._rows(place)[row] for place, row in rows if place is not None]
 
     def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -142,7 +138,7 @@ class TableRows(MicroBatches):
         dataset = copy.deepcopy(self._dataset) if info and has_epochs(self._dataset) else self._dataset
         first = self._consumed + (info.id if info else 0) * self._world_size + self._rank
         for number in itertools.count(first, self._workers * self._world_size):
-            if (place := self._share.plan.place(number)) is None:
+            if (place := self._shares.plan.place(number)) is None:
                 return
             began = time.perf_counter()
             batch = self._collate(self._items(dataset, number, place))
@@ -150,26 +146,24 @@ class TableRows(MicroBatches):
 
     def _items(self, dataset: SizedDataset, number: int, place: MicroBatchPlace) -> list[Any]:
         rows = self._rows(place)
-        sides, later = self._sides
-        if sides is not None:
-            side = sides(later + self._share.step(number))
+        if (side := self._side(number)) is not None:
             rows = [SizedRow(row, side) for row in rows]
         set_epoch(dataset, self._at(place).epoch)
         items = read_rows(dataset, rows)
         for key, make in self._filled.items():
-            places = (f"row {row} of {self._share.kind} pairs" for row in rows)
+            places = (f"row {row} of {self._shares.kind} pairs" for row in rows)
             items = [{**item, key: make(place)} for item, place in zip(items, places, strict=True)]
         return keyed_rows(items, rows) if self._keyed else items
 
     def _rows(self, place: MicroBatchPlace) -> list[int]:
-        at, pairs, length = self._at(place), self._share.pairs(place), len(self._dataset)
+        at, pairs, length = self._at(place), self._shares.pairs(place), len(self._dataset)
         if not self._shuffle:
             return [(at.samples + pair) % length for pair in pairs]
         if self._pass[0] != at.epoch:
             order = torch.randperm(length, generator=torch.Generator().manual_seed(self._seed + at.epoch))
             if len(self._passed_over):
                 out = self._passed_over[order]
-                out &= out.cumsum(0) > self._share.plan.largest - (~out).sum()
+                out &= out.cumsum(0) > self._shares.plan.largest - (~out).sum()
                 order = order[~out][torch.arange(length) % (~out).sum()]
             self._pass = at.epoch, order
         rows: list[int] = self._pass[1][at.rows + pairs.start : at.rows + pairs.stop].tolist()

@@ -63,11 +63,9 @@ class ModelInputs:
 
     def __call__(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inputs: dict[str, Any] = {}
-        if self._images:
-            assert self._collator is not None
+        if self._collator and self._images:
             inputs |= self._collator([{k: item[k] for k in ("image", "cropped") if k in item} for item in items])
-        if self._texts:
-            assert self._collator is not None
+        if self._collator and self._texts:
             captions = [caption for item in items for caption in item["caption"]]
             negatives = [caption for item in items for caption in item.get("negative_captions", ())]
             inputs |= self._collator.tokenize(captions + negatives)

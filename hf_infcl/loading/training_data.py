@@ -130,15 +130,14 @@ class TrainingData:
             check_window(batches, equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:
-            if source.dispatcher is None:
-                if not interruptions.is_ending:
-                    announce_failure(error)
-                    raise
-            else:
+            if source.dispatcher is not None:
                 # The main process reads the stream. All others wait in a broadcast, where they learn of no error.
                 if isinstance(error, TypeError) and source.dispatcher._stop_iteration and step == 0:
                     # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
                     raise self._too_short([0] * self._processes.world_size) from error
+                raise
+            if not interruptions.is_ending:
+                announce_failure(error)
                 raise
         agreed = interruptions.agree([rows, len(batches)])
         seen = [int(rows) for rows, _ in agreed]
@@ -200,13 +199,14 @@ class TrainingData:
         if self.source.loader is None:
             return []
         size = self._images // max(1, len(self._loaded))  # of the loader's micro-batches, which may have been split
-        return self.source.loader.rows_at([divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places])
+        of_loader = [divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places]
+        return self.source.loader.batches.rows_at(of_loader)
 
     def position(self) -> dict[str, Any]:
         """The fields of `RunRecord` that say how far the training has come in the data; collective."""
         loader, stream = self.source.loader, None
         if loader is not None:  # for each process, the part of the stream that it has trained on
-            stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.state()))]
+            stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.batches.state()))]
             stream = None if None in stream else stream
         return {
             "epoch": self._at.epoch,
@@ -225,13 +225,8 @@ class TrainingData:
     def logs(self) -> dict[str, float]:
         """Metrics of the data, and a warning if the training waits for it; collective.
 
-        These are skipped_samples since the training began, if the data reports them, and data_wait, the share of the
-        time since the last log that the slowest process waited for data, without evaluations and checkpoints. With
-        several captions per image, or negative captions, texts_per_image is their number in the last window of the
-        main process. loader_samples_per_second is the rate that the workers of a `TrainingLoader` can reach.
-
-        For an `ImageTextStream`, there are also stream_samples, the samples trained since the run began, and
-        stream_shards, the shards opened since then. With replay, replay_samples are the old pairs trained since then.
+        The README of the training lists them. ``data_wait`` is since the last log; ``texts_per_image`` is that of the
+        last window on the main process; numbers of samples and of shards are since the run began.
         """
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:

@@ -56,10 +56,9 @@ class TrainingLoader(DataLoader[Any]):
         where: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size, "states": states}
         where |= {"num_workers": args.dataloader_num_workers, "keyed": args.leave_out is not None}
         if isinstance(dataset, Replayed):
-            self._batches: MicroBatches = dataset.batches(plan, collate, **where)
+            self.batches: MicroBatches = dataset.batches(plan, collate, **where)
         else:
-            order = {"shuffle": args.train_sampling_strategy == "random", "seed": args.seed_of_data}
-            self._batches = make_micro_batches(dataset, SourceShare(plan), collate, order, **where)
+            self.batches = make_micro_batches(dataset, SourceShare(plan), collate, args, **where)
         self._lasting: Iterator[Any] | None = None
         self._fetched: list[dict[str, Any]] = []  # the tags of batches that are not consumed yet
         self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their pairs
@@ -77,9 +76,9 @@ class TrainingLoader(DataLoader[Any]):
 
     def begin_epoch(self, epoch: int, windows: int, step: int, sides: Sides | None, rows: Any) -> None:
         """Begins an epoch with this step, of which so many windows are trained; ``rows`` as for `pass_over`."""
-        if self._batches.begin_at(epoch, windows) | self._batches.pass_over(rows):
+        if self.batches.begin_at(epoch, windows) | self.batches.pass_over(rows):
             self.close()
-        self._batches.set_sides(sides, step)
+        self.batches.set_sides(sides, step)
         self._step = step
 
     def lasting(self) -> Iterator[Any]:
@@ -104,7 +103,7 @@ class TrainingLoader(DataLoader[Any]):
         # torch draws the workers' seeds from it. If dropout used the same one, resumes would change it.
         generator.manual_seed(args.seed + self._step * args.world_size + args.process_index)
         options = worker_options(args, args.dataloader_num_workers)
-        return DataLoader(self._batches, batch_size=None, generator=generator, **options)
+        return DataLoader(self.batches, batch_size=None, generator=generator, **options)
 
     def _to_device(self, batch: object) -> object:
         if self._device is None:
@@ -114,20 +113,12 @@ class TrainingLoader(DataLoader[Any]):
     def consume(self) -> None:
         """Records, for the next checkpoint, that the batches of `lasting` since the last call were trained on."""
         for tag in self._fetched:
-            self._batches.consume(tag)
+            self.batches.consume(tag)
         self._fetched = []
 
     def close(self) -> None:
         """Ends the workers. The next batch, if any, comes from new workers and follows the consumed batches."""
         self._lasting, self._fetched = None, []
-
-    def state(self) -> dict[str, Any] | None:
-        """This process's part of a checkpoint; see `StreamBatches.state`. None if the plan knows the position."""
-        return self._batches.state()
-
-    def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """The rows of a dataset with a length at (micro-batch, row) after the consumed ones; else empty."""
-        return self._batches.rows_at(places)
 
     def progress(self) -> dict[str, float]:
         """This process's consumption since the run began, and the samples per second that its workers can prepare.
@@ -137,7 +128,7 @@ class TrainingLoader(DataLoader[Any]):
         workers = max(1, self._args.dataloader_num_workers)
         rate = self._made * workers / self._seconds if self._seconds else 0.0
         self._seconds = self._made = 0.0
-        return {**self._batches.counts(), "rate": rate}
+        return {**self.batches.counts(), "rate": rate}
 
 
 def worker_options(args: InfCLTrainingArguments, workers: int) -> dict[str, Any]:

@@ -38,18 +38,15 @@ def find_micro_batches(
     record: RunRecord | None,
     batches_of: Callable[[], Iterable[Mapping[str, Tensor]]],
 ) -> int:
-    """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs`` of the arguments; collective.
+    """Sets accumulation, ``texts_at_once``, ``retain_graphs`` and the micro-batch, which it returns; collective.
 
     Where a run resumes on the same machines, they are those of the checkpoint. Otherwise, values that the user has not
     set are found by trying, if the memory of the device is known and the model is not sharded. The micro-batch of a
     stream, which its order depends on, stays that of the checkpoint.
 
     Args:
-        record: the record of the checkpoint that the training resumes from, if any.
+        record: of the checkpoint that the training resumes from, if any.
         batches_of: returns an iterable of the batches of a training loader, of which one is read.
-
-    Returns:
-        The micro-batch.
 
     Raises:
         ValueError: not even one pair fits, what fits does not divide the global batch, or the model is sharded and no

@@ -28,7 +28,7 @@ class HasWindow(Protocol):
 def run_repeating(
     step: WindowStep, model: nn.Module, data: HasWindow, number: int, args: InfCLTrainingArguments
 ) -> Tensor:
-    """The step of a window, which is repeated as long as memory runs out; collective.
+    """Runs the step of a window, again as long as memory runs out, and returns the loss; collective.
 
     Each time it keeps one graph fewer or, if it keeps only one, has halved micro-batches.
 
@@ -36,9 +36,6 @@ def run_repeating(
         data: has its next window, which becomes the one that is trained in the end.
         number: the optimizer steps that were trained.
         args: its arguments, of which ``largest_micro_batch`` becomes what fits.
-
-    Returns:
-        The loss.
 
     Raises:
         torch.OutOfMemoryError: the step cannot be repeated; see `WindowStep.may_repeat`.

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import io
+from typing import Any
 from urllib.parse import quote, unquote
+
+import fsspec
 
 from .opening import open_shard
 from .tar_layout import truncated
@@ -44,11 +48,23 @@ def read_member(url: str) -> bytes:
     return data
 
 
+class _TarMembers(fsspec.AbstractFileSystem):
+    """The file system of these URLs, which can only be read."""
+
+    protocol = PROTOCOL
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> io.BytesIO:
+        if mode != "rb":
+            raise ValueError(f"Files in a tar file can only be read, but {path!r} was opened with mode {mode!r}.")
+        return io.BytesIO(read_member(path))
+
+    def info(self, path: str, **options: object) -> dict[str, Any]:
+        return {"name": path, "size": member_size(path), "type": "file"}
+
+
 def register() -> None:
     """Makes `fsspec` open these URLs in this process."""
-    import fsspec
-
-    fsspec.register_implementation(PROTOCOL, "hf_infcl.shards.member_files.TarMembers", clobber=True)
+    fsspec.register_implementation(PROTOCOL, _TarMembers, clobber=True)
 
 
 def _parts(url: str) -> tuple[int, int, str]:

@@ -53,15 +53,15 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
         )
     literal = len(existing_part(source))
     patterns = [source] if literal == len(source) else _expand_braces(source, literal)
-    urls: list[str]
     if os.path.isdir(source):
-        urls = [Url(url) for url in _data_files(source, split, name)]
+        found = _data_files(source, split, name)
     elif len(patterns) > 1 or source.endswith(_FORMATS) or _MAGIC.search(source, literal):
-        urls = [Url(url) for pattern in patterns for url in _matches(pattern)]
+        found = [url for pattern in patterns for url in _matches(pattern)]
     elif "://" in source:
-        urls = [Url(url) for extension in _FORMATS for url in _matches(f"{source.rstrip('/')}/**/*{extension}")]
+        found = [url for extension in _FORMATS for url in _matches(f"{source.rstrip('/')}/**/*{extension}")]
     else:
-        urls = [Url(url) for url in _data_files(source, split, name)]
+        found = _data_files(source, split, name)
+    urls: list[str] = [Url(url) for url in found]
     if wrong := [url for url in urls if not url.endswith(_FORMATS)]:
         raise ValueError(
             f"A stream reads .tar and .parquet files, but {source!r} has {wrong[0]!r}. Compressed tar files have to be "
@@ -155,7 +155,6 @@ def _matches(pattern: str) -> list[str]:
 
 def _data_files(source: str, split: str, name: str | None) -> list[str]:
     """Files of a split of a local folder or a Hub repository, which `datasets` knows how to tell apart."""
-    import datasets
     from huggingface_hub.errors import HFValidationError
 
     if any(os.path.isfile(os.path.join(source, file)) for file in ("state.json", "dataset_dict.json")):
@@ -164,10 +163,9 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
             "parquet files with to_parquet."
         )
     try:
-        with existing_paths_are_literal(), hub_asked_once(source):
-            files = datasets.load_dataset_builder(name_or_folder(source), name).config.data_files or {}
+        files = dataset_builder(source, name).config.data_files or {}
     except ConnectionError as error:
-        raise ValueError(not_there("There is no folder of shards", source)) from error
+        raise ValueError(not_there("There is no folder of shards", source, error)) from error
     except (OSError, HFValidationError, ValueError) as error:
         raise ValueError(not_there("There are no shards", source, error)) from error
     if split not in files:
@@ -175,9 +173,14 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
     return sorted(str(file) for file in files[split])
 
 
-def name_or_folder(source: str) -> str:
-    """The absolute path of a local folder, which `datasets` would take for its format if the name was "csv"."""
-    return os.path.abspath(source) if os.path.isdir(source) else source
+def dataset_builder(source: str, name: str | None, **options: Any) -> Any:
+    """The `datasets.DatasetBuilder` of a local folder, whose path is taken literally, or of a Hub id."""
+    import datasets
+
+    if os.path.isdir(source):
+        source = os.path.abspath(source)  # the name "csv" alone would be taken for the format
+    with existing_paths_are_literal(), hub_asked_once(source):
+        return datasets.load_dataset_builder(source, name, **options)
 
 
 def shard_names(urls: Sequence[str]) -> list[str]:
@@ -239,9 +242,6 @@ class _RetriedFile(io.RawIOBase):
         self._position = offset
         return offset
 
-    def tell(self) -> int:
-        return self._position
-
     def close(self) -> None:
         self._forget()
         super().close()
@@ -251,12 +251,11 @@ class _RetriedFile(io.RawIOBase):
         for tries, seconds in enumerate((*RETRY_SECONDS, None), 1):
             try:
                 return action(*args)
-            except _FINAL as error:  # noqa: PERF203
+            except Exception as error:  # noqa: PERF203  # libraries of protocols raise exceptions of any class
                 cause = f"{type(error).__name__}: {without_secrets(str(error))}"
-                raise ValueError(f"The file {self._url!r} cannot be opened: {cause}") from self._shown(error)
-            except Exception as error:  # libraries of protocols raise exceptions of any class
+                if isinstance(error, _FINAL):
+                    raise ValueError(f"The file {self._url!r} cannot be opened: {cause}") from self._shown(error)
                 self._forget()
-                cause = f"{type(error).__name__}: {without_secrets(str(error))}"
                 what = f"Reading the file {self._url!r} failed at byte {self._position}: {cause}"
                 if seconds is None:
                     raise ReadError(f"{what}. It was tried {tries} times.") from self._shown(error)

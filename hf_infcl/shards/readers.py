@@ -79,7 +79,9 @@ class TarReader:
             problem = f"{missing} {there}{dots_in(key, sample)}"
             if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
-        raise ValueError(f"{problem}{apart(_keys(urls[0]))}")
+        with suppress(DamagedShardError):  # the keys up to where it is damaged
+            problem += apart(self.names(urls[0]))
+        raise ValueError(problem)
 
     def _find(self, columns: Columns, sample: dict[str, bytes], fields: Mapping[str, object]) -> str:
         """Finds the files and JSON fields of a sample that hold the columns.
@@ -188,12 +190,6 @@ def _beginnings(url: str) -> Iterator[tuple[int, str]]:
             if stem and stem != key:
                 key = stem
                 yield start, key
-
-
-def _keys(url: str) -> Iterator[str]:
-    """The keys up to where the file is damaged, if it is."""
-    with suppress(DamagedShardError):
-        yield from (key for _, key in _beginnings(url))
 
 
 # ---- Parquet ----

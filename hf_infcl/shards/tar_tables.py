@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 KEY, SHARD = "__key__", "__url__"  # as `datasets` calls the columns
-_INTEGERS = ("cls", "cls2", "index", "inx", "id")  # extensions of files that hold one
 _FIRST = "\0image"  # the first image of each sample, until it is known whether there is one
 _LARGEST_TEXT = 2**16
 # Reading in small pieces passes over the images, which are most of a shard.
@@ -185,7 +184,7 @@ def _fill(
                     row[column] = value
             elif extension:
                 row[extension] = None
-                row[extension] = _integers(content) if kind == "npy" else _READ.get(kind, _text)(content)
+                row[extension] = _READ.get(kind, _text)(content)
         except Exception as error:  # parsers raise exceptions of many classes
             errors[extension] = describe_cause(error)
 
@@ -216,7 +215,11 @@ def _integers(content: bytes) -> list[int] | None:
     return values.tolist() if values.ndim == 1 and values.dtype.kind in "iub" else None
 
 
-_READ: dict[str, Callable[[bytes], Any]] = dict.fromkeys(_INTEGERS, int)
+# How files are read whose extensions say that they hold integers.
+_READ: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
+    "npy": _integers,
+}
 
 
 # ---- Columns ----

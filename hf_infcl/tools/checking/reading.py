@@ -96,7 +96,7 @@ class _RowParts(_Parts[Sequence[int]]):
         yield Part([self._look(row) for row in unit])
 
     def _look(self, row: int) -> Look:
-        columns, values = self._data.columns, self._data.undecoded(row)
+        columns, values = self._data.columns, self._data.table[row]
         image = values[columns["image_column"]]
         known = {"image": image, "file": image and image["path"]}
         if isinstance(self._data, ZeroShotDataset):

@@ -156,7 +156,7 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pai
         epoch = len(pairs) if has_length(pairs) else 0
         print("Chosen by default:", in_steps(chosen, count_steps(args, epoch) if plan is None else plan.steps))
     if plan is not None:
-        stages = (f"{size:,} pairs for {number(n, 'step')}" for size, _, _, n in plan.stages())
+        stages = (f"{size:,} pairs for {number(n, 'step')}" for size, n in plan.stages())
         print("The global batch grows:", ", ".join(stages))
         return
     steps = args.gradient_accumulation_steps
@@ -167,4 +167,4 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pai
             f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
         )
     if isinstance(pairs, Replayed):
-        print(f"{pairs.old:,} of these pairs are old ({pairs.share:.3g}, after rounding).")
+        print(f"{pairs.old:,} of these pairs are old ({pairs.old / args.global_batch_size:.3g}, after rounding).")

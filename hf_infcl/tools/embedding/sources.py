@@ -232,7 +232,7 @@ class TableSource(Dataset[Item]):
         item["images"] = {item["place"]: {"image": image}}
         if self._views is not None:
             assert isinstance(self._images, ImageTextDataset)
-            item["images"] = self._images.views(row, image, self._views)
+            item["images"] = self._images.views(image, row, self._views)
         if path is not None and self._key_column is None:
             inside = os.path.isabs(path) and os.path.commonpath([path, self._folder]) == self._folder
             item["key"] = os.path.relpath(path, self._folder) if inside else path
@@ -293,7 +293,7 @@ class _Samples(IterableDataset[Item]):
             if image is not None:
                 item["images"] = {place: {"image": image}}
                 if self._views is not None:
-                    item["images"] = self._stream.views(self._number, key, image, self._views)
+                    item["images"] = self._stream.views(image, f"{shard.name} {key}", self._views)
             if self._stream.caption_column is not None:
                 item["caption"] = captions
             yield item
