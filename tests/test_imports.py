@@ -122,7 +122,6 @@ MUST_NOT_KNOW = {
     # Functions there import the tables of their choices.
     "hf_infcl.options.loss_options": ("torch", *HUGGING_FACE, *inside("processes", "data", "windows", "training")),
     "hf_infcl.options.tower_options": ("torch", *HUGGING_FACE, *inside("processes", "data", "windows", "training")),
-    "hf_infcl.options.muon_options": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.windows": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "data", "evaluation", "optimizers", "tools"),

@@ -8,8 +8,8 @@ from helpers import models
 from helpers.trainers import parameters, trainer_for
 from safetensors.torch import load_file
 
-from hf_infcl.checkpoints.peft_saving import beside_adapters
 from hf_infcl.checkpoints.saving import Checkpoints
+from hf_infcl.encoders.adapters import beside_adapters
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.sharding import prepare_for_wrapper, stock_shapes
 

@@ -243,7 +243,7 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
         return wanted
     passed_over = []
     names = [str(folder) for folder in _folders(output_dir)] if is_main else []
-    for folder in json.loads(processes.gather_objects(json.dumps(names))[0]):
+    for folder in processes.gather_objects(names)[0]:
         if not (reason := problem_on_any(obstacle, folder)):
             return folder
         passed_over.append(reason)

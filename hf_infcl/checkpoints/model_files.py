@@ -20,14 +20,13 @@ from transformers.utils import logging
 from ..conversion import open_clip_config, save_open_clip
 from ..conversion.sentence_transformers import write_sentence_files
 from ..data import ContrastiveCollator
-from ..encoders.adapters import has_adapters
+from ..encoders.adapters import add_beside_adapters, has_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from ..readable import give_usual_modes
 from .files import Checkpoint
 from .lock import locked
-from .peft_saving import add_beside_adapters
 from .record import RunRecord
 from .saving import Checkpoints
 

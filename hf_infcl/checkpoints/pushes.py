@@ -310,21 +310,17 @@ def has_own_card(output_dir: str) -> bool:
 def checkpoint_of_hub_if_named(
     resumes: str | bool | None, args: InfCLTrainingArguments, repository: str | None
 ) -> str | bool | None:
-    """What to resume from, with ``last-checkpoint`` of the repository in place of that name; collective."""
-    if resumes != LAST_CHECKPOINT:
-        return resumes
-    # A folder of this name is taken if every process finds it, so that all go the same way.
-    answers = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])
-    return resumes if all(here for (here,) in answers) else checkpoint_of_hub(args, repository)
-
-
-def checkpoint_of_hub(args: InfCLTrainingArguments, repository: str | None) -> str:
-    """Downloads ``last-checkpoint`` from the repository, once per machine, and returns its folder; collective.
+    """What to resume from: for ``last-checkpoint``, its folder, downloaded once per machine; collective.
 
     Raises:
         ValueError: on every process, if no repository is named, it has no such folder, or it is unreachable.
     """
+    if resumes != LAST_CHECKPOINT:
+        return resumes
     processes, folder, problem = Processes(), "", ""
+    # A folder of this name is taken if every process finds it, so that all go the same way.
+    if all(here for (here,) in processes.agree([Path(LAST_CHECKPOINT).is_dir()])):
+        return resumes
     repository = processes.gather_objects(repository or args.hub_model_id or "")[0]
     if not repository:
         problem = f"{LAST_CHECKPOINT} is in a repository on the Hub: name the repository with hub_model_id."

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers.utils import is_peft_available
 
 from ..data import ContrastiveCollator
+from ..encoders.adapters import has_adapters
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import WITHOUT_WARM_UP
 from ..options.facts import facts_by_name
@@ -65,13 +65,10 @@ def options_of_model(model: nn.Module) -> dict[str, Any]:
     """The leaves of the config of a model, and of its adapters of peft, as JSON values."""
     config: Any = getattr(model, "config", None)
     options = dict(_leaves("config", config.to_dict())) if hasattr(config, "to_dict") else {}
-    if is_peft_available():
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            for name, adapter in model.peft_config.items():
-                kept = {key: value for key, value in adapter.to_dict().items() if "base_model" not in key}
-                options |= _leaves(f"adapter {name}", kept)
+    adapters: Any = getattr(model, "peft_config", {}) if has_adapters(model) else {}
+    for name, adapter in adapters.items():
+        kept = {key: value for key, value in adapter.to_dict().items() if "base_model" not in key}
+        options |= _leaves(f"adapter {name}", kept)
     return as_json(options)
 
 
@@ -117,23 +114,18 @@ class OptimizerOptions:
 
     def __init__(self, optimizer: object, scheduler: object = None, earlier: OptimizerOptions | None = None) -> None:
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._optimizer = optimizer
-        self._groups: list[dict[str, Any]]
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._groups: list[dict[str, Any]] = [
+            {"lr": group.get("initial_lr", group.get("lr"))}
+            | {name: value for name, value in group.items() if name not in ("lr", *_EXECUTION)}
+            for group in getattr(optimizer, "param_groups", [])
+        ]
+        state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+        self._schedule = {name: value for name, value in state.items() if name not in _OF_OPTIMIZER}
         if earlier is not None and earlier._optimizer is optimizer:
             self._groups = earlier._groups
-        else:
-            self._groups = [
-                {"lr": group.get("initial_lr", group.get("lr"))}
-                | {name: value for name, value in group.items() if name not in ("lr", *_EXECUTION)}
-                for group in getattr(optimizer, "param_groups", [])
-            ]
-        self._scheduler = scheduler
-        self._schedule: dict[str, Any]
         if earlier is not None and earlier._scheduler is scheduler:
             self._schedule = earlier._schedule
-        else:
-            state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
-            self._schedule = {name: value for name, value in state.items() if name not in _OF_OPTIMIZER}
         self.record: dict[str, Any] = {
             "optimizer": type(optimizer).__name__,
             "groups": as_json(self._groups),

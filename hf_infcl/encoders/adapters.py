@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
@@ -97,6 +99,43 @@ def adapter_state(model: PeftModel) -> dict[str, Tensor]:
 
     state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     return state
+
+
+def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters that peft does not save with an adapter, by name; empty if ``model`` is not peft's.
+
+    peft saves its adapters and whole modules (``modules_to_save``), but no single parameter, such as logit_scale.
+    """
+    if not has_adapters(model):
+        return {}
+    import peft
+
+    adapted: Any = model
+    named: dict[str, Any] = dict(model.named_parameters())
+    saved = {
+        id(value)
+        for name in adapted.peft_config
+        for value in peft.get_peft_model_state_dict(
+            adapted, state_dict=named, adapter_name=name, save_embedding_layers=False
+        ).values()
+    }
+    return {name: p for name, p in named.items() if p.requires_grad and id(p) not in saved}
+
+
+def add_beside_adapters(folder: str | Path, model: PeftModel, state_dict: Mapping[str, Tensor]) -> None:
+    """Adds the values of `beside_adapters` to the files of all adapters that ``save_pretrained`` has written.
+
+    peft loads the values of any other parameter that an adapter's file contains, so ``PeftModel.from_pretrained``, a
+    resumed training and the loading of the best model all restore them. ``state_dict`` has the whole values of the
+    parameters, by their names in the model.
+    """
+    values = {name: state_dict[name].detach().cpu().contiguous() for name in beside_adapters(model)}
+    if not values:
+        return
+    for adapter in model.peft_config:
+        file = Path(folder, "" if adapter == "default" else adapter, ADAPTER_SAFE_WEIGHTS_NAME)
+        if file.is_file():  # a subclass may save some of the adapters only
+            save_file({**load_file(file), **values}, file, metadata={"format": "pt"})
 
 
 def weight_fingerprint(model: nn.Module) -> str:

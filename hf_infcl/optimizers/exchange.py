@@ -8,16 +8,23 @@ processes exchange bfloat16, the dtype of the iteration, so that nothing is roun
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..processes.collectives import Processes, gather_into
 
 Transfers = Generator[None, None, Tensor]
 Updates = Callable[[slice], Sequence[Tensor]]  # the matrices of a range, [rows, columns] each, or this process's rows
 Orthogonalise = Callable[[Tensor], Tensor]  # [n, rows, columns] to the same in bfloat16
+
+
+def local_part(tensor: Any) -> Tensor:
+    """The rows of a tensor on this process."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def interleaved(tasks: Iterable[Generator[None, None, None]]) -> None:

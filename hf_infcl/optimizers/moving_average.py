@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from .exchange import local_part
 
 AVERAGE = "moving_average"  # in the state of each parameter
 UPDATES, EVALUATES = "moving_average_updates", "moving_average_evaluates"  # in the first group of the optimizer
@@ -142,7 +143,7 @@ class MovingAverage:
                 if AVERAGE in (state := self._optimizer.state.get(p, {})):
                     if self._in_host and state[AVERAGE].device.type != "cpu":  # as it is loaded
                         state[AVERAGE] = _in_host(state[AVERAGE])
-                    yield _local(state[AVERAGE]), _local(p)
+                    yield local_part(state[AVERAGE]), local_part(p)
 
 
 @contextmanager
@@ -186,7 +187,3 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 def _in_host(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import ParamsT
 
 from ..processes.collectives import Processes
-from .exchange import Transfers, interleaved, orthogonalise_alone, orthogonalise_sharded, orthogonalise_shared
+from .exchange import (
+    Transfers,
+    interleaved,
+    local_part,
+    orthogonalise_alone,
+    orthogonalise_sharded,
+    orthogonalise_shared,
+)
 from .groups import Group
 from .newton_schulz import STEPS, orthogonalised
 
@@ -141,7 +148,7 @@ class MuonAdamW(torch.optim.Optimizer):
         lr, momentum = float(group["lr"]), group["momentum"]
         shape = tuple(parameters[0].shape)
         weights, gradients, averages = (
-            [_local(t) for t in tensors]
+            [local_part(t) for t in tensors]
             for tensors in (
                 parameters,
                 [p.grad for p in parameters],
@@ -174,11 +181,6 @@ def _check(group: Group) -> None:
             f"Muon updates matrices that consist of {group['parts']} matrices with as many rows each, but got "
             f"parameters of shape {', '.join(map(str, wrong))}. Leave these to a group of AdamW."
         )
-
-
-def _local(tensor: Any) -> Tensor:
-    """The rows of a tensor on this process."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharding_group(parameter: DTensor) -> dist.ProcessGroup:

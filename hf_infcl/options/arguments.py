@@ -21,8 +21,7 @@ from .image_sizes import ImageSizes, check_image_sizes
 from .keeping_options import KeepingOptions
 from .loss_options import LossOptions
 from .metric_sums import greater_is_better
-from .muon_options import muon_settings
-from .rate_options import RateOptions
+from .rate_options import RateOptions, muon_settings
 from .selection_options import SelectionOptions, check_selection
 from .teacher_options import TeacherOptions
 from .tower_options import TowerOptions

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .batch_schedule import Course
+from .batch_schedule import Course, read_stages, same_words
 from .declaring import ExclusiveOptionsError
-from .stages import read_stages, same_words
 from .tower_options import TowerOptions
 
 

@@ -6,7 +6,6 @@ encoded by `Evaluator.embed`, and from what all batches have given, `Evaluator.m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -298,5 +297,4 @@ def check_same_size(dataset: object, prefix: str) -> None:
 def of_main_process(metrics: Mapping[str, object]) -> dict[str, float]:
     """The numbers of rank 0. They decide on checkpoints, the learning rate and the end, but rounding may differ."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-    main_numbers: dict[str, float] = json.loads(Processes().gather_objects(json.dumps(numbers))[0])
-    return main_numbers
+    return Processes().gather_objects(numbers)[0]

@@ -17,7 +17,7 @@ from ..optimizers.moving_average import update_average
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep
-from .early_stopping import EarlyStopping
+from .ending import EarlyStopping
 from .optimization import average_weights, switch_weights
 from .progress import BarOfSamples, Progress
 

@@ -1,4 +1,4 @@
-"""The optimizer of ``optimizer="muon"``, and the wrappers that it can be combined with."""
+"""The optimizer of ``optimizer="muon"``."""
 
 from __future__ import annotations
 
@@ -6,34 +6,19 @@ from collections.abc import Collection
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
 from ..optimizers import MuonAdamW, parameter_groups
 from ..options.arguments import InfCLTrainingArguments
-from ..options.combinations import NO_DEEPSPEED
 from ..options.declaring import spelled
-from ..options.muon_options import muon_settings
+from ..options.rate_options import muon_settings
 from ..processes.collectives import Processes
 
 RATE = 4.0  # of Muon's rate to AdamW's; see the guide to the trainer for what was measured
 HIGHEST_RATE = 0.1  # that is probably meant
 
 logger = logging.get_logger(__name__)
-
-
-def check_wrapper_of_muon(accelerator: Accelerator) -> None:
-    """Raises a ValueError for wrappers under which Muon would not get whole matrices on a GPU."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ValueError(NO_DEEPSPEED)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        plugin = accelerator.state.fsdp_plugin
-        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-            raise ValueError(
-                "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
-                "minutes per step. Turn FSDP's offloading of parameters off, or leave optimizer out."
-            )
 
 
 def create_muon(

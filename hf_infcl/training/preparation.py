@@ -8,20 +8,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
-from ..checkpoints.peft_saving import beside_adapters
+from ..encoders.adapters import beside_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import check_sizes, resize_images
 from ..encoders.in_bf16 import compute_in_bf16
 from ..encoders.patch_dropout import check_patches
-from ..encoders.sharding import check_in_bf16, check_wrapper, is_sharded, prepare_for_wrapper
+from ..encoders.sharding import check_in_bf16, check_wrapper, prepare_for_wrapper
 from ..options.arguments import InfCLTrainingArguments
-from ..options.combinations import CHECKPOINTING
+from ..options.combinations import CHECKPOINTING, NO_DEEPSPEED
 from ..options.rate_options import RATES
-from ..windows.number_checks import check_supported
 from ..windows.start import Start
-from .muon import check_wrapper_of_muon
 
 logger = logging.get_logger(__name__)
 
@@ -37,25 +36,13 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         The weights as they are before the training, if ``args`` keeps the model near them.
 
     Raises:
-        ValueError: the model is not a dual encoder, the wrapper is not supported, a tower has fewer layers than
-            ``args.freeze_layers``, no patches to drop or no other image size, the objective is sigmoid for a model
-            without logit_bias, ``args`` sets learning rates that an optimizer created by DeepSpeed does not support,
-            the wrapper hides the gradients that gradient_noise_steps measures, or leaves Muon no whole matrices or
-            ema_device no plain tensors, checkpoints would lack trained parameters beside the adapters of peft, or
-            `check_in_bf16` refuses.
+        ValueError: the model is not a dual encoder; the wrapper is not supported, or does not support an option; a
+            tower has fewer layers than ``args.freeze_layers``, no patches to drop or no other image size; the objective
+            is sigmoid for a model without logit_bias; checkpoints would lack trained parameters beside the adapters of
+            peft.
     """
     check_wrapper(accelerator)
-    check_supported(accelerator, args.skip_nonfinite, args.on_divergence)
-    _check_learning_rates(args, accelerator)
-    if args.bf16_activations:
-        check_in_bf16(accelerator, [name for name in CHECKPOINTING if getattr(args, name, False)])
-    if args.optimizer == "muon":
-        check_wrapper_of_muon(accelerator)
-    if args.ema_device is not None and accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError(
-            "ema_device='cpu' keeps whole averages, or the parts of DeepSpeed's ZeRO, in host memory. FSDP has divided "
-            "the average of each process already: leave it out."
-        )
+    _check_options_of_wrapper(args, accelerator)
     one_of_each = args.per_device_train_batch_size * args.world_size
     if args.gradient_noise_steps is not None and args.global_batch_size <= one_of_each:
         raise ValueError(
@@ -63,11 +50,6 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"global batch, but that of {args.global_batch_size:,} pairs is one micro-batch on each process. Lower "
             f"per_device_train_batch_size, which is {args.per_device_train_batch_size}, or leave gradient_noise_steps "
             "out."
-        )
-    if args.gradient_noise_steps is not None and is_sharded(accelerator):
-        raise ValueError(
-            "gradient_noise_steps compares the gradients of micro-batches, which FSDP and DeepSpeed do not expose. "
-            "Leave it out, or measure under DDP."
         )
     dual_encoder = DualEncoder(model)
     dual_encoder.freeze(args.freeze)
@@ -159,11 +141,41 @@ def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:
         )
 
 
-def _check_learning_rates(args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return
+def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
+    """Raises a ValueError for options that do not work with the wrapper of the model."""
+    fsdp = accelerator.distributed_type == DistributedType.FSDP
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if args.bf16_activations:
+        check_in_bf16(accelerator, [name for name in CHECKPOINTING if getattr(args, name, False)])
+    if args.skip_nonfinite and deepspeed:
+        raise ValueError(
+            "skip_nonfinite does not work with DeepSpeed, which updates the weights during the last backward of a "
+            "step. Leave it at 0, or train without DeepSpeed."
+        )
+    if args.on_divergence == "roll_back" and (fsdp or deepspeed):
+        raise ValueError(
+            "on_divergence='roll_back' needs the whole model on each process and does not work with FSDP or "
+            "DeepSpeed. Use 'stop', and resume from the last checkpoint."
+        )
+    if args.optimizer == "muon" and deepspeed:
+        raise ValueError(NO_DEEPSPEED)
+    if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError(
+            "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
+            "minutes per step. Turn FSDP's offloading of parameters off, or leave optimizer out."
+        )
+    if args.ema_device is not None and fsdp:
+        raise ValueError(
+            "ema_device='cpu' keeps whole averages, or the parts of DeepSpeed's ZeRO, in host memory. FSDP has divided "
+            "the average of each process already: leave it out."
+        )
+    if args.gradient_noise_steps is not None and (fsdp or deepspeed):
+        raise ValueError(
+            "gradient_noise_steps compares the gradients of micro-batches, which FSDP and DeepSpeed do not expose. "
+            "Leave it out, or measure under DDP."
+        )
     asked = [name for name in (*RATES, "no_decay_parameters") if getattr(args, name) is not None]
-    if asked and "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
+    if asked and deepspeed and "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
         raise ValueError(
             f"DeepSpeed's config names an optimizer, which DeepSpeed creates without {' and '.join(asked)}. "
             'Remove "optimizer" from that config, so that the trainer creates the optimizer of optim and DeepSpeed '

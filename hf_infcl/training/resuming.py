@@ -31,7 +31,7 @@ from ..options.facts import facts_by_name
 from ..processes.collectives import Processes
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
-from .early_stopping import why_complete
+from .ending import why_complete
 from .loop_events import Decisions
 from .optimization import Optimization, average_loaded
 

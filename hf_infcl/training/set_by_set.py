@@ -35,7 +35,7 @@ def evaluate_sets(trainer: InfCLTrainer, sets: Mapping[str, object]) -> dict[str
             before = _read(path)
             known = {key: before[key] for key in keys.values() if key in before}
     Processes().agree([])
-    keys, known = json.loads(Processes().gather_objects(json.dumps([keys, known]))[0])
+    keys, known = Processes().gather_objects((keys, known))[0]
     for name, dataset in sets.items():
         if (key := keys[name]) in known:
             if trainer.is_world_process_zero():

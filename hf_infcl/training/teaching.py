@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from accelerate.utils import DistributedType
 from torch import nn
@@ -103,6 +103,7 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
             "embeddings first (`infcl embed --format npy`), or leave cache_features out."
         )
     encoder = DualEncoder(module.to(args.device))
+    make = partial(OnlineTeacher, encoder, setup.accelerator, number=number, sides=sides, licence=licence)
     tokens = setup.encoder.vocabulary if processor is None else len(processor.tokenizer)
     if encoder.vocabulary is not None and tokens is not None and tokens > encoder.vocabulary:
         raise ValueError(
@@ -111,8 +112,7 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
             "the processor that it was trained with."
         )
     if processor is None:
-        same = ModelInputs(None, number=number)
-        return OnlineTeacher(encoder, setup.accelerator, same, None, number=number, sides=sides, licence=licence)
+        return make(ModelInputs(None, number=number), None)
     student = training_collator(setup.collator, args)
     if not isinstance(student, ContrastiveCollator):
         raise ValueError(
@@ -128,6 +128,4 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
         "images": "image" in sides and images[0] != images[1],
         "texts": "text" in sides and texts[0] != texts[1],
     }
-    inputs = ModelInputs(collator, **differences, number=number)
-    of_teacher: dict[str, Any] = {"number": number, "sides": sides, "licence": licence}
-    return OnlineTeacher(encoder, setup.accelerator, inputs, collator.normalise, **of_teacher)
+    return make(ModelInputs(collator, **differences, number=number), collator.normalise)

@@ -62,16 +62,13 @@ class DealtAnew:
 
     def rows(self, features: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """Rows of the old window's images and texts, in its order, for each new micro-batch; None stays None."""
+        texts = [0 if NO_TEXTS in batch else len(batch["input_ids"]) for batch in self.window.batches]
+        sizes_of_both = self.window.sizes[0], texts  # as they are encoded
         columns = []
-        for rows, order, sizes in zip(features, (self._images, self._texts), self._sizes(), strict=True):
+        for rows, order, sizes in zip(features, (self._images, self._texts), sizes_of_both, strict=True):
             parts = [None] * len(self.window) if rows is None else rows[order.to(rows.device)].split(sizes)
             columns.append(parts)
         return [list(parts) for parts in zip(*columns, strict=True)]
-
-    def _sizes(self) -> tuple[list[int], list[int]]:
-        """The images and the texts of each new micro-batch, as they are encoded."""
-        texts = [0 if NO_TEXTS in batch else len(batch["input_ids"]) for batch in self.window.batches]
-        return self.window.sizes[0], texts
 
     def _frozen(
         self, window: Window, micro_batches: Sequence[MicroBatch]

@@ -22,21 +22,6 @@ from .window import MicroBatch, Window
 logger = logging.get_logger(__name__)
 
 
-def check_supported(accelerator: Accelerator, skip_nonfinite: int, on_divergence: str) -> None:
-    """Raises a ValueError for options of the checks that a wrapper of the model does not support."""
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if deepspeed and skip_nonfinite:
-        raise ValueError(
-            "skip_nonfinite does not work with DeepSpeed, which updates the weights during the last backward of a "
-            "step. Leave it at 0, or train without DeepSpeed."
-        )
-    if on_divergence == "roll_back" and (deepspeed or accelerator.distributed_type == DistributedType.FSDP):
-        raise ValueError(
-            "on_divergence='roll_back' needs the whole model on each process and does not work with FSDP or "
-            "DeepSpeed. Use 'stop', and resume from the last checkpoint."
-        )
-
-
 class NumberChecks:
     """The checks of a training. Every process gets the same answers.
 
@@ -99,7 +84,7 @@ class NumberChecks:
                     "this batch, or use on_divergence='roll_back'."
                 )
             self.skipped.skip()
-            self.skipped.forget_losses()
+            self.skipped.losses.clear()  # later windows are compared with each other only
             self._roll_back(reason)
 
     def check_gradient(

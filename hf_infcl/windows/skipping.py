@@ -92,10 +92,6 @@ class SkippedWindows:
             f"previous {WINDOWS_COMPARED} steps."
         )
 
-    def forget_losses(self) -> None:
-        """Compares later windows with each other only, since the weights have changed."""
-        self.losses.clear()
-
     def skipped_by_scaler(self, scale: float) -> None:
         """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
 
