@@ -29,7 +29,7 @@ def averaged(
 ) -> tuple[InfCLTrainer, Averaged]:
     """Trains, moves the model to an average and saves it into last/."""
     trainer = trainer_for(folder, model, models.Pairs(64), eval_dataset=sets(), **{**SAVED, **options})
-    halves = {"guard": (models.Pairs(5), models.Pairs(7))}
+    halves = {"guard": models.Pairs(5)}, {"guard": models.Pairs(7)}
     average = AverageWithStart(trainer, sets(), halves, alpha=alpha, tolerance=1.0)
     trainer.train()
     found = average.find()

@@ -440,13 +440,13 @@ def test_a_full_disk_costs_one_checkpoint_only(tmp_path, limit, caplog):
         finally:
             let_files_grow_to(resource.RLIM_INFINITY)
 
-    saves = saver(limit=2)
+    saves = saver()
     for step in (2, 4, 6):
         saved = saves.save(str(tmp_path), step, RECORD, write)
         assert (saved is None) == (step == 4)
         assert saves.saved_step == (2 if step == 4 else step)
         if saved is not None:
-            saves.rotate(saved, [])
+            rotate(tmp_path, 2, [saved.folder])
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6"}
     assert "checkpoint-4 could not be written, and the training continues without it" in caplog.text
 
@@ -544,12 +544,11 @@ def moments(calls: int, count: int) -> list[tuple[int | None, int | None]]:
 
 def save_next(folder: Path, step: int, *moment: int | None) -> int:
     """Saves the checkpoint of a step and removes the one before."""
-    saves = saver(limit=1)
 
     def save() -> None:
-        saved = saves.save(str(folder), step, RECORD, lambda checkpoint: write_files(checkpoint, step))
+        saved = saver().save(str(folder), step, RECORD, lambda checkpoint: write_files(checkpoint, step))
         assert saved is not None
-        saves.rotate(saved, [])
+        rotate(folder, 1, [saved.folder])
 
     return count_calls(save, *moment)
 

@@ -99,7 +99,7 @@ def trainer_of(folder: Path, data: Any, model: Any = None, **options: Any) -> In
 def test_each_step_has_the_size_of_its_share():
     sizes = ImageSizes.of(["112:0.5", "160:0.4", "224"], EqualBatches(8, steps=20))
     assert [sizes.at(step) for step in range(20)] == [112] * 10 + [160] * 8 + [224] * 2
-    assert (sizes.smaller_at(0), sizes.smaller_at(19), sizes.full) == (112, None, 224)
+    assert (sizes.smaller_at(0), sizes.smaller_at(19), sizes.sizes[-1]) == (112, None, 224)
 
 
 @pytest.mark.parametrize(

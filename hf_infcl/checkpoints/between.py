@@ -11,7 +11,6 @@ from transformers.utils import find_adapter_config_file
 
 from ..conversion.models import load
 from ..conversion.pretrained import base_of_adapters, with_trained_adapter
-from ..encoders.adapters import adapter_state
 from .average_weights import adapters_of_zero, interpolated, running_statistics
 
 
@@ -41,11 +40,11 @@ class BetweenCheckpoints:
             self._set: Callable[[dict[str, Tensor]], Any] = self.model.load_state_dict
         else:
             self.model, self.processor = with_trained_adapter(base, end).requires_grad_(False), processor
-            from peft import set_peft_model_state_dict  # it is installed, as there is an adapter
+            import peft  # it is installed, as there is an adapter
 
-            self._end = _copied(adapter_state(self.model))
+            self._end = _copied(peft.get_peft_model_state_dict(self.model, save_embedding_layers=False))
             self._start = adapters_of_zero(self._end)
-            self._set = partial(set_peft_model_state_dict, self.model)
+            self._set = partial(peft.set_peft_model_state_dict, self.model)
         interpolated(self._start, self._end, 1.0, path)  # raises here rather than after the first evaluation
 
     def move(self, alpha: float) -> None:

@@ -36,11 +36,7 @@ class Checkpoint:
     """A checkpoint while it is written.
 
     Call `begin`, `flush` and `complete` in this order, and write the files between the first two. Every process has to
-    return from one before any process calls the next.
-
-    Args:
-        output_dir: the folder of the run's checkpoints.
-        step: the number of trained optimizer steps.
+    return from one before any process calls the next. ``step`` is the number of trained optimizer steps.
 
     Attributes:
         folder: the location of the complete checkpoint.
@@ -125,7 +121,6 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
     """A sentence that names the damaged or missing file of a checkpoint, or None if all files are unchanged.
 
     Args:
-        checkpoint: its folder.
         checksums: also read all files and compare their checksums. Otherwise only presence and sizes are checked.
     """
     manifest = Path(checkpoint, MANIFEST_NAME)
@@ -209,7 +204,6 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     """The checkpoint to resume from, the same on all processes; collective.
 
     Args:
-        output_dir: the folder of the run's checkpoints.
         wanted: the folder of an undamaged checkpoint; True for the newest complete one; ``"auto"`` for the newest
             complete one, or a new start if there is no checkpoint yet; None or False to start anew.
         looks: whether this process looks for damage; by default, only the main process does. If every machine has its

@@ -33,7 +33,6 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
     """Keeps other runs from training in the same folder; collective. The lock ends with the process.
 
     Args:
-        output_dir: the folder.
         locks: whether this process takes the lock; by default, only the main process does. If every machine has its own
             folder, one process of each machine must.
         shared: whether all processes write to the folder, which must then be the same for all of them.

@@ -25,7 +25,7 @@ from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from ..readable import give_usual_modes
-from .files import Checkpoint
+from .files import Checkpoint, rotate
 from .lock import locked
 from .record import RunRecord
 from .saving import Checkpoints
@@ -116,7 +116,6 @@ def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator, las
         completes=args.should_save,
         flushes=args.local_process_index == 0,
         ends_on_failure=accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
-        limit=args.save_total_limit,
         last=last,
     )
 
@@ -157,8 +156,9 @@ def save_checkpoint(
         return
     if args.push_to_hub:
         push(str(saved.folder))
-    best = state.best_model_checkpoint
-    checkpoints.rotate(saved, [*uploading(), *([] if best is None else [Path(best)])])
+    best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
+    if args.should_save:
+        rotate(output_dir, args.save_total_limit, [saved.folder, *uploading(), *best])
 
 
 def _restore_end_of_text(encoder: DualEncoder) -> None:
@@ -201,11 +201,6 @@ def saves_shards(accelerator: Accelerator) -> bool:
     """Whether FSDP2 writes checkpoints in shards, without weights that ``from_pretrained`` could load."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
-
-
-def whole_state(model: nn.Module | None, accelerator: Accelerator) -> dict[str, Tensor] | None:
-    """The whole state dict if FSDP2 writes its checkpoints in shards, which Trainer then does not save; collective."""
-    return accelerator.get_state_dict(model) if saves_shards(accelerator) else None
 
 
 @contextmanager

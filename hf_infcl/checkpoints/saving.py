@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,20 @@ from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..processes.collectives import Processes
-from .files import Checkpoint, rotate
+from .files import Checkpoint
 from .record import RunRecord
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Writes the checkpoints of a training, each completely or not at all, and removes old ones.
+    """Writes the checkpoints of a training, each completely or not at all.
 
     Args:
         completes: whether this process begins and completes checkpoints: one process, or one of each machine if every
             machine has its own.
         flushes: whether this process flushes what the processes of its machine have written.
         ends_on_failure: whether an error of one process ends the training, because writing is collective.
-        limit: the number of checkpoints to keep; None for all.
         last: the checkpoint that the training resumes from, if any.
 
     Attributes:
@@ -38,16 +37,10 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        *,
-        completes: bool,
-        flushes: bool,
-        ends_on_failure: bool = False,
-        limit: int | None = None,
-        last: str | None = None,
+        self, *, completes: bool, flushes: bool, ends_on_failure: bool = False, last: str | None = None
     ) -> None:
         self._completes, self._flushes, self._ends_on_failure = completes, flushes, ends_on_failure
-        self._limit, self._last = limit, last
+        self._last = last
         self.saved_step = -1
         self.partial_dir: str | None = None
 
@@ -98,11 +91,6 @@ class Checkpoints:
                     checkpoint.abandon()
                 return False
         return True
-
-    def rotate(self, newest: Checkpoint, keep: Sequence[Path]) -> None:
-        """Removes old checkpoints, except the ``newest`` and those to ``keep``."""
-        if self._completes:
-            rotate(newest.folder.parent, self._limit, [newest.folder, *keep])
 
     def go_back(self, reason: str) -> str:
         """The folder of the last checkpoint, written or resumed from, to be restored; none twice.

@@ -93,14 +93,6 @@ def layers_of_adapters(model: Any) -> tuple[list[str], float | None]:
     return sorted([targets] if isinstance(targets, str) else targets or []), getattr(config, "lora_alpha", None)
 
 
-def adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """The tensors of a model's adapter, as peft saves them."""
-    import peft
-
-    state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    return state
-
-
 def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters that peft does not save with an adapter, by name; empty if ``model`` is not peft's.
 

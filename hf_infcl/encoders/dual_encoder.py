@@ -364,11 +364,7 @@ class DualEncoder:
 
     def frozen_towers(self) -> dict[str, nn.Module]:
         """The frozen towers by name, whether or not their projections train."""
-        return {
-            name: tower
-            for name, tower in self._towers().items()
-            if not any(p.requires_grad for p in tower.parameters())
-        }
+        return {name: tower for name, tower in self._towers().items() if _is_frozen(tower)}
 
     def _towers(self) -> dict[str, nn.Module]:
         """The towers by name. One's own model may give them other names; then none of them can be frozen."""
@@ -377,7 +373,7 @@ class DualEncoder:
     def frozen_parts(self) -> list[nn.Module]:
         """The frozen towers and projections, and what is frozen up to a layer of a tower that trains."""
         parts = [getattr(self.model, name, None) for names in TOWERS.values() for name in names]
-        frozen = [m for m in parts if m is not None and not any(p.requires_grad for p in m.parameters())]
+        frozen = [m for m in parts if m is not None and _is_frozen(m)]
         trained = [tower for tower in self._towers().values() if tower not in frozen]
         return frozen + [part for tower in trained for part in frozen_begin(tower)]
 
@@ -429,6 +425,10 @@ class DualEncoder:
 def images_of(batch: Mapping[str, Tensor]) -> Any:
     """The images of a batch, one row for each, or what stands for them: cached features. None if it has neither."""
     return batch.get("pixel_values", batch.get(IMAGE_FEATURES))
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(p.requires_grad for p in module.parameters())
 
 
 def _select(batch: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -135,11 +135,7 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
     Outside of the context, the methods must be those of the class: CLIP's forward calls them, and FSDP2 would release
     the parameters of the whole model after the first call.
     """
-    sharded = isinstance(encoder.model, FSDPModule)
-    if not sharded:
-        yield
-        return
-    names = ("get_image_features", "get_text_features")
+    names = ("get_image_features", "get_text_features") if isinstance(encoder.model, FSDPModule) else ()
     for name in names:
         register_fsdp_forward_method(encoder.model, name)
     try:

@@ -125,36 +125,29 @@ class MuonAdamW(torch.optim.Optimizer):
             layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
             alike[tuple(p.shape), p.dtype, p.device, layout].append(p)
         for parameters in alike.values():
-            most = max(1, MOST_VALUES // parameters[0].numel()) * self._share(parameters[0])
+            processes, orthogonalise = self._division(parameters[0])
+            most = max(1, MOST_VALUES // parameters[0].numel()) * processes
             for first in range(0, len(parameters), most):
-                yield self._update(group, parameters[first : first + most])
+                yield self._update(group, parameters[first : first + most], orthogonalise)
 
-    def _share(self, parameter: Tensor) -> int:
-        """The number of processes among which a stack of such parameters is divided."""
+    def _division(self, parameter: Tensor) -> tuple[int, Callable[..., Transfers]]:
+        """The number of processes that divide a stack of such parameters, and how it is orthogonalised."""
         if isinstance(parameter, DTensor):
-            return dist.get_world_size(_sharding_group(parameter))
-        return 1 if self._processes is None else self._processes.world_size
-
-    def _orthogonalise(self, parameter: Tensor) -> Callable[..., Transfers]:
-        """How stacks of such parameters are orthogonalised."""
-        if isinstance(parameter, DTensor):
-            return partial(orthogonalise_sharded, group=_sharding_group(parameter))
+            sharding = _sharding_group(parameter)
+            return dist.get_world_size(sharding), partial(orthogonalise_sharded, group=sharding)
         if self._processes is not None and self._processes.world_size > 1:
-            return partial(orthogonalise_shared, processes=self._processes)
-        return orthogonalise_alone
+            return self._processes.world_size, partial(orthogonalise_shared, processes=self._processes)
+        return 1, orthogonalise_alone
 
-    def _update(self, group: Group, parameters: list[Tensor]) -> Generator[None, None, None]:
+    def _update(
+        self, group: Group, parameters: list[Tensor], orthogonalise: Callable[..., Transfers]
+    ) -> Generator[None, None, None]:
         """One step for parameters of one shape; at each ``yield`` a transfer is under way."""
         lr, momentum = float(group["lr"]), group["momentum"]
         shape = tuple(parameters[0].shape)
-        weights, gradients, averages = (
-            [local_part(t) for t in tensors]
-            for tensors in (
-                parameters,
-                [p.grad for p in parameters],
-                [self.state[p]["momentum_buffer"] for p in parameters],
-            )
-        )
+        weights = [local_part(p) for p in parameters]
+        gradients = [local_part(p.grad) for p in parameters]
+        averages = [local_part(self.state[p]["momentum_buffer"]) for p in parameters]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
 
         def updates(chosen: slice) -> Sequence[Tensor]:
@@ -162,7 +155,7 @@ class MuonAdamW(torch.optim.Optimizer):
             return torch._foreach_lerp(*mine, momentum) if mine[0] else ()
 
         function = partial(_orthogonalised_parts, parts=group["parts"], steps=group["ns_steps"])
-        orthogonal = yield from self._orthogonalise(parameters[0])(updates, len(parameters), shape, function)
+        orthogonal = yield from orthogonalise(updates, len(parameters), shape, function)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         rate = lr * 0.2 * math.sqrt(max(shape[0] // group["parts"], shape[1]))
         # Of equal dtypes, the addition is one kernel for all matrices.

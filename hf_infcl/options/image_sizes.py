@@ -29,11 +29,6 @@ class ImageSizes:
         sizes, ends = read_stages("image_size_schedule", words, *of, "112:0.5 160:0.4 224")
         return cls(sizes, ends, () if course is None else tuple(map(course.first_step, ends)))
 
-    @property
-    def full(self) -> int:
-        """The size of the last steps and of evaluations."""
-        return self.sizes[-1]
-
     def at(self, step: int) -> int:
         """The size of the images in a step, by the number of steps before it."""
         return self.sizes[sum(step >= first for first in self.first_steps)]
@@ -41,18 +36,18 @@ class ImageSizes:
     def smaller_at(self, step: int) -> int | None:
         """The size of a step, or None for the full size, at which images are used as the loader returns them."""
         size = self.at(step)
-        return None if size == self.full else size
+        return None if size == self.sizes[-1] else size
 
 
 def check_image_sizes(args: TowerOptions) -> None:
     """Raises a ValueError for an ``image_size_schedule`` that is none, or that other options contradict."""
     if args.image_size_schedule is None:
         return
-    sizes = ImageSizes.of(args.image_size_schedule)
+    full = ImageSizes.of(args.image_size_schedule).sizes[-1]
     args.image_size_schedule = same_words(args.image_size_schedule)
-    if args.image_size not in (None, sizes.full):
+    if args.image_size not in (None, full):
         raise ExclusiveOptionsError(
-            f"image_size_schedule ends with {sizes.full}, and image_size is {args.image_size}. The last steps see "
+            f"image_size_schedule ends with {full}, and image_size is {args.image_size}. The last steps see "
             "images of the size of the model: give both the same one.",
             *("image_size", "image_size_schedule"),
         )

@@ -159,16 +159,6 @@ class CachedWindow(Generic[MicroBatchT]):
                 gradients_of_micro_batch.append(part)
         return self.loss
 
-    def finite_rows(self) -> list[Tensor]:
-        """For each feature, whether its gradient is finite in each row of the window: [all rows] bool.
-
-        Call this after `differentiate`. For a feature without a gradient, the tensor is empty.
-        """
-        return [
-            torch.empty(0, dtype=torch.bool) if gradient is None else gradient.isfinite().flatten(1).all(1).cpu()
-            for gradient in self.gradients
-        ]
-
     def deal_anew(
         self,
         encode: Callable[[MicroBatchT], Features],

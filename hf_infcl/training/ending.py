@@ -82,8 +82,7 @@ def _count(state: TrainerState) -> int:
     """The evaluations without improvement before the training was resumed."""
     kept: Any = state.stateful_callbacks
     saved = kept.get(EarlyStopping.__name__, {}) if state.global_step else {}
-    count: int = saved.get("attributes", {}).get("early_stopping_patience_counter", 0)
-    return count
+    return int(saved.get("attributes", {}).get("early_stopping_patience_counter", 0))
 
 
 def why_complete(state: TrainerState, max_steps: int, patience: int | None) -> str:

@@ -6,7 +6,7 @@ encoded by `Evaluator.embed`, and from what all batches have given, `Evaluator.m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,8 +44,7 @@ class Evaluator:
     """Embeds the batches of an evaluation, and computes the metrics of the whole set from all embeddings.
 
     Args:
-        setup: its data collator tokenizes prompts if it has a method ``tokenize``.
-        processing_class: the processor, which tokenizes them otherwise.
+        setup, processing_class: as for `class_vectors`.
         notices: looks at the captions of a set, on the main process.
         state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
             number of its images and the resampled values of its score; later it compares with them.
@@ -101,7 +100,9 @@ class Evaluator:
             if Processes().rank == 0:
                 metrics |= self._changes.intervals(prefix, self.found)
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
-        output.metrics.update(of_main_process(output.metrics))
+        # The numbers of rank 0: they decide on checkpoints, the learning rate and the end, but rounding may differ.
+        numbers = {name: value for name, value in output.metrics.items() if isinstance(value, (int, float))}
+        output.metrics.update(Processes().gather_objects(numbers)[0])
         return output
 
     # ---- Loading ----
@@ -208,26 +209,24 @@ class Evaluator:
 
     def metrics(self, dataset: object, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
-        self._changes.recognise(self._prefix, output.label_ids)
+        predictions: Any = output.predictions
+        labels: Any = output.label_ids
+        self._changes.recognise(self._prefix, labels)
         if of_choices := [part for part in all_parts(dataset) if getattr(part, "kind", "") == "choices"]:
-            embeddings: Any = output.predictions
-            counts_and_ids: Any = output.label_ids
-            images, texts, counts = map(self._on_device, (*embeddings, counts_and_ids[0]))
+            images, texts, counts = map(self._on_device, (*predictions, labels[0]))
             self.found = evaluation.choices(images, texts, evaluation.image_of_captions(counts), of_choices[0].right)
             return evaluation.measured(self.found)
-        if isinstance(output.predictions, tuple):
-            return self._pair_metrics(output)
+        if isinstance(predictions, tuple):
+            return self._pair_metrics(predictions, labels)
         assert self._classifier is not None
-        predictions, labels = (torch.as_tensor(array).cpu() for array in (output.predictions, output.label_ids))
+        predictions, labels = (torch.as_tensor(array).cpu() for array in (predictions, labels))
         if labels.ndim == 2:
             self.found = evaluation.checked_scores(predictions, labels)
         else:
             self.found = evaluation.checked_ranks(predictions, labels, len(self._classifier))
         return evaluation.measured(self.found)
 
-    def _pair_metrics(self, output: EvalLoopOutput) -> dict[str, float]:
-        predictions: Any = output.predictions
-        labels: Any = output.label_ids
+    def _pair_metrics(self, predictions: tuple[Any, Any], labels: tuple[Any, ...]) -> dict[str, float]:
         images, texts = map(self._on_device, predictions)
         counts, ids, *pair_ids = map(self._on_device, labels)
         text_image = evaluation.image_of_captions(counts)
@@ -292,9 +291,3 @@ def check_same_size(dataset: object, prefix: str) -> None:
             f"The evaluation set of {prefix}_* has {sizes} rows on the ranks (in the order of the ranks). Give every "
             "machine the same data; a copy may be out of date."
         )
-
-
-def of_main_process(metrics: Mapping[str, object]) -> dict[str, float]:
-    """The numbers of rank 0. They decide on checkpoints, the learning rate and the end, but rounding may differ."""
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-    return Processes().gather_objects(numbers)[0]

@@ -36,9 +36,8 @@ def class_vectors(dataset: ZeroShotDataset, setup: Setup, processing_class: obje
     tokenize, prompts = _tokenizer(setup, processing_class), dataset.prompts()
     size = setup.args.per_device_eval_batch_size
     with failures_announced_unless_sharded(setup.accelerator):
-        batches_at_once, padding = 1, None
-        if isinstance(setup.collator, ContrastiveCollator):
-            padding = setup.collator.text_padding
+        padding = setup.collator.text_padding if isinstance(setup.collator, ContrastiveCollator) else None
+        batches_at_once = 1
         if padding is not None:
             # A forward of few tokens takes as long as its kernels take to be launched, so one has as many prompts as
             # have the tokens of a batch of the longest captions.

@@ -68,10 +68,9 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
     if not path.is_file():
         return {}
     try:
-        known: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}. Delete it to measure all sets again.") from error
-    return known
 
 
 def _write(path: Path, known: Mapping[str, object]) -> None:

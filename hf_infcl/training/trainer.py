@@ -123,7 +123,6 @@ class InfCLTrainer(Trainer):
             resume_from_checkpoint: the folder of a checkpoint; True for the newest complete one in ``output_dir``;
                 ``"auto"`` for the newest complete one, or a new start if there is no checkpoint; ``"last-checkpoint"``
                 for the one that ``hub_strategy="checkpoint"`` has pushed to ``hub_model_id``.
-            trial, ignore_keys_for_eval: as in Trainer.
 
         Raises:
             ValueError: in addition to Trainer's reasons, there is no such checkpoint, or `make_resumption` refuses it
@@ -407,9 +406,10 @@ class InfCLTrainer(Trainer):
         switch_weights(self.optimizer, "train")  # the checkpoint's may be an average
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards; see `whole_state`."""
+        """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""
         switch_weights(self.optimizer, "eval")
-        state = None if self.checkpoints.partial_dir else files.whole_state(self.model, self.accelerator)
+        in_shards = files.saves_shards(self.accelerator) and not self.checkpoints.partial_dir
+        state = self.accelerator.get_state_dict(self.model) if in_shards else None
         if state is not None and self.args.should_save:
             self._save(output_dir, state)
         super().save_model(output_dir, _internal_call)

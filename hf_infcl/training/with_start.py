@@ -33,8 +33,8 @@ class AverageWithStart:
     Args:
         trainer: before its training, with the model as it was loaded.
         gains: the names of those sets of its ``eval_dataset`` that the training is for.
-        guards: two halves of each set on which the model should not get worse, see `average_search.halves`, by its
-            name.
+        guards: the sets on which the model should not get worse, by name: first one half of each, then the other, see
+            `average_search.halves`.
         alpha: of the average, from 0, the start, to 1, the end; None to choose it.
         path: one of `average_weights.PATHS`.
         tolerance: what a guard may lose if the average is chosen, as a fraction.
@@ -47,16 +47,15 @@ class AverageWithStart:
         self,
         trainer: InfCLTrainer,
         gains: Mapping[str, object],
-        guards: Mapping[str, Sequence[object]],
+        guards: Sequence[Mapping[str, object]],
         *,
         alpha: float | None = None,
         path: str = "line",
         tolerance: float = 0.01,
     ) -> None:
         self._trainer, self._alpha, self._path, self._tolerance = trainer, alpha, path, tolerance
-        self._gains, self._guards = list(gains), list(guards)
-        validation, rest = ({name: halves[number] for name, halves in guards.items()} for number in (0, 1))
-        self._sets = {**gains, **with_halves(validation, rest)}
+        self._gains, self._guards = list(gains), list(guards[0])
+        self._sets = {**gains, **with_halves(*guards)}
         self._end: dict[str, Tensor] | None = None
         names = self._model.state_dict()
         check_new_adapters(names)

@@ -40,7 +40,7 @@ class DealtAnew:
         belongs = window.caption_image()
         belongs = torch.arange(len(needed)) if belongs is None else belongs
         rows_of_texts = [torch.isin(belongs, part).nonzero().flatten() for part in chosen.split(size)]
-        texts = texts_in_order(window)
+        texts = _tensors_of_texts(window)
         device = window.batches[0]["input_ids"].device
         batches: list[dict[str, Any]] = [
             {"pixel_values": torch.empty(size, 0), **{name: t[rows.to(device)] for name, t in texts.items()}}
@@ -84,7 +84,7 @@ class DealtAnew:
             parts: list[dict[str, Any]] = [{} for _ in self.window.batches]
             for key, rows in fields.items():
                 both: list[Tensor | None] = [None, None]
-                both[place] = rows if place == 0 else window.in_order((rows[:0], rows))[1]
+                both[place] = rows if place == 0 else window.texts_in_order(rows)
                 for part, of_micro_batch in zip(parts, self.rows(both), strict=True):
                     part[key] = of_micro_batch[place]
             by_tower[name] = [BaseModelOutputWithPooling(**part) for part in parts]
@@ -100,7 +100,7 @@ def can_be_dealt_anew(window: Window) -> bool:
     return len(set(window.sizes[0])) == 1 and (len(widths) == 1 or window.padding is not None)
 
 
-def texts_in_order(window: Window) -> dict[str, Tensor]:
+def _tensors_of_texts(window: Window) -> dict[str, Tensor]:
     """The tensors of a window's texts, [texts, tokens], as the data loader ordered them."""
     batches = [batch for batch in window.batches if NO_TEXTS not in batch]
     widest = max(batch["input_ids"].shape[1] for batch in batches)
@@ -108,9 +108,8 @@ def texts_in_order(window: Window) -> dict[str, Tensor]:
     for name in TEXT_INPUTS:
         if name in batches[0]:
             value = (window.padding or {}).get(name, 0)
-            tensors[name] = window.in_order(
-                (batches[0][name][:0], torch.cat([widened(batch[name], widest, value) for batch in batches]))
-            )[1]
+            rows = torch.cat([widened(batch[name], widest, value) for batch in batches])
+            tensors[name] = window.texts_in_order(rows)
     return tensors
 
 
@@ -133,9 +132,3 @@ def _gathered(
             for name in names:
                 used.pop(name, None)
         yield inputs
-
-
-def gradients_in_order(window: Window, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients of a window's images and texts, which are in the order of encoding, in that of the data loader."""
-    of_images, of_texts = gradients
-    return [of_images, None if of_texts is None else window.in_order((of_texts[:0], of_texts))[1]]

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
 from ..passes.grad_cache import CachedWindow
-from .nonfinite import RowsOfDataset, all_finite, describe_rows, of_all_ranks, parameters_not_finite
+from .nonfinite import RowsOfDataset, all_finite, describe_rows, finite_rows, of_all_ranks, parameters_not_finite
 from .skipping import SkippedWindows
 from .window import MicroBatch, Window
 
@@ -28,8 +28,7 @@ class NumberChecks:
     Args:
         roll_back: restores the last checkpoint when the loss has exploded, for the reason that it is given; with None
             the training ends.
-        rows_of_dataset: the rows of the training set at places (micro-batch, row) of this process's window; empty if
-            they are not known.
+        rows_of_dataset: as for `describe_rows`.
     """
 
     def __init__(
@@ -60,17 +59,17 @@ class NumberChecks:
         self._parameters, self._of_terms = [*model.parameters(), *of_terms], of_terms
         self._finite_gradients, self._loss = [], math.nan
 
-    def check_loss(self, loss: Tensor, finite_rows: Sequence[Tensor], window: Window, step: int) -> None:
+    def check_loss(self, loss: Tensor, finite: Sequence[Tensor], window: Window, step: int) -> None:
         """Refuses or skips the window if its loss is not finite or has exploded, and goes back to a checkpoint then.
 
-        ``finite_rows`` say for images and texts whether the embedding of each row is finite, [rows of the window] bool.
+        ``finite`` says for images and texts whether the embedding of each row is finite, [rows of the window] bool.
 
         Raises:
             ValueError: the window must not be trained, and no more windows may be skipped.
         """
         self._loss = value = loss.item()
         if not math.isfinite(value):
-            cause = describe_rows(finite_rows, window.sizes, self._rows_of_dataset)
+            cause = describe_rows(finite, window.sizes, self._rows_of_dataset)
             with torch.no_grad():
                 scale = self._encoder.scale_and_bias()[0].item()
             terms = [name for name, term in window.term_values.items() if not term.isfinite()]
@@ -117,7 +116,8 @@ class NumberChecks:
         if not last or finite:
             return
         first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
-        places = describe_rows(window.in_order(passes.finite_rows()), window.sizes, self._rows_of_dataset)
+        gradients = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
+        places = describe_rows(window.in_order(finite_rows(gradients)), window.sizes, self._rows_of_dataset)
         places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
         parameters = of_all_ranks(parameters_not_finite(self._encoder.model))
         of_terms = not all_finite([p.grad for p in self._of_terms if p.grad is not None])

@@ -23,7 +23,7 @@ from ..passes.wrappers import is_compiled, make_wrapper
 from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
-from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
+from .dealing import DealtAnew, can_be_dealt_anew
 from .extensions import (
     NO_ROWS,
     Extension,
@@ -317,11 +317,9 @@ class WindowStep:
         if 3 * count >= 3 * len(window) - passes.kept:
             return window
         dealt = DealtAnew(window, micro_batches, taking_part, count, self.memory.fetcher)
-        passes.deal_anew(
-            partial(self._encode, model, dealt.window),
-            dealt.micro_batches,
-            dealt.rows(gradients_in_order(window, passes.gradients)),
-        )
+        of_images, of_texts = passes.gradients
+        gradients = dealt.rows([of_images, None if of_texts is None else window.texts_in_order(of_texts)])
+        passes.deal_anew(partial(self._encode, model, dealt.window), dealt.micro_batches, gradients)
         return dealt.window
 
     def _backward(

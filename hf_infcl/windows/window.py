@@ -74,9 +74,13 @@ class Window:
     def in_order(self, rows: Sequence[Tensor]) -> Features:
         """Rows of the window's images and texts, [images, ...] and [texts, ...], as the data loader ordered them."""
         images, texts = rows
+        return images, self.texts_in_order(texts)
+
+    def texts_in_order(self, texts: Tensor) -> Tensor:
+        """Rows of the window's texts, [texts, ...], as the data loader ordered them."""
         if self._text_places is None or len(texts) == 0:  # gradients of a frozen tower
-            return images, texts
-        return images, texts[self._text_places.to(texts.device)]
+            return texts
+        return texts[self._text_places.to(texts.device)]
 
     def text_order(self) -> Tensor:
         """[texts] int64: the texts in the order in which they are encoded, by their places in the data loader's."""

@@ -83,11 +83,10 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         )
         average = None
         if keep.average_with_start is not None:
-            halves = [guard_datasets(columns, keep, evaluation, data, half) for half in (0, 1)]
             average = AverageWithStart(
                 trainer,
                 gains,
-                {name: [half[name] for half in halves] for name in halves[0]},
+                [guard_datasets(columns, keep, evaluation, data, half) for half in (0, 1)],
                 alpha=alpha,
                 path=keep.average_path,
                 tolerance=keep.guard_tolerance,
