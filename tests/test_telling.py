@@ -111,9 +111,9 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
 
 
 def test_only_the_first_process_warns_of_what_all_meet(monkeypatch, capfd):
-    record = logging.LogRecord("hf_infcl.training.muon", logging.WARNING, "", 0, "all", None, None)
+    record = logging.LogRecord("hf_infcl.training.optimization", logging.WARNING, "", 0, "all", None, None)
     of_one = logging.LogRecord("hf_infcl.shards.opening", logging.WARNING, "", 0, "one", None, None)
-    wrong = logging.LogRecord("hf_infcl.training.muon", logging.ERROR, "", 0, "wrong", None, None)
+    wrong = logging.LogRecord("hf_infcl.training.optimization", logging.ERROR, "", 0, "wrong", None, None)
     others = logging.LogRecord("accelerate", logging.WARNING, "", 0, "others", None, None)
     for rank, told in (("0", ["all", "one", "wrong", "others"]), ("1", ["one", "wrong", "others"])):
         handler = logging.StreamHandler()

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers.utils import logging
 
 from ..checkpoints.pushes import cause
 from ..checkpoints.run_options import OptimizerOptions, restart_rates
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
+from ..optimizers import MuonAdamW, parameter_groups
 from ..optimizers.groups import divided, matching, table_of_groups
 from ..optimizers.moving_average import MovingAverage, unwrapped, without_average
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..options.declaring import ExclusiveOptionsError, spelled
+from ..options.rate_options import muon_settings
+from ..processes.collectives import Processes
 from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
-from .muon import create_muon
 
 ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_MUON_RATE = 4.0  # of Muon's rate to AdamW's; see the guide to the trainer for what was measured
+_HIGHEST_MUON_RATE = 0.1  # that is probably meant
+
+logger = logging.get_logger(__name__)
 
 
 class Optimization:
@@ -65,7 +73,7 @@ class Optimization:
         beside = term_parameters(setup.extensions)
         _check_beside(user_optimizer, beside)
         if is_muon:
-            optimizer: torch.optim.Optimizer = create_muon(encoder, args, decaying(model), accelerator)
+            optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
         else:
             with errors_of_options(args, "optim", "optim_args", "optimizer"):
                 optimizer = create()
@@ -237,6 +245,46 @@ def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> l
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     exempted = matching(trained, "no_decay_parameters", exempt)
     return [name for name in names if name in trained and trained[name].ndim > 1 and name not in exempted]
+
+
+def _create_muon(
+    encoder: DualEncoder, args: InfCLTrainingArguments, decaying: Collection[str], accelerator: Accelerator
+) -> MuonAdamW:
+    """The optimizer of ``optimizer="muon"``, with rates that are not yet scaled with the batch.
+
+    Processes that hold equal parameters share the matrices among themselves. Raises as `parameter_groups` does.
+    """
+    rate = _MUON_RATE * args.learning_rate if args.muon_learning_rate is None else args.muon_learning_rate
+    if (scaled := rate * args.learning_rate_factor) > _HIGHEST_MUON_RATE:
+        logger.warning(
+            f"Muon's learning rate of {scaled:g} changes every matrix by a large part of itself in each step. Rates "
+            "from 0.001 to 0.01 are usual; muon_learning_rate sets it."
+        )
+    groups = parameter_groups(
+        encoder.model,
+        learning_rate=args.learning_rate,
+        muon_learning_rate=rate,
+        weight_decay=args.weight_decay,
+        decaying=decaying,
+        to_muon=args.muon_parameters or (),
+        to_adamw=args.adamw_parameters or (),
+    )
+    start = getattr(getattr(encoder.model, "config", None), "_name_or_path", "")
+    if start and not encoder.has_first_temperature():  # Muon is meant for random weights
+        logger.warning(
+            f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, compare "
+            "the result with that of AdamW, which others found better (arXiv 2605.10468)."
+        )
+    return MuonAdamW(
+        groups,
+        args.learning_rate,
+        args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=spelled(args.optim) == "adamw_torch_fused",
+        processes=None if accelerator.distributed_type == DistributedType.FSDP else Processes(),
+        **muon_settings(args.optim_args),
+    )
 
 
 def set_learning_rates(
