@@ -119,8 +119,6 @@ def find_average(
         move: gives the model the weights at an α.
         measure: measures the model, which has the weights at this α; None if there is nothing to measure it on.
         alpha: of the wanted average, which is measured beside both ends; None to measure `ALPHAS` and choose.
-        path: on which ``move`` moves.
-        tolerance: as for `chosen`.
         batch_norms: those of the model that have running statistics.
     """
     measured = []

@@ -51,7 +51,6 @@ def save_weights(
     Args:
         output_dir: the folder; None for that of ``args``.
         state_dict: the weights; None for those of the model.
-        save: the method of Trainer.
         processor: the processor that it saves as well, or None.
         repository: the repository of the Hub that the model is pushed to, or None.
     """
@@ -138,8 +137,6 @@ def save_checkpoint(
     Args:
         states: of the extensions of the step, equal on all processes.
         state: Trainer's, which names the best checkpoint.
-        save: the method of Trainer.
-        push: pushes a complete checkpoint.
         uploading: returns the checkpoints that are being pushed, which stay until they have arrived.
     """
 

@@ -74,7 +74,6 @@ class Pushes:
         Args:
             repository: its id; None on other processes than the main one.
             processor: the processor that is pushed with the model, or None.
-            tell: tells the callbacks that a push begins.
             save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
         """
         if self._args.hub_strategy == HubStrategy.END:
@@ -222,8 +221,6 @@ class Pushes:
 
         Args:
             repository: returns the id of the repository; None before it is created, without ``push_to_hub``.
-            create: creates it.
-            message: the summary of the commit.
             delete: patterns of files that the commit removes from the repository.
 
         Raises:

@@ -105,7 +105,6 @@ class OptimizerOptions:
 
     Args:
         optimizer: an optimizer before its first step; accelerate's wrapper is removed.
-        scheduler: its schedule, or None.
         earlier: the options before an earlier training in this process. Those of the same objects are kept.
 
     Attributes:

@@ -32,7 +32,6 @@ def with_adapters(
     Args:
         model: the model, which gets the image size first if the adapters will be ``merged`` into it; see
             `resize_images`. Otherwise a training refuses to change it.
-        targets: the names of the modules that get them.
         image_size: the height and width of the images; None for those of the model.
         merged: whether `merge_adapters` follows.
         seed: from which the adapters are drawn, alike on all processes.

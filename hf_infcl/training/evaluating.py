@@ -79,7 +79,6 @@ class Evaluator:
 
         Args:
             loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.
-            prefix: of the names of the metrics.
         """
         dataset = dataloader.dataset
         self._type_of_set, self._prefix = type(dataset).__name__, prefix

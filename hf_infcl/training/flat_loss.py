@@ -37,7 +37,6 @@ def words_of_flat_loss(history: Sequence[Mapping[str, Any]], since: int, objecti
     Args:
         history: Trainer's ``log_history``.
         since: the last step that is not looked at.
-        objective: "softmax" or "sigmoid".
         rate: the learning rate at its peak.
     """
     logs = [entry for entry in history if "loss" in entry and "global_batch_size" in entry]

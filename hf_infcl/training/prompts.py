@@ -26,7 +26,6 @@ def class_vectors(dataset: ZeroShotDataset, setup: Setup, processing_class: obje
     """A vector [C, D] fp32 for each class, on every process; collective.
 
     Args:
-        dataset: has the classes and their prompts.
         setup: its data collator tokenizes the prompts if it has a method ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
 

@@ -129,7 +129,6 @@ class PairSelection(Extension):
         The others are neither positives nor negatives. Terms see all of them.
 
         Args:
-            window: the window.
             features: image and text embeddings of this process, [images, D] and [texts, D] without a graph.
             logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`, without a graph.
 

@@ -57,7 +57,6 @@ class TeacherDistance(LossTerm):
 
     Args:
         teachers: at least one; equally many on all processes.
-        weight: β.
         sides: of `SIDES`, those that are taught.
         partial: whether a teacher may not know all pairs; equal on all processes.
         width: that of the student's embeddings, where that of a teacher may differ.

@@ -151,7 +151,6 @@ class WindowLoss:
         """The loss, the same on every process; collective.
 
         Args:
-            window: the window, which holds the ids and the images of the texts.
             features: image and text embeddings of the window, [images, D] and [texts, D].
             logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`.
             taking_part: [images] bool on the CPU, the images whose pairs make up the batch; None for all.
