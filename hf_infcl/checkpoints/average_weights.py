@@ -94,28 +94,24 @@ def scales_by_depth(names: Iterable[str], alpha: float) -> dict[str, float]:
     Raises:
         ValueError: no tower has two layers.
     """
-    depths = _depths(list(names))
-    of_first, of_last = max(2 * alpha - 1, 0), min(2 * alpha, 1)
-    return {name: of_first + (of_last - of_first) * depth for name, depth in depths.items()}
-
-
-def _depths(names: list[str]) -> dict[str, float]:
     towers: dict[str, list[str]] = defaultdict(list)
     for name in names:
         towers[name.removeprefix("base_model.model.").partition(".")[0]].append(name)
-    relative_depths: dict[str, float] = {}
+    of_first, of_last = max(2 * alpha - 1, 0), min(2 * alpha, 1)
+    scales: dict[str, float] = {}
     has_layers = False
     for tower in towers.values():
         of_tower, count = depths(tower)
         has_layers |= count > 1
         for name, depth in of_tower.items():
-            relative_depths[name] = float(depth > 0) if count < 2 else min(max(depth - 1, 0) / (count - 1), 1.0)
+            relative = float(depth > 0) if count < 2 else min(max(depth - 1, 0) / (count - 1), 1.0)
+            scales[name] = of_first + (of_last - of_first) * relative
     if not has_layers:
         raise ValueError(
             "The change cannot grow with the depth, because no tower of the model has two numbered layers, such as "
             "vision_model.encoder.layers.0 and .1. Take the path 'line', which scales every change alike."
         )
-    return {name: relative_depths[name] for name in names}
+    return scales
 
 
 def adapters_of_zero(end: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -101,16 +101,12 @@ class CompleteWindows(TrainerCallback):
     def __init__(self) -> None:
         self._epoch_stop = self._training_stop = False
 
-    def _postpone(self, control: TrainerControl) -> None:
+    def on_step_begin(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
         self._epoch_stop |= control.should_epoch_stop
         self._training_stop |= control.should_training_stop
         control.should_epoch_stop = control.should_training_stop = False
 
-    def on_step_begin(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
-        self._postpone(control)
-
-    def on_substep_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
-        self._postpone(control)
+    on_substep_end = on_step_begin
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         control.should_epoch_stop |= self._epoch_stop

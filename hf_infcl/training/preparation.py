@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
+from ..checkpoints.model_files import saves_shards
 from ..encoders.adapters import beside_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import check_sizes, resize_images
@@ -131,10 +132,7 @@ def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -
 
 def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:
     """Raises a ValueError if checkpoints would lack trained parameters beside the adapters of peft."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return
-    sharded = "SHARDED" in str(accelerator.state.fsdp_plugin.state_dict_type)
-    if sharded and (names := list(beside_adapters(model))):
+    if saves_shards(accelerator) and (names := list(beside_adapters(model))):
         raise ValueError(
             "With the state_dict_type SHARDED_STATE_DICT, accelerate saves the adapters of peft only, but these "
             f"parameters train as well: {', '.join(names)}. Set state_dict_type to FULL_STATE_DICT."
