@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import ProcessorMixin, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -22,7 +21,7 @@ from ..conversion.sentence_transformers import write_sentence_files
 from ..data import ContrastiveCollator
 from ..encoders.adapters import add_beside_adapters, has_adapters
 from ..encoders.dual_encoder import DualEncoder
-from ..encoders.sharding import stock_shapes
+from ..encoders.sharding import is_sharded, stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from ..readable import give_usual_modes
 from .files import Checkpoint, rotate
@@ -114,7 +113,7 @@ def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator, las
     return Checkpoints(
         completes=args.should_save,
         flushes=args.local_process_index == 0,
-        ends_on_failure=accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
+        ends_on_failure=is_sharded(accelerator),
         last=last,
     )
 

@@ -172,6 +172,11 @@ def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Acceler
             "gradient_noise_steps compares the gradients of micro-batches, which FSDP and DeepSpeed do not expose. "
             "Leave it out, or measure under DDP."
         )
+    if (args.keep_features or args.keep_weights) and deepspeed:
+        raise ValueError(
+            "keep_features and keep_weights compare the model with its start, but DeepSpeed casts the model and "
+            "gives its optimizer flat parts of the parameters. Use DDP, or --fsdp to shard the parameters."
+        )
     asked = [name for name in (*RATES, "no_decay_parameters") if getattr(args, name) is not None]
     if asked and deepspeed and "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
         raise ValueError(

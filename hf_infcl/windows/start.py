@@ -22,9 +22,6 @@ class Start:
 
     What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy. The model
     is unwrapped, and has not been trained yet. A copy that ``embeds`` is the `Teacher` of ``keep_features``.
-
-    Raises:
-        ValueError: the training is DeepSpeed's.
     """
 
     width: int | None = None  # that of the student
@@ -33,11 +30,6 @@ class Start:
     words = "the model before the training"
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, *, embeds: bool) -> None:
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise ValueError(
-                "keep_features and keep_weights compare the model with its start, but DeepSpeed casts the model and "
-                "gives its optimizer flat parts of the parameters. Use DDP, or --fsdp to shard the parameters."
-            )
         self._accelerator = accelerator
         self.fingerprint = weight_fingerprint(model)
         self.encoder: DualEncoder | None = None  # the copy of the model, if its embeddings are needed
