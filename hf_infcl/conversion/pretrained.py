@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_config_file
-from transformers.utils.hub import has_file
 
 from ..hub import asks_hub_once
 from .explaining import explained
@@ -62,7 +63,7 @@ def load_pretrained_config(checkpoint: str, base: str | None) -> PretrainedConfi
 
 def load_processor(checkpoint: str, base: str | None) -> Any:
     """The processor of a model of transformers; with adapters theirs or, if they have none, that of their model."""
-    if base is not None and not any(has_file(checkpoint, name) for name in _OF_PROCESSORS):
+    if base is not None and not any(_has_file(checkpoint, name) for name in _OF_PROCESSORS):
         checkpoint = base
     with explained(checkpoint):
         return AutoProcessor.from_pretrained(checkpoint)
@@ -216,3 +217,13 @@ def _prefix_of_all(unexpected: Sequence[str], lacking: Mapping[str, str]) -> str
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more:,} others" if more > 0 else "")
+
+
+def _has_file(checkpoint: str, name: str) -> bool:
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint, name).is_file()
+    try:
+        hf_hub_download(checkpoint, name)
+    except EntryNotFoundError:
+        return False
+    return True
