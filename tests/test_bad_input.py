@@ -22,7 +22,7 @@ from datasets import Dataset
 from helpers import models
 from helpers.processors import LENGTH, clip_processor
 from helpers.shards import write_tar
-from helpers.trainers import arguments, trainer_for
+from helpers.trainers import arguments, trained, trainer_for
 from PIL import Image
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
@@ -218,8 +218,7 @@ def test_a_token_without_an_embedding_is_refused(tmp_path, collator):
         r"returns the token 78, but the model has 64 token embeddings, from 0 to 63\. .*"
         r"text_model\.resize_token_embeddings"
     )
-    known = InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=data("token3 a"), **options)
-    known.train()
+    known = trained(InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=data("token3 a"), **options))
     unknown = InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=data("token50 a"), **options)
     with pytest.raises(ValueError, match=message):
         unknown.train()

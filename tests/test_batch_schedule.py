@@ -12,12 +12,12 @@ import torch
 from helpers import models
 from helpers.parity import MODELS, EachGradient, check_each_gradient
 from helpers.processes import on_ranks
-from helpers.shards import write_tars
+from helpers.shards import numbered, write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, TowerTokens, TrainedRows, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, TowerTokens, TrainedRows, arguments, parameters, trained, trainer_for
 from torch import Tensor, nn
 
-from hf_infcl import InfCLTrainer, reference
+from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import BatchPlan, Position
 from hf_infcl.loading.shares import SourceShare
@@ -151,9 +151,7 @@ def test_gradients_of_each_stage_equal_one_process_with_the_whole_batch(
 
 def rows_of_steps(folder: Path, data: Any, **options: Any) -> list[list[tuple]]:
     rows = TrainedRows()
-    trainer = trainer_for(folder, models.clip(), data, callbacks=[rows], **{**GROWS, **options})
-    rows.watch(trainer)
-    trainer.train()
+    trainer_for(folder, models.clip(), data, callbacks=[rows], **{**GROWS, **options}).train()
     return rows.steps[:-1]
 
 
@@ -166,21 +164,14 @@ def test_order_is_that_of_a_constant_batch(tmp_path):
     assert list(chain(*grown)) == list(chain(*whole))[: sum(map(len, grown))]
 
 
-def uninterrupted(folder: Path, data: Any, **options: Any) -> InfCLTrainer:
-    trainer = trainer_for(folder, models.clip(dropout=0.3), data(), **{**GROWS, "learning_rate": 1e-2, **options})
-    trainer.train()
-    return trainer
-
-
 def check_resume(folder: Path, data: Any, stops: Sequence[int], **options: Any) -> None:
     """A run that stops at these steps, and goes on with other weights and random state, ends with the same weights."""
-    whole = uninterrupted(folder / "whole", data, **options)
+    options = {**GROWS, "learning_rate": 1e-2, **options}
+    whole = trained(trainer_for(folder / "whole", models.clip(dropout=0.3), data(), **options))
     for number, stop in enumerate((*stops, 0)):
-        given = {**GROWS, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": stop or 100, **options}
+        options |= {"save_strategy": "steps", "save_steps": stop or 100, "callbacks": [StopAt(stop)] if stop else []}
         model = models.clip(dropout=0.3, seed=5 * number)
-        callbacks = [StopAt(stop)] if stop else []
-        resumed = trainer_for(folder / "parts", model, data(), **given, callbacks=callbacks)
-        resumed.train(resume_from_checkpoint="auto")
+        resumed = trained(trainer_for(folder / "parts", model, data(), **options), resume="auto")
         assert resumed.state.global_step == stop or not stop
     kept = ("loss", "grad_norm", "learning_rate", "global_batch_size", "samples_seen", "epoch")
     history = [[{k: e[k] for k in kept} for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
@@ -238,23 +229,20 @@ def test_the_same_stages_in_other_words_are_no_other_run(tmp_path):
     options = {**GROWS, "image_size_schedule": ["8:0.5", "16"], "save_strategy": "steps", "save_steps": 6}
     trainer_for(tmp_path, models.clip(), models.Pairs(61), **options, callbacks=[StopAt(6)]).train()
     options |= {"global_batch_schedule": "4:.3 8:0.30 16", "image_size_schedule": ["8:.5 16"]}
-    resumed = trainer_for(tmp_path, models.clip(), models.Pairs(61), **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(tmp_path, models.clip(), models.Pairs(61), **options), resume=True)
     assert resumed.steps_trained == 9
     assert resumed.args.global_batch_schedule == ["4:0.3", "8:0.3", "16"]
 
 
 def test_resume_with_changes_alters_only_the_future(tmp_path):
     data, options = models.Pairs(100), {**GROWS, "save_strategy": "steps", "save_steps": 6}
-    first = trainer_for(tmp_path, models.clip(), data, **options, callbacks=[StopAt(6)])
-    first.train()
+    trainer_for(tmp_path, models.clip(), data, **options, callbacks=[StopAt(6)]).train()
     changed = {**options, "global_batch_schedule": ["4:0.2", "20"]}
     with pytest.raises(ValueError, match=r"global_batch_schedule was .* and is .*resume_with_changes"):
         trainer_for(tmp_path, models.clip(), data, **changed).train(resume_from_checkpoint=True)
     rows = TrainedRows()
-    resumed = trainer_for(tmp_path, models.clip(), data, **changed, resume_with_changes=True, callbacks=[rows])
-    rows.watch(resumed)
-    resumed.train(resume_from_checkpoint=True)
+    changed |= {"resume_with_changes": True, "callbacks": [rows]}
+    resumed = trained(trainer_for(tmp_path, models.clip(), data, **changed), resume=True)
     logs = [entry for entry in resumed.state.log_history if "loss" in entry]
     assert [entry["global_batch_size"] for entry in logs] == [4] * 9 + [20] * 6
     assert resumed.samples_seen == 36 + 120 == logs[-1]["samples_seen"]
@@ -266,21 +254,18 @@ def test_a_constant_batch_can_grow_after_a_resume_and_the_other_way_round(tmp_pa
     data, more = models.Pairs(100), {"resume_with_changes": True, "max_steps": 15}
     saves = {"save_strategy": "steps", "save_steps": 3}
     trainer_for(tmp_path, models.clip(), data, **saves, max_steps=15, callbacks=[StopAt(3)]).train()
-    grown = trainer_for(tmp_path, models.clip(), data, **{**GROWS, **saves, **more}, callbacks=[StopAt(12)])
-    grown.train(resume_from_checkpoint=True)
+    more |= saves
+    grown = trained(trainer_for(tmp_path, data=data, **{**GROWS, **more}, callbacks=[StopAt(12)]), resume=True)
     assert grown.samples_seen == 3 * 8 + 3 * 4 + 4 * 8 + 2 * 16
-    constant = trainer_for(tmp_path, models.clip(), data, **saves, **more)
-    constant.train(resume_from_checkpoint=True)
+    constant = trained(trainer_for(tmp_path, data=data, **more), resume=True)
     assert constant.samples_seen == grown.samples_seen + 3 * 8
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 15}, {"max_steps": -1, "num_train_epochs": 1.5}])
 def test_a_finished_run_trains_nothing_when_resumed(tmp_path, length):
     options = {**GROWS, "save_strategy": "epoch", **length}
-    whole = trainer_for(tmp_path, models.clip(), models.Pairs(61), **options)
-    whole.train()
-    again = trainer_for(tmp_path, models.clip(), models.Pairs(61), **options)
-    again.train(resume_from_checkpoint=True)
+    whole = trained(trainer_for(tmp_path, models.clip(), models.Pairs(61), **options))
+    again = trained(trainer_for(tmp_path, models.clip(), models.Pairs(61), **options), resume=True)
     assert (again.steps_trained, again.samples_seen) == (0, whole.samples_seen)
     assert torch.equal(parameters(whole), parameters(again))
 
@@ -333,8 +318,7 @@ def test_learning_rate_runs_over_samples_and_by_option_with_the_batch(tmp_path):
 def test_epochs_evaluations_and_saves_follow_the_plan(tmp_path):
     options = {**GROWS, "max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "save_strategy": "epoch"}
     options |= {"include_num_input_tokens_seen": "all"}
-    trainer = trainer_for(tmp_path, models.clip(), models.Pairs(50), eval_dataset=models.Pairs(8), **options)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, models.clip(), models.Pairs(50), eval_dataset=models.Pairs(8), **options))
     plan, history = trainer.batch_plan, trainer.state.log_history
     evaluated = [entry for entry in history if "eval_loss" in entry]
     assert [entry["epoch"] for entry in evaluated] == [1, 2, 3]
@@ -356,8 +340,7 @@ def test_the_last_pass_counts_by_its_rows(max_steps, passes):
 
 @pytest.mark.parametrize(("stop", "batch"), [(9, 4), (10, 8), (15, 16)])
 def test_card_names_the_last_batch_that_was_trained(tmp_path, stop, batch):
-    trainer = trainer_for(tmp_path, models.clip(), models.Pairs(100), **GROWS, callbacks=[StopAt(stop)])
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, models.clip(), models.Pairs(100), **GROWS, callbacks=[StopAt(stop)]))
     facts = training_facts(trainer, model_class="CLIPModel", start="me/clip", sources=[], pair_id_column=None)
     assert (facts.global_batch_size, facts.steps) == (batch, stop)
     assert facts.planned_steps == (15 if stop < 15 else None)
@@ -382,21 +365,10 @@ def test_graphs_are_planned_anew_for_each_batch(tmp_path, monkeypatch):
 
 
 def test_features_of_a_frozen_tower_are_read_from_the_cache(tmp_path):
-    import datasets
-    from helpers.pictures import picture
-    from helpers.processors import clip_processor
-
-    from hf_infcl import ImageTextDataset
-
-    rows = {"image": [picture(row) for row in range(40)], "caption": [f"picture {row}" for row in range(40)]}
-    data = ImageTextDataset(datasets.Dataset.from_dict(rows))
-    ends = []
+    data, ends = numbered(range(40)), []
     for cache in (None, str(tmp_path / "features")):
-        options = {**GROWS, "freeze": "image", "cache_features": cache, "data_collator": None}
-        options |= {"processing_class": clip_processor(), "learning_rate": 1e-2}
-        trainer = trainer_for(tmp_path / "out", models.clip(), data, **options)
-        trainer.train()
-        ends.append(parameters(trainer))
+        options = {**GROWS, "freeze": "image", "cache_features": cache, "learning_rate": 1e-2}
+        ends.append(parameters(trained(trainer_for(tmp_path / "out", data=data, **options))))
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
 
 

@@ -23,9 +23,8 @@ from filelock import FileLock
 from helpers import models
 from helpers.kills import forked, killed
 from helpers.processes import on_ranks
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, parameters, trained, trainer_for
 from safetensors.torch import save_file
-from torch.utils.data import default_collate
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -47,12 +46,6 @@ RECORD = RunRecord(Run(8, "softmax", "model", "data"), epoch=0, windows=1)
 
 def trainer(folder: Any, seed: int = 0, **options: Any) -> Any:
     return trainer_for(folder, models.clip(dropout=0.3, seed=seed), models.Pairs(20), **{**OPTIONS, **options})
-
-
-def trained(folder: Any, **options: Any) -> torch.Tensor:
-    whole = trainer(folder, **options)
-    whole.train()
-    return parameters(whole)
 
 
 def written(folder: Path, step: int, content: str = "content") -> Path:
@@ -153,6 +146,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # no process can read its first bytes
+
+
 def change_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -192,7 +190,7 @@ def test_rotation_counts_complete_checkpoints_alone(tmp_path):
 
 
 def test_a_checkpoint_holds_what_trainer_s_does(tmp_path):
-    trained(tmp_path, save_total_limit=1)
+    trainer(tmp_path, save_total_limit=1).train()
     names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert names == {
         *("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"),
@@ -202,8 +200,7 @@ def test_a_checkpoint_holds_what_trainer_s_does(tmp_path):
 
 
 def test_the_best_checkpoint_is_known_by_its_place(tmp_path):
-    best = trainer(tmp_path, eval_dataset=models.Pairs(9), save_total_limit=1, **FIRST_IS_BEST)
-    best.train()
+    best = trained(trainer(tmp_path, eval_dataset=models.Pairs(9), save_total_limit=1, **FIRST_IS_BEST))
     assert best.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
@@ -241,14 +238,12 @@ class Averaging(torch.optim.SGD):
 def averaging(folder: Any, seed: int = 0, **options: Any) -> InfCLTrainer:
     model = models.clip(dropout=0.3, seed=seed)
     optimizers = (Averaging([{"params": list(model.parameters()), "steps": 0, "training": True}], lr=1.0), None)
-    sets = {"train_dataset": models.Pairs(20), "eval_dataset": models.Pairs(9)}
-    args = arguments(folder, **{**OPTIONS, **options})
-    return InfCLTrainer(model, args, default_collate, **sets, optimizers=optimizers)
+    options = {**OPTIONS, "eval_dataset": models.Pairs(9), "optimizers": optimizers, **options}
+    return trainer_for(folder, model, models.Pairs(20), **options)
 
 
 def test_checkpoints_and_model_hold_the_weights_that_a_schedule_free_optimizer_evaluates(tmp_path):
-    run = averaging(tmp_path)
-    run.train()
+    run = trained(averaging(tmp_path))
     state = run.optimizer.optimizer.state
     assert all(torch.equal(p, state[p]["mean"]) and not torch.equal(p, state[p]["point"]) for p in state)
     weights = parameters(run)
@@ -256,8 +251,7 @@ def test_checkpoints_and_model_hold_the_weights_that_a_schedule_free_optimizer_e
     assert torch.equal(parameters(run), weights)
     saved = models.tf.CLIPModel.from_pretrained(tmp_path / "checkpoint-4")
     assert torch.equal(torch.nn.utils.parameters_to_vector(saved.parameters()), weights)
-    resumed = averaging(tmp_path, seed=5)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = trained(averaging(tmp_path, seed=5), resume=str(tmp_path / "checkpoint-2"))
     assert torch.equal(parameters(resumed), weights)
 
 
@@ -271,18 +265,16 @@ def test_the_best_model_of_a_schedule_free_optimizer_stays(tmp_path):
 
 
 def test_auto_starts_or_goes_on(tmp_path, caplog):
-    expected = trained(tmp_path / "whole")
+    expected = parameters(trained(trainer(tmp_path / "whole")))
     folder = tmp_path / "parts"
     with pytest.raises(ValueError, match="has no checkpoint to resume from"):
         trainer(folder).train(resume_from_checkpoint=True)
     trainer(folder, callbacks=[StopAt(2)]).train(resume_from_checkpoint="auto")
-    resumed = trainer(folder, seed=5)
-    resumed.train(resume_from_checkpoint="auto")
+    resumed = trained(trainer(folder, seed=5), resume="auto")
     assert resumed.steps_trained == 2
     assert torch.equal(parameters(resumed), expected)
     change_a_byte(folder / "checkpoint-4" / "optimizer.pt")
-    resumed = trainer(folder, seed=5)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer(folder, seed=5), resume=True)
     assert resumed.steps_trained == 2
     assert torch.equal(parameters(resumed), expected)
     assert "A checkpoint is passed over" in caplog.text
@@ -317,8 +309,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 
 
 def test_the_output_of_a_training_is_no_checkpoint_and_that_of_another_trainer_is_one(tmp_path):
-    run = trainer(tmp_path, save_steps=2)
-    run.train()
+    run = trained(trainer(tmp_path, save_steps=2))
     run.save_model()
     run.save_state()
     message = r"holds a model and the log of its training, but no optimizer, .* \(checkpoint-4, checkpoint-2\)"
@@ -340,8 +331,7 @@ def test_a_damaged_record_of_an_old_checkpoint_does_not_end_the_training(tmp_pat
     folders = [written(tmp_path, step) for step in (1, 2, 3)]
     record = folders[0] / "infcl_run.json"
     record.write_text(record.read_text().replace("{", "["))
-    (folders[1] / MANIFEST_NAME).unlink()
-    (folders[1] / MANIFEST_NAME).symlink_to("/proc/self/mem")  # no process can read its first bytes
+    make_unreadable(folders[1] / MANIFEST_NAME)
     rotate(tmp_path, 1, [folders[2]])
     assert all(folder.is_dir() for folder in folders)
 
@@ -368,7 +358,7 @@ def rank_of_a_machine(rank: int, world_size: int, folder: str) -> list[str]:
     try:
         os.environ["LOCAL_RANK"] = "0"
         with pytest.raises(ValueError, match=r"On rank 1: output_dir .* is not the folder in which"):
-            trained("apart")
+            trainer("apart").train()
         if rank == 0:
             Path("of-another-trainer").mkdir()
             Path("of-another-trainer", TRAINER_STATE_NAME).write_text("{}")
@@ -376,12 +366,11 @@ def rank_of_a_machine(rank: int, world_size: int, folder: str) -> list[str]:
         with pytest.raises(ValueError, match="Rank 1 finds no folder of-another-trainer"):
             choose("run", "of-another-trainer")
         options = {"save_on_each_node": True}
-        expected = trained("whole", **options)
-        trained("run", **options)
+        expected = parameters(trained(trainer("whole", **options)))
+        trainer("run", **options).train()
         if rank == 1:
             change_a_byte(Path("run", "checkpoint-4", "optimizer.pt"))
-        resumed = trainer("run", seed=5, **options)
-        resumed.train(resume_from_checkpoint="auto")
+        resumed = trained(trainer("run", seed=5, **options), resume="auto")
         assert resumed.steps_trained == 2, "a checkpoint is complete if it is so on every machine"
         assert torch.equal(parameters(resumed), expected)
         return sorted(path.name for path in Path("run", "checkpoint-4").glob("rng*"))
@@ -474,15 +463,13 @@ class Starve(TrainerCallback):
 
 @on_ranks(2)
 def test_a_rank_that_cannot_write_costs_all_this_checkpoint(rank, world_size, tmp_path):
-    run = trainer(tmp_path, callbacks=[Starve()] if rank == 1 else [], logging_strategy="no")
-    run.train()
+    run = trained(trainer(tmp_path, callbacks=[Starve()] if rank == 1 else [], logging_strategy="no"))
     assert run.state.global_step == 4
     torch.distributed.barrier()  # rank 0 removes what was written, and rank 1 does not wait for that
     assert {path.name for path in Path(tmp_path).iterdir()} == {LOCK_NAME, "checkpoint-2"}
     # Without a state of the optimizer, rank 1 writes nothing and needs no tmp_path.
     starved = [Starve()] if rank == 0 else []
-    run = trainer(f"{tmp_path}/of-rank-{rank}", save_only_model=True, callbacks=starved, logging_strategy="no")
-    run.train()
+    run = trained(trainer(f"{tmp_path}/of-rank-{rank}", save_only_model=True, callbacks=starved, logging_strategy="no"))
     assert run.state.global_step == 4
 
 
@@ -586,8 +573,7 @@ class KilledInSave(TrainerCallback):
 
 def killed_while_saving(folder: Path, *moment: int | None) -> None:
     """Resumes from step 2, and is killed while it writes the checkpoint after step 4."""
-    run = trainer(folder, seed=5, save_total_limit=1, callbacks=[KilledInSave(*moment)])
-    run.train(resume_from_checkpoint="auto")
+    trained(trainer(folder, seed=5, save_total_limit=1, callbacks=[KilledInSave(*moment)]), resume="auto")
 
 
 KILL_TEST = "test_a_training_that_is_killed_in_a_save_loses_nothing"
@@ -601,8 +587,7 @@ def test_a_training_that_is_killed_in_a_save_loses_nothing(tmp_path):
         return
     options = {"save_total_limit": 1}
     save = KilledInSave()
-    whole = trainer(tmp_path / "whole", callbacks=[save], **options)
-    whole.train()
+    whole = trained(trainer(tmp_path / "whole", callbacks=[save], **options))
     trainer(tmp_path / "start", callbacks=[StopAt(2)], **options).train()
     found = []
     for number, moment in enumerate(moments(save.calls.count, 5)):
@@ -611,8 +596,7 @@ def test_a_training_that_is_killed_in_a_save_loses_nothing(tmp_path):
         newest = choose(str(folder), "auto")
         assert newest is not None, f"killed at {moment}, of {save.calls.count} calls"
         found.append(Path(newest).name)
-        resumed = trainer(folder, seed=6, **options)
-        resumed.train(resume_from_checkpoint="auto")
+        resumed = trained(trainer(folder, seed=6, **options), resume="auto")
         assert torch.equal(parameters(resumed), parameters(whole)), moment
     assert found == sorted(found), "once it is complete it stays"
     assert set(found) == {"checkpoint-2", "checkpoint-4"}
@@ -650,7 +634,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(rank, world_size,
     options: dict[str, Any] = {"save_steps": 100}
     if place == "evaluation":
         options |= {"eval_dataset": models.Pairs(64), "eval_strategy": "steps", "eval_steps": 3}
-    expected = trained(f"{tmp_path}/whole", **options)
+    expected = parameters(trained(trainer(f"{tmp_path}/whole", **options)))
     for number in numbers:
         parts, handler = f"{tmp_path}/{number}", signal.getsignal(number)
         asked = [Ask(number, place)] if rank == world_size - 1 else []
@@ -659,8 +643,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(rank, world_size,
         assert ended.value.code == 128 + number
         assert signal.getsignal(number) == handler
         assert choose(parts, "auto") == f"{parts}/checkpoint-3"
-        resumed = trainer(parts, seed=5, **options)
-        resumed.train(resume_from_checkpoint="auto")
+        resumed = trained(trainer(parts, seed=5, **options), resume="auto")
         assert torch.equal(parameters(resumed), expected)
 
 
@@ -668,8 +651,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
     written(tmp_path, 1)
     newest = written(tmp_path, 2)
     (newest / "part" / "file").unlink()
-    (newest / MANIFEST_NAME).unlink()
-    (newest / MANIFEST_NAME).symlink_to("/proc/self/mem")  # no process can read its first bytes
+    make_unreadable(newest / MANIFEST_NAME)
     with pytest.raises(ValueError, match=r"checkpoint-2 cannot be read: \[Errno 5\]"):
         choose(str(tmp_path), str(newest))
     assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-1")

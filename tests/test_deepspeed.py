@@ -13,7 +13,7 @@ from helpers.processes import on_ranks
 from helpers.processors import clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, trainer_for
+from helpers.trainers import StopAt, trained, trainer_for
 from helpers.wrappers import zero
 from torch.utils.data import default_collate
 
@@ -127,8 +127,7 @@ def outcome(trainer: InfCLTrainer) -> tuple[list[tuple], dict[str, torch.Tensor]
 
 
 def rank_plain(rank: int, world_size: int, folder: str, shards: str, more: dict[str, Any]) -> tuple:
-    trainer = trajectory(folder, shards, None, **RATES, **more)
-    trainer.train()
+    trainer = trained(trajectory(folder, shards, None, **RATES, **more))
     return outcome(trainer)
 
 
@@ -137,8 +136,7 @@ def rank_zero(rank: int, world_size: int, folder: str, shards: str, more: dict[s
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, **RATES, **more}
     options |= {"processing_class": clip_processor(), "save_formats": ["transformers", "open_clip"]}
     trajectory(folder, shards, config(stage), callbacks=[StopAt(2)], **options).train()
-    trainer = trajectory(folder, shards, config(stage), seed=5, **options)
-    trainer.train(resume_from_checkpoint=True)
+    trainer = trained(trajectory(folder, shards, config(stage), seed=5, **options), resume=True)
     trainer.save_model(f"{folder}/last")
     return outcome(trainer)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers import models
 from helpers.demo import SCRIPTS, infcl
-from helpers.trainers import arguments, trainer_for
+from helpers.trainers import arguments, trained, trainer_for
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.options.metric_sums import parse_terms, value_of
@@ -44,13 +44,10 @@ def training(folder: Path, **options: Any) -> InfCLTrainer:
 
 
 def test_a_training_ends_when_nothing_improves_also_after_a_resume(tmp_path):
-    whole = training(tmp_path / "whole", learning_rate=0.0)
-    whole.train()
+    whole = trained(training(tmp_path / "whole", learning_rate=0.0))
     assert whole.state.global_step == 4, "the first evaluation is the best, and three others do not improve on it"
-    cut = training(tmp_path / "cut", learning_rate=0.0, max_steps=2, lr_scheduler_type="constant")
-    cut.train()
-    resumed = training(tmp_path / "cut", learning_rate=0.0, lr_scheduler_type="constant")
-    resumed.train(resume_from_checkpoint=True)
+    training(tmp_path / "cut", learning_rate=0.0, max_steps=2, lr_scheduler_type="constant").train()
+    resumed = trained(training(tmp_path / "cut", learning_rate=0.0, lr_scheduler_type="constant"), resume=True)
     assert resumed.state.global_step == 4
     resumed.train()
     assert resumed.state.global_step == 4, "a new training begins to count anew"
@@ -59,12 +56,10 @@ def test_a_training_ends_when_nothing_improves_also_after_a_resume(tmp_path):
 def test_a_resume_counts_no_evaluation_again_and_trains_nothing_after_the_end(tmp_path, caplog):
     options: dict[str, Any] = {"learning_rate": 0.0, "lr_scheduler_type": "constant", "eval_on_start": True}
     for step in (1, 2, 3):  # interrupted after each
-        cut = training(tmp_path, **options, max_steps=step, early_stopping_patience=4)
-        cut.train(resume_from_checkpoint="auto")
+        cut = trained(training(tmp_path, **options, max_steps=step, early_stopping_patience=4), resume="auto")
         assert cut.state.global_step == step
     for patience, end, trains in (4, 5, True), (4, 5, False), (6, 7, True):
-        resumed = training(tmp_path, **options, early_stopping_patience=patience)
-        resumed.train(resume_from_checkpoint="auto")
+        resumed = trained(training(tmp_path, **options, early_stopping_patience=patience), resume="auto")
         assert (resumed.state.global_step, resumed.steps_trained > 0) == (end, trains)
     assert "checkpoint-5 was saved after step 5, and early_stopping_patience=4 ended the run there" in caplog.text
 

@@ -19,7 +19,7 @@ from helpers.processes import on_ranks
 from helpers.processors import END, clip_processor
 from helpers.shards import write_tars
 from helpers.streams import stream_of
-from helpers.trainers import arguments, parameters, trainer_for
+from helpers.trainers import arguments, parameters, trained, trainer_for
 from torch.utils.data import ChainDataset, DataLoader, Dataset, IterableDataset
 from transformers.utils import logging
 
@@ -78,8 +78,7 @@ def rank_measures_otherwise(rank: int, world_size: int, folder: str) -> tuple[fl
     options["metric_for_best_model"] = "own"
     measured = iter(range(10))
     options["compute_metrics"] = lambda prediction: {"own": (1 - 2 * rank) * next(measured)}
-    run = trainer_for(folder, eval_dataset=models.Pairs(8), max_steps=3, **options)
-    run.train()
+    run = trained(trainer_for(folder, eval_dataset=models.Pairs(8), max_steps=3, **options))
     return run.state.best_metric, run.optimizer.param_groups[0]["lr"]
 
 
@@ -114,8 +113,7 @@ def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(tmp_path
 def test_a_schedule_by_a_metric_that_should_rise_knows_it(tmp_path, schedule):
     options = {"eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": schedule, "max_steps": 1}
     for metric, mode in (("image_retrieval_recall@1", "max"), ("loss", "min"), (None, "min")):
-        run = trainer_for(tmp_path, eval_dataset=models.Pairs(8), metric_for_best_model=metric, **options)
-        run.train()
+        run = trained(trainer_for(tmp_path, eval_dataset=models.Pairs(8), metric_for_best_model=metric, **options))
         assert run.lr_scheduler.mode == mode
 
 
@@ -419,8 +417,7 @@ def test_an_empty_evaluation_set_is_refused(tmp_path):
 def test_a_training_knows_the_interval_of_its_change_also_after_a_resume(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "save_strategy": "steps"}
     options |= {"save_steps": 1, "learning_rate": 0.03, "max_steps": 3, "eval_dataset": {"pairs": models.Pairs(40)}}
-    whole = trainer_for(tmp_path, **options)
-    whole.train()
+    whole = trained(trainer_for(tmp_path, **options))
     entries = {e["step"]: e for e in whole.state.log_history if "eval_pairs_loss" in e}
     assert entries.keys() == {0, 1, 2, 3}
     assert "eval_pairs_score_change_low" not in entries[0]
@@ -433,8 +430,7 @@ def test_a_training_knows_the_interval_of_its_change_also_after_a_resume(tmp_pat
             low, high = (entry[f"eval_pairs_score_change_{end}"] for end in ("low", "high"))
             assert low <= scores[step] - scores[0] <= high
             assert low < high
-    again = trainer_for(tmp_path, **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = trained(trainer_for(tmp_path, **options), resume=str(tmp_path / "checkpoint-2"))
     resumed = next(e for e in reversed(again.state.log_history) if "eval_pairs_loss" in e)
     for end in ("low", "high"):
         name = f"eval_pairs_score_change_{end}"
@@ -448,8 +444,7 @@ def test_a_training_knows_the_interval_of_its_change_also_after_a_resume(tmp_pat
     assert of_set[-1]["step"] == 3
     assert not any("eval_pairs_score_change_low" in e for e in of_set)
     options |= {"learning_rate": 0.0, "max_steps": 1, "eval_dataset": {"pairs": models.Pairs(7)}}
-    still = trainer_for(tmp_path / "still", **options)
-    still.train()
+    still = trained(trainer_for(tmp_path / "still", **options))
     (entry,) = [e for e in still.state.log_history if "eval_pairs_score_change_low" in e]
     assert (entry["eval_pairs_score_change_low"], entry["eval_pairs_score_change_high"]) == (0, 0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.numerics import descend
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -124,8 +124,7 @@ def test_steps_with_extensions_are_those_of_autograd(tmp_path, objective, size, 
     build = {"softmax": models.clip, "sigmoid": models.siglip}[objective]
     begin, change, seen = dict(build().named_parameters()), Dimmed(), WindowsSeen()
     batch = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "retain_graphs": retain}
-    run = trainer(tmp_path, NearBrightness(), change, seen, FirstTokens(), build=build, **batch)
-    run.train()
+    run = trained(trainer(tmp_path, NearBrightness(), change, seen, FirstTokens(), build=build, **batch))
     weights, told = expected(objective)
     logs = [entry for entry in run.state.log_history if "loss" in entry]
     assert [value for entry in logs for value in (entry["loss"], entry["brightness_loss"])] == pytest.approx(
@@ -140,13 +139,11 @@ def test_steps_with_extensions_are_those_of_autograd(tmp_path, objective, size, 
 
 def test_the_states_of_extensions_are_in_checkpoints(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "per_device_train_batch_size": 3}
-    whole = trainer(tmp_path / "whole", WindowsSeen(), **options)
-    whole.train()
+    whole = trained(trainer(tmp_path / "whole", WindowsSeen(), **options))
     part = trainer(tmp_path / "part", WindowsSeen(), **options)
     part.add_callback(StopAt(2))
     part.train()
-    rest = trainer(tmp_path / "part", WindowsSeen(), **options)
-    rest.train(resume_from_checkpoint=True)
+    rest = trained(trainer(tmp_path / "part", WindowsSeen(), **options), resume=True)
     assert torch.equal(parameters(whole), parameters(rest))
     assert [e["windows_seen"] for e in rest.state.log_history if "windows_seen" in e] == [1, 2, 3, 4]
 
@@ -212,8 +209,7 @@ def test_numbers_and_options_of_an_extension_become_json(tmp_path):
     made = Returns(logs=lambda: {"seen": torch.tensor(2.0)})
     made.unused = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)]
     made.parameters = lambda: made.unused
-    run = trainer(tmp_path, made, save_strategy="steps", save_steps=1)
-    run.train()
+    run = trained(trainer(tmp_path, made, save_strategy="steps", save_steps=1))
     assert [entry["seen"] for entry in run.state.log_history if "loss" in entry] == [2.0, 2.0]
     assert torch.equal(torch.stack(made.unused), torch.ones(2, 2)), "what a step does not use, or train, stays"
     trainer(tmp_path, made, save_strategy="steps", save_steps=1, max_steps=3).train(resume_from_checkpoint=True)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.processes import launched
-from helpers.trainers import AtEndOf, trainer_for
+from helpers.trainers import AtEndOf, trained, trainer_for
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
@@ -132,8 +132,7 @@ class Decide(TrainerCallback):
 def rank_decides(rank: int, world_size: int, folder: str) -> int:
     """A callback acts on one rank only, such as one that depends on the time."""
     options = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "max_steps": 6}
-    run = trainer_for(folder, **options, callbacks=[Decide()] if rank == 1 else [])
-    run.train()
+    run = trained(trainer_for(folder, **options, callbacks=[Decide()] if rank == 1 else []))
     return run.state.global_step
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.trainers import trainer_for
+from helpers.trainers import trained, trainer_for
 
 from hf_infcl.reference import contrastive_loss
 from hf_infcl.training import progress
@@ -97,8 +97,7 @@ def test_a_training_tells_it_once(tmp_path, monkeypatch, model, rate, equal_ids,
     said: list[str] = []
     monkeypatch.setattr(progress.logger, "warning", said.append)
     options = {"learning_rate": rate, "max_steps": 24, "equal_ids": equal_ids}
-    trainer = trainer_for(tmp_path, model(), models.Pairs(8), **options)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, model(), models.Pairs(8), **options))
     assert len(said) == times
     told_at = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
     assert told_at[-1] == 24

@@ -13,7 +13,7 @@ from helpers.processes import on_ranks
 from helpers.processors import clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, trainer_for
+from helpers.trainers import StopAt, trained, trainer_for
 from helpers.wrappers import needs_fsdp
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
@@ -66,8 +66,7 @@ def rank_losses(
 ) -> list[tuple[float, float]]:
     wrapper = {"fsdp": True, "use_cpu": False} if sharded else {}
     options = {"learning_rate": 0.01, "max_steps": 4, **options, **wrapper}
-    trainer = trainer_for(folder, models.clip(), models.Pairs(64), **options)
-    trainer.train()
+    trainer = trained(trainer_for(folder, models.clip(), models.Pairs(64), **options))
     return [(logs["loss"], logs["grad_norm"]) for logs in trainer.state.log_history if "loss" in logs]
 
 
@@ -94,8 +93,7 @@ def rank_checkpoint(rank: int, world_size: int, folder: str, name: str) -> float
             "eval_dataset": models.Pairs(13),
         }
         options |= {"eval_strategy": strategy, "eval_steps": 1, "save_strategy": strategy, "save_steps": 2}
-        trainer = trainer_for(f"{folder}/{name}", getattr(models, name)(), models.Pairs(64), **options)
-        trainer.train()
+        trainer = trained(trainer_for(f"{folder}/{name}", getattr(models, name)(), models.Pairs(64), **options))
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
@@ -150,11 +148,9 @@ def rank_resume(rank: int, world_size: int, folder: str, shards: str = "") -> li
     def weights(trainer: InfCLTrainer) -> list[torch.Tensor]:
         return [p.full_tensor() for p in trainer.model.parameters()]
 
-    whole = run(seed=0)
-    whole.train()
+    whole = trained(run(seed=0))
     expected = weights(whole)
-    resumed = run(seed=5)
-    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    resumed = trained(run(seed=5), resume=f"{folder}/checkpoint-2")
     assert resumed.steps_trained == 2
     assert [e.get("stream_samples") for e in whole.state.log_history] == [
         e.get("stream_samples") for e in resumed.state.log_history

@@ -6,20 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from helpers import models
 from helpers.demo import infcl
 from helpers.parity import MODELS, EachGradient, check_each_gradient
 from helpers.processes import on_ranks
-from helpers.shards import png, write_tars
+from helpers.shards import numbered, write_tars
 from helpers.streams import PAIRS, collate, stream_of
-from helpers.trainers import StopAt, TrainedRows, arguments, parameters
+from helpers.trainers import StopAt, TrainedRows, parameters, trainer_for
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
-from hf_infcl import ImageTextDataset, InfCLTrainer, reference
+from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 
 NEW, OLD = models.Pairs(70), models.Pairs(22, seed=1)
@@ -35,10 +33,7 @@ OLD_SEED = 42 + 2**31
 
 
 def trainer_of(folder: Any, model: Any, new: Any = NEW, old: Any = OLD, **options: Any) -> InfCLTrainer:
-    callbacks, collator = options.pop("callbacks", []), options.pop("data_collator", default_collate)
-    args = arguments(folder, **{**GROWS, **options})
-    sets = {"train_dataset": new, "replay_dataset": old}
-    return InfCLTrainer(model, args, collator, callbacks=callbacks, **sets)
+    return trainer_for(folder, model, new, replay_dataset=old, **{**GROWS, **options})
 
 
 # ---- Exact gradients ----
@@ -105,7 +100,6 @@ def trained(folder: Path, sets: Any, stop: int = 0, **options: Any) -> tuple[Inf
     options["callbacks"] = [rows, *([StopAt(stop)] if stop else [])]
     resumes = any(folder.glob("checkpoint-*"))
     trainer = trainer_of(folder, models.clip(dropout=0.3, seed=5 if resumes else 0), *sets, **options)
-    rows.watch(trainer)
     trainer.train(resume_from_checkpoint=resumes or None)
     return trainer, rows.steps[:-1]
 
@@ -132,9 +126,7 @@ def pairs_of(kind: str, folder: Path, numbers: range, **options: Any) -> Any:
     """Pairs as a stream, or as a table, for the collator of `helpers.streams`."""
     if kind == "stream":
         return stream_of(folder, **options)
-    images = [{"bytes": png(number), "path": None} for number in numbers]
-    rows = datasets.Dataset.from_dict({"image": images, "caption": [f"caption {number}" for number in numbers]})
-    return ImageTextDataset(rows.cast_column("image", datasets.Image()))
+    return numbered(numbers)
 
 
 def sets_of(kinds: str, folder: Path, **options: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.pictures import picture
+from helpers.trainers import trained
 from transformers import AutoModel, AutoProcessor
 
 from hf_infcl import (
@@ -89,9 +90,7 @@ def test_a_streamed_dataset_trains(names, tmp_path):
     assert "my/images" in block
     block = block.replace('"my/images"', f'"imagefolder", data_dir={str(tmp_path / "pairs")!r}')
     exec(block.replace('[row["caption"]]', 'row["caption"][:1]'), names)  # the captions of the digits are lists
-    trainer = InfCLTrainer(
-        names["model"], names["args"], train_dataset=names["train_dataset"], processing_class=names["processor"]
-    )
-    trainer.train()
+    parts = {"train_dataset": names["train_dataset"], "processing_class": names["processor"]}
+    trainer = trained(InfCLTrainer(names["model"], names["args"], **parts))
     assert trainer.state.global_step == 2
     assert trainer.state.log_history[-1]["train_loss"] > 0

@@ -11,7 +11,7 @@ from datasets import Dataset
 from helpers import models
 from helpers.demo import infcl, mistake
 from helpers.processors import clip_processor, siglip2_processor, siglip_processor
-from helpers.trainers import StopAt, parameters, trainer_for
+from helpers.trainers import StopAt, parameters, trained, trainer_for
 from PIL import Image
 from torch import Tensor
 
@@ -165,8 +165,7 @@ def test_a_training_saves_what_stock_transformers_loads(tmp_path):
 def test_a_given_collator_and_a_model_of_model_init_get_the_size(tmp_path):
     collator = ContrastiveCollator(clip_processor(), uint8=True)
     options = {"data": pairs(), "data_collator": collator, "image_size": 32, "model_init": lambda: models.clip()}
-    trainer = trainer_for(tmp_path, None, **options)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, None, **options))
     assert trainer.model.config.vision_config.image_size == 32
     assert trainer.processing_class is collator.processor
     assert dict(collator.processor.image_processor.crop_size) == {"height": 32, "width": 32}

@@ -14,7 +14,7 @@ from helpers import models
 from helpers.demo import infcl, mistake
 from helpers.processors import clip_processor
 from helpers.shards import write_tar
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from PIL import Image as Picture
 from torch.utils.data import Subset
 from transformers import TrainerCallback
@@ -81,16 +81,8 @@ class Seen(TrainerCallback):
 
 def trainer_of(folder: Path, data: Any, model: Any = None, **options: Any) -> InfCLTrainer:
     options = {"save_strategy": "steps", "save_steps": 1, **FULL, **options}
-    callbacks = options.pop("callbacks", [])
-    old = {"replay_dataset": options.pop("replay_dataset")} if "replay_dataset" in options else {}
-    return InfCLTrainer(
-        model or models.clip(dropout=0.1),
-        arguments(folder, **options),
-        train_dataset=data,
-        processing_class=clip_processor(),
-        callbacks=callbacks,
-        **old,
-    )
+    options |= {"processing_class": clip_processor(), "data_collator": None}
+    return trainer_for(folder, model or models.clip(dropout=0.1), data, **options)
 
 
 # ---- The schedule ----
@@ -176,8 +168,7 @@ def test_the_data_have_the_size_of_their_step_also_after_a_resume(tmp_path, work
     assert whole.window_step.memory.graph_budget is not budget, "graphs of another size are measured again"
     for step in (1, 2, 3) if workers == 0 else (2,):
         place = tmp_path / str(step)
-        stopped = trainer_of(place, pairs(augmentation="crop"), callbacks=[StopAt(step)], **options)
-        stopped.train()
+        trainer_of(place, pairs(augmentation="crop"), callbacks=[StopAt(step)], **options).train()
         resumed = trainer_of(place, pairs(augmentation="crop"), models.clip(dropout=0.1, seed=3), **options)
         resumed.train(resume_from_checkpoint=True)
         assert torch.equal(parameters(resumed), parameters(whole)), step
@@ -197,8 +188,7 @@ def test_a_stream_and_replayed_pairs_have_the_size_of_their_step(tmp_path, repla
     whole.train()
     assert seen.arrived == seen.encoded == [{8}, {8}, {16}, {16}, {24}, set()]
     trainer_of(tmp_path / "half", data, callbacks=[StopAt(3)], **more).train()
-    resumed = trainer_of(tmp_path / "half", data, models.clip(dropout=0.1, seed=3), **more)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_of(tmp_path / "half", data, models.clip(dropout=0.1, seed=3), **more), resume=True)
     assert torch.equal(parameters(resumed), parameters(whole))
 
 
@@ -219,18 +209,9 @@ def test_images_from_elsewhere_are_resized_on_the_device(tmp_path, data):
 
 def test_evaluations_and_other_options_compose(tmp_path):
     options = {"patch_dropout": 0.5, "full_tokens_last": 0.2, "gradient_checkpointing": True, "keep_features": 0.1}
-    options |= {"eval_strategy": "steps", "eval_steps": 1, "retain_graphs": "2"}
-    seen = Seen()
-    trainer = trainer_for(
-        tmp_path,
-        models.clip(dropout=0.1),
-        pairs(),
-        data_collator=ContrastiveCollator(clip_processor(), uint8=True),
-        eval_dataset=pairs(),
-        callbacks=[seen],
-        **FULL,
-        **options,
-    )
+    options |= {"eval_dataset": pairs(), "eval_strategy": "steps", "eval_steps": 1, "retain_graphs": "2"}
+    seen, options["data_collator"] = Seen(), ContrastiveCollator(clip_processor(), uint8=True)
+    trainer = trainer_for(tmp_path, models.clip(dropout=0.1), pairs(), callbacks=[seen], **FULL, **options)
     seen.watch(trainer).train()
     assert seen.encoded[:5] == [{8}, {8}, {16}, {16}, {24}]
     losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
@@ -239,8 +220,7 @@ def test_evaluations_and_other_options_compose(tmp_path):
 
 def rank_trains(rank: int, world_size: int, folder: str) -> torch.Tensor:
     options = {"per_device_train_batch_size": 4 // world_size, "image_size_schedule": ["8:0.5", "16"], "max_steps": 4}
-    trainer = trainer_for(folder, models.clip(), optim="sgd", learning_rate=0.1, **options)
-    trainer.train()
+    trainer = trained(trainer_for(folder, models.clip(), optim="sgd", learning_rate=0.1, **options))
     return parameters(trainer)
 
 

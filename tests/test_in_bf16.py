@@ -13,7 +13,7 @@ from helpers import models
 from helpers.numerics import relative_error
 from helpers.parity import MODELS, Gradients, check
 from helpers.processes import on_ranks
-from helpers.trainers import parameters, trainer_for
+from helpers.trainers import parameters, trained, trainer_for
 from test_model_types import KINDS
 from torch import Tensor, nn
 
@@ -128,8 +128,7 @@ def test_cached_features_of_a_frozen_tower_are_rounded():
 
 
 def test_the_saved_model_and_copies_are_fp32(tmp_path):
-    trainer = trainer_for(tmp_path, **IN_BF16, ema_decay=0.5, learning_rate=1e-3)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, **IN_BF16, ema_decay=0.5, learning_rate=1e-3))
     trainer.save_model(str(tmp_path / "saved"))
     saved = transformers.CLIPModel.from_pretrained(tmp_path / "saved")
     assert {p.dtype for p in saved.parameters()} == {torch.float32}

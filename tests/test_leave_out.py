@@ -4,22 +4,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import models
 from helpers.concepts import Concepts, linear
-from helpers.processes import without_tf32
-from helpers.shards import number_of, png, write_tars
+from helpers.shards import number_of, numbered, write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import arguments, trainer_for
+from helpers.trainers import FullPrecision, parameters, trained, trainer_for
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, default_collate
-from transformers import TrainerCallback
+from torch.utils.data import ConcatDataset, Subset
 
-from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, reference
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
 from hf_infcl.checkpoints.model_files import STATES_NAME
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_averages import NO_KEY
@@ -37,19 +34,13 @@ LEARNS = {
 }
 
 
-def trainer(folder: Any, data: Any, *, extensions: Any = (), callbacks: Any = (), **options: Any) -> InfCLTrainer:
-    args = arguments(folder, **{**LEARNS, **options})
-    more = {"extensions": extensions, "callbacks": [*callbacks]}
-    return InfCLTrainer(linear(), args, default_collate, train_dataset=data, **more)
+def trainer(folder: Any, data: Any, **options: Any) -> InfCLTrainer:
+    return trainer_for(folder, linear(), data, **{**LEARNS, **options})
 
 
 def selection_of(made: InfCLTrainer) -> WithoutNoisyPairs:
     (found,) = [one for one in made.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
     return found
-
-
-def weights(made: InfCLTrainer) -> Tensor:
-    return torch.nn.utils.parameters_to_vector(made.model.parameters()).detach()
 
 
 def left_out(made: InfCLTrainer) -> list[float]:
@@ -63,7 +54,7 @@ def test_clean_pairs_are_trained_to_the_bit_as_without_it(tmp_path):
     made = [trainer(tmp_path, Concepts(), **option) for option in ({}, {"leave_out": "noisy"})]
     for one in made:
         one.train()
-    assert torch.equal(*map(weights, made))
+    assert torch.equal(*map(parameters, made))
     losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in made]
     assert losses[0] == losses[1]
     assert selection_of(made[1]).averages.mean_visits == 12
@@ -75,9 +66,7 @@ def test_clean_pairs_are_trained_to_the_bit_as_without_it(tmp_path):
 def noisy(tmp_path_factory):
     """A training in which 30% of the captions are swapped, that saved in step 30."""
     saves = {"save_strategy": "steps", "save_steps": 30}
-    made = trainer(tmp_path_factory.mktemp("noisy"), Concepts(wrong=0.3), leave_out="noisy", **saves)
-    made.train()
-    return made
+    return trained(trainer(tmp_path_factory.mktemp("noisy"), Concepts(wrong=0.3), leave_out="noisy", **saves))
 
 
 def test_swapped_captions_are_found_and_the_others_are_learned_better(noisy, tmp_path):
@@ -89,8 +78,7 @@ def test_swapped_captions_are_found_and_the_others_are_learned_better(noisy, tmp
     assert found[~data.is_wrong].float().mean() < 0.1
     assert left_out(noisy)[0] == 0
     assert 0.2 < left_out(noisy)[-1] < 0.4
-    plain = trainer(tmp_path, Concepts(wrong=0.3))
-    plain.train()
+    plain = trained(trainer(tmp_path, Concepts(wrong=0.3)))
     held_out = Concepts(seed=2).batch()
     hits = []
     for one in (noisy, plain):
@@ -102,8 +90,7 @@ def test_swapped_captions_are_found_and_the_others_are_learned_better(noisy, tmp
 
 def test_a_share_leaves_out_the_worst_of_each_step(tmp_path):
     data = Concepts(wrong=0.3)
-    made = trainer(tmp_path, data, leave_out=0.3)
-    made.train()
+    made = trained(trainer(tmp_path, data, leave_out=0.3))
     assert left_out(made)[-1] == round(int(0.3 * 128) / 128, 4)
     left = selection_of(made).left_out()
     assert int(left.sum()) == int(0.3 * len(left)), "at the end, of all pairs"
@@ -287,18 +274,16 @@ class Seen(StepObserver):
 def rank_seen(rank: int, world_size: int, folder: str, kind: str, steps: int) -> list[tuple[int, bool, str]]:
     options: dict[str, Any] = {"gradient_accumulation_steps": 4 // world_size, "max_steps": steps}
     data: Any = models.Pairs(40)
-    collator: Any = default_collate
+    seen = Seen()
     if kind == "wrapped":
         data = ConcatDataset([Subset(data, range(30)), models.Pairs(20, seed=7)])
     elif kind == "grows":
         options |= {"global_batch_schedule": ["8:0.5", "16"], "gradient_accumulation_steps": 1}
-    elif kind == "stream":
-        data, collator = stream_of(folder), collate
-    elif kind == "replay":
-        data, collator, options["replay_dataset"] = stream_of(folder), collate, stream_of(folder)
-    seen, old = Seen(), {name: options.pop(name) for name in ("replay_dataset",) if name in options}
-    args = arguments(folder, **options, leave_out="noisy")
-    InfCLTrainer(models.clip(), args, collator, train_dataset=data, extensions=[seen], **old).train()
+    elif kind in ("stream", "replay"):
+        data, options["data_collator"] = stream_of(folder), collate
+    if kind == "replay":
+        options["replay_dataset"] = stream_of(folder)
+    trainer_for(folder, data=data, leave_out="noisy", extensions=[seen], **options).train()
     return [row for step in seen.steps for row in step]
 
 
@@ -331,8 +316,8 @@ def test_a_row_that_replaces_a_bad_one_has_no_key():
 
 def continued(folder: Any, whole: InfCLTrainer, **options: Any) -> InfCLTrainer:
     """A training that goes on from the checkpoint of another one."""
-    made = trainer(folder, Concepts(wrong=0.3), leave_out="noisy", **options)
-    made.train(resume_from_checkpoint=str(Path(whole.args.output_dir, "checkpoint-30")))
+    checkpoint = str(Path(whole.args.output_dir, "checkpoint-30"))
+    made = trained(trainer(folder, Concepts(wrong=0.3), leave_out="noisy", **options), resume=checkpoint)
     assert made.steps_trained == 18
     return made
 
@@ -340,41 +325,35 @@ def continued(folder: Any, whole: InfCLTrainer, **options: Any) -> InfCLTrainer:
 def test_a_resumed_training_goes_on_to_the_bit(noisy, tmp_path):
     assert 0 < left_out(noisy)[29] < 1, "it had begun"
     made = continued(tmp_path, noisy)
-    assert torch.equal(weights(made), weights(noisy))
+    assert torch.equal(parameters(made), parameters(noisy))
     for one, other in zip(selection_of(made).averages.slow(), selection_of(noisy).averages.slow(), strict=True):
         assert torch.equal(one, other)
     assert left_out(made)[-1] == left_out(noisy)[-1]
 
 
 def rank_continued(rank: int, world_size: int, checkpoint: str, output: str) -> tuple[Tensor, list[float], Tensor]:
-    made = trainer(output, Concepts(wrong=0.3), leave_out="noisy", gradient_accumulation_steps=2 // world_size)
-    made.train(resume_from_checkpoint=checkpoint)
-    return weights(made), left_out(made), selection_of(made).averages.slow()[1]
+    options = {"leave_out": "noisy", "gradient_accumulation_steps": 2 // world_size}
+    made = trained(trainer(output, Concepts(wrong=0.3), **options), resume=checkpoint)
+    return parameters(made), left_out(made), selection_of(made).averages.slow()[1]
 
 
 def test_workers_that_read_ahead_read_the_same_rows(noisy, tmp_path):
     made = continued(tmp_path, noisy, dataloader_num_workers=2, dataloader_prefetch_factor=4)
-    assert torch.equal(weights(made), weights(noisy))
+    assert torch.equal(parameters(made), parameters(noisy))
 
 
 def test_two_processes_go_on_with_the_same_decisions(ranks, noisy, tmp_path):
     found = ranks.run(rank_continued, 2, f"{noisy.args.output_dir}/checkpoint-30", str(tmp_path))
     assert torch.equal(found[0][2], found[1][2])
-    moved = weights(noisy) - torch.nn.utils.parameters_to_vector(linear().parameters())
-    assert (found[0][0] - weights(noisy)).norm() < 1e-2 * moved.norm()
+    moved = parameters(noisy) - torch.nn.utils.parameters_to_vector(linear().parameters())
+    assert (found[0][0] - parameters(noisy)).norm() < 1e-2 * moved.norm()
     assert found[0][1] == left_out(noisy)
-
-
-class FullPrecision(TrainerCallback):
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        without_tf32()
 
 
 def rank_trained(rank: int, world_size: int, output: str) -> tuple[Tensor, list[float]]:
     steps = {"gradient_accumulation_steps": 2 // world_size}
-    made = trainer(output, Concepts(wrong=0.3), leave_out="noisy", callbacks=[FullPrecision()], **steps)
-    made.train()
-    return weights(made).cpu(), left_out(made)
+    made = trained(trainer(output, Concepts(wrong=0.3), leave_out="noisy", callbacks=[FullPrecision()], **steps))
+    return parameters(made).cpu(), left_out(made)
 
 
 def test_two_processes_train_as_one(ranks, tmp_path, backend):
@@ -400,13 +379,6 @@ def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):
     assert selection_of(made).border == selection_of(noisy).border
 
 
-def numbered(rows: list[int]) -> ImageTextDataset:
-    """Images that hold their numbers, for `of_concepts`."""
-    images = [{"bytes": png(number), "path": None} for number in rows]
-    table = datasets.Dataset.from_dict({"image": images, "caption": [f"caption {number}" for number in rows]})
-    return ImageTextDataset(table.cast_column("image", datasets.Image()))
-
-
 def of_concepts(items: Any) -> dict[str, Tensor]:
     return Concepts(640, wrong=0.3).batch([number_of(item) for item in items])
 
@@ -414,14 +386,13 @@ def of_concepts(items: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["more", "excluded", "moved"])
 def test_rows_that_have_other_numbers_are_not_taken_for_those_of_the_checkpoint(tmp_path, kind):
     def run(rows: list[int], **options: Any) -> InfCLTrainer:
-        args = arguments(tmp_path, **{**LEARNS, "leave_out": "noisy", "resume_with_changes": True, **options})
-        return InfCLTrainer(linear(), args, of_concepts, train_dataset=numbered(rows))
+        options = {"leave_out": "noisy", "resume_with_changes": True, "data_collator": of_concepts, **options}
+        return trainer(tmp_path, numbered(rows), **options)
 
     every = list(range(256))
     run(every, max_steps=8, save_strategy="steps", save_steps=8).train()
     rows = {"more": list(range(300)), "excluded": every[1:], "moved": [*every[1:], 0]}[kind]
-    made = run(rows, max_steps=9)
-    made.train(resume_from_checkpoint=True)
+    made = trained(run(rows, max_steps=9), resume=True)
     visits = selection_of(made).averages.mean_visits
     assert (visits > 3) == (kind == "more")
     assert visits >= 1
@@ -436,10 +407,14 @@ def test_another_selection_is_a_change_of_the_run(noisy, tmp_path):
 # ---- With replay in two losses ----
 
 
-def rank_own(rank: int, world_size: int) -> Tensor:
+def of_two_processes() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     images, texts = (F.normalize(torch.randn(12, 8, generator=generator), dim=1) for _ in range(2))
-    takes_part = torch.tensor([True, False, True, True, True, True, True, True, False, False, True, True])
+    return images, texts, torch.tensor([True, False, True, True, True, True, True, True, False, False, True, True])
+
+
+def rank_own(rank: int, world_size: int) -> Tensor:
+    images, texts, takes_part = of_two_processes()
     each = 12 // world_size
     mine = slice(rank * each, (rank + 1) * each)
     window = window_of(torch.arange(each), new=each // 2)
@@ -448,9 +423,7 @@ def rank_own(rank: int, world_size: int) -> Tensor:
 
 
 def test_uneven_pairs_weigh_both_losses_alike_on_every_process(ranks):
-    generator = torch.Generator().manual_seed(0)
-    images, texts = (F.normalize(torch.randn(12, 8, generator=generator), dim=1) for _ in range(2))
-    takes_part = torch.tensor([True, False, True, True, True, True, True, True, False, False, True, True])
+    images, texts, takes_part = of_two_processes()
     new = torch.tensor([True, True, True, False, False, False] * 2)
     parts = [takes_part & new, takes_part & ~new]
     losses = [reference.contrastive_loss(images[p], texts[p], torch.tensor(9.0)).sum() * p.sum() for p in parts]
@@ -547,9 +520,9 @@ def test_the_card_says_what_the_rule_waits_for():
     selection, keys = WithoutNoisyPairs("noisy", 2), torch.tensor([[0, 1]])
     for scores, reason in (
         ([1.0, 1.0], "each pair was seen 1.0 times, and the rule begins after 3"),
-        *[([1.0, 1.0], "each pair was seen 2.0 times, and the rule begins after 3")],
-        *[([1.0, 1.0], "pairs that are learned score 1.0 on average, and the rule begins at 2")],
-        *[([100.0, 100.0], "0.0% of the pairs score below 0, and the rule begins at 1%")],
+        ([1.0, 1.0], "each pair was seen 2.0 times, and the rule begins after 3"),
+        ([1.0, 1.0], "pairs that are learned score 1.0 on average, and the rule begins at 2"),
+        ([100.0, 100.0], "0.0% of the pairs score below 0, and the rule begins at 1%"),
     ):
         assert bool(selection._stays(keys, torch.tensor([scores], dtype=torch.float64)).all())
         assert selection.card == {"pairs left out": f"none, because {reason}"}

@@ -12,7 +12,7 @@ from helpers.demo import infcl
 from helpers.parity import TOLERANCE, Gradients
 from helpers.pictures import picture
 from helpers.processors import END, clip_processor
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -35,8 +35,7 @@ def rank_gradients(rank: int, world_size: int, folder: str, objective: str, opti
     args = arguments(folder, max_steps=1, max_grad_norm=0, matryoshka_dims=DIMS, **batch, **options)
     model = {"softmax": models.clip, "sigmoid": models.siglip}[objective]()
     pairs = models.Pairs(ROWS, repeats=3)
-    trainer = InfCLTrainer(model, args, default_collate, train_dataset=pairs, callbacks=[callback])
-    trainer.train()
+    trainer = trained(InfCLTrainer(model, args, default_collate, train_dataset=pairs, callbacks=[callback]))
     return trainer.state.log_history[0]["loss"], callback.seen
 
 
@@ -96,11 +95,9 @@ def test_the_losses_of_new_and_old_pairs_are_means_too():
 
 def test_a_resumed_training_is_the_same_and_the_model_names_its_prefixes(tmp_path):
     options = {"matryoshka_dims": DIMS, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer_for(tmp_path / "whole", models.clip(0.1), **options)
-    whole.train()
+    whole = trained(trainer_for(tmp_path / "whole", models.clip(0.1), **options))
     trainer_for(tmp_path, models.clip(0.1), **options, callbacks=[StopAt(2)]).train()
-    resumed = trainer_for(tmp_path, models.clip(0.1), **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(tmp_path, models.clip(0.1), **options), resume=True)
     assert torch.equal(parameters(resumed), parameters(whole))
     saved = json.loads((tmp_path / "checkpoint-4" / "config.json").read_text(encoding="utf-8"))
     assert saved["matryoshka_dims"] == DIMS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.trainers import trainer_for
+from helpers.trainers import trained, trainer_for
 
 from hf_infcl.evaluation import METRICS, retrieval_metrics, zero_shot_metrics
 from hf_infcl.evaluation.metrics import Metric, PairRanks, metric_named, metrics_of_kind, recalls
@@ -34,8 +34,7 @@ def _mean_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_metric_is_measured_and_chooses_the_best_model(tmp_path):
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "max_steps": 3}
     options |= {"metric_for_best_model": "mean_rank", "learning_rate": 0.03}
-    trainer = trainer_for(tmp_path, eval_dataset=models.Pairs(16), **options)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, eval_dataset=models.Pairs(16), **options))
     measured = [entry["eval_mean_rank"] for entry in trainer.state.log_history if "eval_mean_rank" in entry]
     assert len({*measured}) > 1
     assert trainer.state.best_metric == min(measured), "a smaller rank is better"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers.training_args
 from helpers import models
-from helpers.trainers import StopAt, trainer_for
+from helpers.trainers import StopAt, trained, trainer_for
 from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped, zero
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -73,8 +73,7 @@ def rank_average(rank: int, world_size: int, folder: str, wrapper: str) -> None:
         f"{folder}/plain", plain, **{**options, "ema_decay": None, "ema_device": None, "save_strategy": "no"}
     ).train()
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": models.Pairs(9)}
-    trainer = trainer_of(f"{folder}/whole", watched, **options, **evaluated)
-    trainer.train()
+    trainer = trained(trainer_of(f"{folder}/whole", watched, **options, **evaluated))
     for before, now in zip(plain.seen, watched.seen, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
     last = whole(trainer.model)
@@ -106,11 +105,9 @@ def rank_average(rank: int, world_size: int, folder: str, wrapper: str) -> None:
 def test_one_process_resumes_to_the_bit_after_an_interruption(tmp_path, changes):
     options = {**changes, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": models.Pairs(9)}
     options["metric_for_best_model"] = "loss"
-    trainer = trainer_of(tmp_path / "whole", **options)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path / "whole", **options))
     trainer_of(tmp_path / "part", StopAt(2), **options).train()
-    resumed = trainer_of(tmp_path / "part", seed=7, **options)
-    resumed.train(resume_from_checkpoint="auto")
+    resumed = trained(trainer_of(tmp_path / "part", seed=7, **options), resume="auto")
     assert all(torch.equal(a, b) for a, b in zip(whole(trainer.model), whole(resumed.model), strict=True))
     best = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     if "load_best_model_at_end" in changes:
@@ -158,8 +155,7 @@ def test_a_roll_back_restores_the_trained_weights_and_the_average(tmp_path, spli
     options = {"divergence_factor": 1.3, "on_divergence": "roll_back", "max_steps": 27, "save_steps": 12}
     options |= dict(zip(("per_device_train_batch_size", "gradient_accumulation_steps"), split, strict=True))
     watched = Weights()
-    trainer = trainer_of(tmp_path, Explode(), watched, **options)
-    trainer.train()
+    trainer = trained(trainer_of(tmp_path, Explode(), watched, **options))
     of_24, _, of_26, of_27 = watched.seen[23:]
     assert all(torch.equal(a, b) for a, b in zip(of_24, of_26, strict=True)), "window 26 went back"
     assert not any(torch.equal(a, b) for a, b in zip(of_26, of_27, strict=True))
@@ -179,8 +175,7 @@ def rank_off_and_on(rank: int, world_size: int, folder: str, wrapper: str) -> No
     for later in (options, off):
         later["save_steps"] = 4
     trainer_of(folder, StopAt(4), between, **off, **changes).train(resume_from_checkpoint="auto")
-    again = trainer_of(folder, after, **options, **changes)
-    again.train(resume_from_checkpoint="auto")
+    again = trained(trainer_of(folder, after, **options, **changes), resume="auto")
     found = [*before.seen, *between.seen, *after.seen]
     for step, (expected, weights) in enumerate(zip(plain.seen, found, strict=True), 1):
         assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True)), step
@@ -215,8 +210,7 @@ def test_an_average_that_an_earlier_version_left_in_a_checkpoint_is_not_used(tmp
         patch.setattr(resuming, "average_loaded", lambda *args, **kwargs: nullcontext())
         trainer_of(tmp_path, StopAt(4), **options, ema_decay=None).train(resume_from_checkpoint="auto")
     saved, found = whole(models.tf.CLIPModel.from_pretrained(tmp_path / "checkpoint-4")), Weights()
-    again = trainer_of(tmp_path, found, **options, learning_rate=0.0, weight_decay=0.0)
-    again.train(resume_from_checkpoint="auto")
+    again = trained(trainer_of(tmp_path, found, **options, learning_rate=0.0, weight_decay=0.0), resume="auto")
     assert all(torch.equal(a, b) for a, b in zip(saved, found.seen[0], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(saved, whole(again.model), strict=True))
 
@@ -246,7 +240,6 @@ def test_another_decay_is_another_run(tmp_path):
     trainer_of(tmp_path, StopAt(2)).train()
     with pytest.raises(ValueError, match=r"ema_decay was 0\.6 and is 0\.9"):
         trainer_of(tmp_path, ema_decay=0.9).train(resume_from_checkpoint="auto")
-    changed = trainer_of(tmp_path, ema_decay=0.9, resume_with_changes=True)
-    changed.train(resume_from_checkpoint="auto")
+    changed = trained(trainer_of(tmp_path, ema_decay=0.9, resume_with_changes=True), resume="auto")
     assert changed.steps_trained == 2
     assert Path(tmp_path, "checkpoint-4").is_dir()

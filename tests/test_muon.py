@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.demo import infcl
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from helpers.wrappers import needs_fsdp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -90,8 +90,7 @@ def test_matrices_are_trained_as_by_torch_muon(tmp_path):
             super().step(closure)
             muon.step()
 
-    ours = trainer_for(tmp_path / "ours", **MUON, lr_scheduler_type="constant")
-    ours.train()
+    ours = trained(trainer_for(tmp_path / "ours", **MUON, lr_scheduler_type="constant"))
     model = models.clip()
     trainer = trainer_for(tmp_path, model)  # names the parameters
     groups = trainer_for(tmp_path, model, **MUON).create_optimizer().param_groups
@@ -196,8 +195,7 @@ def rank_fsdp(rank: int, world_size: int, folder: str, kind: str) -> list[Tensor
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_sharded_training_equals_one_process_and_goes_on_to_the_bit(fresh_ranks, tmp_path, kind):
     sharded, _ = fresh_ranks.run(rank_fsdp, 2, str(tmp_path / "sharded"), kind)
-    one = trainer_for(tmp_path / "one", models.siglip(), **{**MUON, **SHORT, **RATES})
-    one.train()
+    one = trained(trainer_for(tmp_path / "one", models.siglip(), **{**MUON, **SHORT, **RATES}))
     expected = weights(one)
     assert_near([p.reshape(q.shape) for p, q in zip(sharded, expected, strict=True)], expected)
 

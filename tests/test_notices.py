@@ -3,14 +3,13 @@
 import datasets
 import pytest
 import transformers
-from helpers import models
+from helpers import models, trainers
 from helpers.pictures import picture
 from helpers.processors import END, LENGTH, clip_processor
 from helpers.shards import pair, png, write_parquet, write_tar
-from helpers.trainers import arguments
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer, ZeroShotDataset
+from hf_infcl import ImageTextDataset, ImageTextStream, ZeroShotDataset
 from hf_infcl.data import ContrastiveCollator
 from hf_infcl.loading.notices import CaptionNotices
 from hf_infcl.tools.publishing import training_facts
@@ -35,14 +34,8 @@ def pairs(captions, **options):
 
 def trainer_for(folder, train, evaluated=None, **options):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, **options}
-    processor = clip_processor()
-    return InfCLTrainer(
-        models.clip(end=END),
-        arguments(folder, **options),
-        train_dataset=train,
-        eval_dataset=evaluated,
-        processing_class=processor,
-    )
+    options |= {"eval_dataset": evaluated, "processing_class": clip_processor(), "data_collator": None}
+    return trainers.trainer_for(folder, models.clip(end=END), train, **options)
 
 
 def test_captions_that_are_cut_are_told_of_every_set_before_step_1(tmp_path, warnings):
@@ -137,14 +130,7 @@ def test_a_training_that_is_resumed_does_not_tell_again(tmp_path, warnings):
 
 def test_old_pairs_are_not_called_the_training_set(tmp_path, warnings):
     new, old = pairs([f"new {letter}" for letter in LETTERS[:8]]), pairs([LONG, *["the same old words"] * 7])
-    trainer = InfCLTrainer(
-        models.clip(end=END),
-        arguments(tmp_path, per_device_train_batch_size=4, max_steps=1),
-        train_dataset=new,
-        replay_dataset=old,
-        processing_class=clip_processor(),
-    )
-    trainer.train()
+    trainers.trainer_for(tmp_path, models.clip(end=END), new, replay_dataset=old, max_steps=1).train()
     assert [("training set" in line, "of the replayed set have" in line) for line in warnings] == [(False, True)] * 2
 
 

@@ -8,7 +8,7 @@ import transformers
 from helpers import models
 from helpers.demo import infcl, mistake
 from helpers.parity import MODELS, Draws, check
-from helpers.trainers import StopAt, TowerTokens, parameters, trainer_for
+from helpers.trainers import StopAt, TowerTokens, parameters, trained, trainer_for
 from torch import Tensor
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
@@ -115,8 +115,7 @@ def test_the_last_steps_see_all_patches_also_after_a_resume_and_evaluations_alwa
     for step in (2, 4):
         place = tmp_path / str(step)
         trainer_for(place, models.clip(dropout=0.1), callbacks=[StopAt(step)], **options).train()
-        resumed = trainer_for(place, models.clip(dropout=0.1, seed=3), **options)
-        resumed.train(resume_from_checkpoint=True)
+        resumed = trained(trainer_for(place, models.clip(dropout=0.1, seed=3), **options), resume=True)
         assert torch.equal(parameters(resumed), parameters(whole)), step
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from helpers import models
-from helpers.trainers import parameters, trainer_for
+from helpers.trainers import parameters, trained, trainer_for
 from safetensors.torch import load_file
 
 from hf_infcl.checkpoints.saving import Checkpoints
@@ -23,8 +23,7 @@ def lora(tower: str) -> peft.PeftModel:
 def test_adapters_train_and_everything_else_stays(tmp_path, tower):
     model = lora(tower)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = trainer_for(tmp_path, model, max_steps=2, learning_rate=0.1, eval_dataset=models.Pairs(9))
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, model, max_steps=2, learning_rate=0.1, eval_dataset=models.Pairs(9)))
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
     assert all(f".{tower}." in name or "visual_projection" in name for name in changed)
@@ -51,10 +50,8 @@ SAVED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_ra
 
 
 def test_a_trained_logit_scale_is_resumed_and_loaded_with_the_adapter(tmp_path):
-    whole = trainer_for(tmp_path, with_trained_scale(), **SAVED)
-    whole.train()
-    resumed = trainer_for(tmp_path, with_trained_scale(), **SAVED)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    whole = trained(trainer_for(tmp_path, with_trained_scale(), **SAVED))
+    resumed = trained(trainer_for(tmp_path, with_trained_scale(), **SAVED), resume=str(tmp_path / "checkpoint-2"))
     assert resumed.model.logit_scale.item() == whole.model.logit_scale.item()
     assert torch.equal(parameters(resumed), parameters(whole))
     whole.save_model(tmp_path / "adapter")
@@ -63,17 +60,18 @@ def test_a_trained_logit_scale_is_resumed_and_loaded_with_the_adapter(tmp_path):
 
 
 def test_a_trained_logit_scale_returns_with_the_best_model_and_a_rollback(tmp_path):
-    trainer = trainer_for(
-        tmp_path,
-        with_trained_scale(),
-        **SAVED,
-        eval_dataset=models.Pairs(9),
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
+    trainer = trained(
+        trainer_for(
+            tmp_path,
+            with_trained_scale(),
+            **SAVED,
+            eval_dataset=models.Pairs(9),
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+        )
     )
-    trainer.train()
     for step in (2, 4):
         saved = load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors")["base_model.model.logit_scale"]
         trainer.model.logit_scale.data.zero_()
@@ -95,8 +93,7 @@ def test_only_what_peft_leaves_out_is_beside_the_adapters():
 def test_several_adapters_are_saved_with_the_scale(tmp_path):
     model = peft.get_peft_model(models.clip(), peft.LoraConfig(target_modules=["q_proj"]), adapter_name="words")
     model.logit_scale.requires_grad_(True)
-    trainer = trainer_for(tmp_path, model, max_steps=1, learning_rate=0.1)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, model, max_steps=1, learning_rate=0.1))
     trainer.save_model(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(models.clip(), tmp_path / "adapter" / "words")
     assert loaded.logit_scale.item() == model.logit_scale.item() != models.clip().logit_scale.item()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from helpers import models, processors
-from helpers.trainers import StopAt, arguments, trainer_for
+from helpers.trainers import StopAt, arguments, trained, trainer_for
 from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from PIL import Image
@@ -276,8 +276,7 @@ def test_an_average_that_is_the_start_was_not_trained(tmp_path, tolerance):
     ],
 )
 def test_rates_are_those_after_scaling(tmp_path, options, rates):
-    trainer = trainer_for(tmp_path, max_steps=1, lr_scheduler_type="cosine", **options)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, max_steps=1, lr_scheduler_type="cosine", **options))
     assert training_facts(trainer, **DESCRIBED).rates == pytest.approx(rates)
 
 
@@ -527,8 +526,7 @@ def test_optimizer_schedule_and_precision_are_those_of_the_training(tmp_path, op
 def test_pairs_seen_are_those_of_every_batch_size(tmp_path):
     """The steps between the last log and the checkpoint had the earlier batch."""
     options = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 3, "max_steps": 8}
-    first = trainer_for(tmp_path, gradient_accumulation_steps=1, **options, callbacks=[StopAt(4)])
-    first.train()
+    first = trained(trainer_for(tmp_path, gradient_accumulation_steps=1, **options, callbacks=[StopAt(4)]))
     assert training_facts(first, **DESCRIBED).samples == 4 * 4
     again = trainer_for(tmp_path, gradient_accumulation_steps=4, **options, resume_with_changes=True)
     again.train(resume_from_checkpoint=True)
@@ -556,17 +554,14 @@ def test_the_time_is_that_of_all_steps_of_a_run(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
     options = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2, "max_steps": 7}
-    first = trainer_for(tmp_path, **options, callbacks=[Slow(clock), StopAt(3)])
-    first.train()
+    first = trained(trainer_for(tmp_path, **options, callbacks=[Slow(clock), StopAt(3)]))
     assert training_facts(first, **DESCRIBED).seconds == 30
     clock[0] += 1000
-    again = trainer_for(tmp_path, **options, callbacks=[Slow(clock)])
-    again.train(resume_from_checkpoint=True)
+    again = trained(trainer_for(tmp_path, **options, callbacks=[Slow(clock)]), resume=True)
     clock[0] += 1000  # the evaluations after it
     again.evaluate({"pairs": models.Pairs(4)})
     assert training_facts(again, **DESCRIBED).seconds == 70
-    never = trainer_for(tmp_path / "never", max_steps=1, logging_strategy="no", callbacks=[Slow(clock)])
-    never.train()
+    never = trained(trainer_for(tmp_path / "never", max_steps=1, logging_strategy="no", callbacks=[Slow(clock)]))
     assert training_facts(never, **DESCRIBED).seconds == 10
 
 
@@ -631,8 +626,7 @@ def test_a_card_is_written_for_each_training_and_an_error_ends_none(tmp_path):
 
 
 def test_a_callback_that_comes_after_the_training_writes_the_card_with_the_model(tmp_path):
-    trainer = trainer_for(tmp_path, max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, max_steps=1))
     trainer.add_callback(CardCallback(lambda: facts(name="late")))
     assert not (tmp_path / "README.md").exists()
     trainer.save_model()

@@ -10,7 +10,7 @@ from helpers.concepts import Concepts, linear
 from helpers.processors import END, clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import parameters, trainer_for
+from helpers.trainers import parameters, trained, trainer_for
 from test_micro_batches import FREE, RunsOut
 from test_teachers import rows, store, table_source
 from torch import Tensor
@@ -46,9 +46,7 @@ def repeated(folder: Any, number: int, *, backward: bool = False, most: int = 9,
 def whole(folder: Any, micro_batch: int, **options: Any) -> InfCLTrainer:
     """The same with enough memory, in micro-batches of so many pairs from the start."""
     sizes = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 16 // micro_batch}
-    trainer = trainer_for(folder, **{"data": models.Pairs(64), **PLAIN, **sizes, **options})
-    trainer.train()
-    return trainer
+    return trained(trainer_for(folder, **{"data": models.Pairs(64), **PLAIN, **sizes, **options}))
 
 
 def state_of(trainer: InfCLTrainer) -> list[Tensor]:

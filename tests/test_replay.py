@@ -16,10 +16,10 @@ from helpers import models
 from helpers.demo import copy_rows, infcl
 from helpers.parity import FLOOR, MODELS, TOLERANCE, Gradients
 from helpers.processors import clip_processor
-from helpers.shards import number_of, png, write_tars
+from helpers.shards import number_of, numbered, png, write_tars
 from helpers.streams import PAIRS, collate, stream_of
-from helpers.trainers import StopAt, TrainedRows, arguments, parameters
-from torch.utils.data import DataLoader, default_collate
+from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trained, trainer_for
+from torch.utils.data import DataLoader
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
@@ -38,10 +38,7 @@ KINDS = [(new, old) for new in ("table", "stream") for old in ("table", "stream"
 
 def table(numbers: Any, **options: Any) -> ImageTextDataset:
     """Pairs with five captions each, one of which is drawn in each pass."""
-    images = [{"bytes": png(number), "path": None} for number in numbers]
-    captions = [[f"caption {number} {letter}" for letter in "abcde"] for number in numbers]
-    rows = datasets.Dataset.from_dict({"image": images, "caption": captions})
-    return ImageTextDataset(rows.cast_column("image", datasets.Image()), **options)
+    return numbered(numbers, [[f"caption {number} {letter}" for letter in "abcde"] for number in numbers], **options)
 
 
 def pairs_of(kind: str, numbers: Any, folder: Path) -> Any:
@@ -76,7 +73,7 @@ def read(pairs: Replayed, windows: int, processes: int = 1, workers: int = 0, st
         where = {"rank": rank, "world_size": processes, "num_workers": workers}
         batches = pairs.batches(
             plan_of("16", None, 0.3, processes, at=at),
-            lambda items: [(number_of(i), i["caption"][0]) for i in items],
+            numbers_and_captions,
             **where,
             states=states,
         )
@@ -183,15 +180,8 @@ def rank_gradients(rank: int, world_size: int, cells: list[tuple]) -> list[Any]:
             options = {"replay_share": 1 / 3, "replay_as": replay_as, "max_steps": 1, "max_grad_norm": 0.0}
             size = {"per_device_train_batch_size": 24 // world_size // steps, "gradient_accumulation_steps": steps}
             gradients = Gradients()
-            trainer = InfCLTrainer(
-                MODELS[objective](),
-                arguments(folder, **options, **size),
-                default_collate,
-                train_dataset=WHOLE_NEW,
-                replay_dataset=WHOLE_OLD,
-                callbacks=[gradients],
-            )
-            trainer.train()
+            parts = {"replay_dataset": WHOLE_OLD, "callbacks": [gradients]}
+            trainer = trained(trainer_for(folder, MODELS[objective](), WHOLE_NEW, **parts, **options, **size))
         found.append((trainer.state.log_history[0], gradients.seen))
     return found
 
@@ -271,15 +261,8 @@ def train(folder: Any, new: Any, old: Any, resume: Any = None, **options: Any) -
     """Trains with dropout; returns the trainer, and the rows that this process trained in each step."""
     rows, callbacks = TrainedRows(), options.pop("callbacks", [])
     given = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, "replay_share": 0.4}
-    trainer = InfCLTrainer(
-        models.clip(dropout=0.3, seed=5 if resume else 0),
-        arguments(folder, **{**given, **options}),
-        collate,
-        train_dataset=new,
-        replay_dataset=old,
-        callbacks=[rows, *callbacks],
-    )
-    rows.watch(trainer)
+    given |= {"replay_dataset": old, "data_collator": collate, "callbacks": [rows, *callbacks]}
+    trainer = trainer_for(folder, models.clip(dropout=0.3, seed=5 if resume else 0), new, **{**given, **options})
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer, rows.steps[:-1]
 
@@ -375,8 +358,9 @@ def test_what_cannot_be_mixed_is_refused(tmp_path, old, options, words):
 def test_new_pairs_that_cannot_be_mixed_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"The training set has 10 pairs, fewer than its 11 of each global batch"):
         replayed(table(range(10)), table(OLD))
+    args = arguments(tmp_path, replay_share=0.4)
     with pytest.raises(ValueError, match="mixed into a train_dataset, which is missing"):
-        train(tmp_path, None, table(OLD))
+        InfCLTrainer(models.clip(), args, collate, replay_dataset=table(OLD))
 
 
 # ---- The command ----

@@ -16,8 +16,7 @@ from helpers.numerics import relative_error
 from helpers.pictures import picture
 from helpers.processes import on_ranks
 from helpers.processors import clip_processor
-from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
-from torch.utils.data import default_collate
+from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trained, trainer_for
 from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer
@@ -39,8 +38,7 @@ def check_resume(folder: str, data: Any, stop: int = 3, seed: int = 99, **option
     trainer_for(f"{folder}/parts", models.clip(dropout=0.3), data, **options, callbacks=[StopAt(stop)]).train()
     assert os.path.isdir(f"{folder}/parts/checkpoint-{stop}")
     torch.manual_seed(seed)
-    resumed = trainer_for(f"{folder}/parts", models.clip(dropout=0.3, seed=5), data, **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(f"{folder}/parts", models.clip(dropout=0.3, seed=5), data, **options), resume=True)
     assert resumed.state.global_step == 6
     assert torch.equal(parameters(whole), parameters(resumed))
     kept = ("loss", "grad_norm", "logit_scale")
@@ -106,8 +104,7 @@ def files(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("fewer", [0, 1])
 def test_a_finished_run_trains_nothing_when_resumed(tmp_path, options, fewer, caplog):
     options = {"data": models.Pairs(20), "save_total_limit": 2, "lr_scheduler_type": "constant", **options}
-    whole = trainer_for(tmp_path, **options)
-    whole.train()
+    whole = trained(trainer_for(tmp_path, **options))
     assert whole.steps_trained == whole.state.global_step
     before = files(tmp_path)
     if options["max_steps"] > 0:
@@ -177,8 +174,7 @@ def test_another_run_s_checkpoint_is_refused(tmp_path, stopped_runs, changes, me
 def test_what_decides_nothing_may_change(tmp_path):
     stopped(tmp_path)
     changes = {"logging_steps": 2, "save_steps": 5, "eval_strategy": "no", "retain_graphs": "2", "skip_nonfinite": 3}
-    resumed = trainer_for(tmp_path, **{**OPTIONS, **changes, "optim": "adamw_torch_fused"})
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(tmp_path, **{**OPTIONS, **changes, "optim": "adamw_torch_fused"}), resume=True)
     assert resumed.steps_trained == 3
 
 
@@ -213,8 +209,7 @@ def test_changes_that_are_asked_for_reach_the_loaded_optimizer_and_schedule(tmp_
     changes = {"learning_rate": 1e-3, "weight_decay": 0.5, "adam_beta2": 0.5, "lr_scheduler_type": "cosine"}
     changes |= {"max_steps": 8, "resume_with_changes": True}
     seen = Seen()
-    resumed = trainer_for(tmp_path, **{**OPTIONS, **changes}, callbacks=[seen])
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(tmp_path, **{**OPTIONS, **changes}, callbacks=[seen]), resume=True)
     assert [step["weight_decay"] for step in seen.steps] == [0.5] * 5
     assert {tuple(step["betas"]) for step in seen.steps} == {(0.9, 0.5)}
     expected = [1e-3 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(3, 8)]
@@ -230,10 +225,7 @@ def test_changes_that_are_asked_for_reach_the_loaded_optimizer_and_schedule(tmp_
 def own_optimizer(folder: Any, optimizer: Any, scheduler: Any, **options: Any) -> InfCLTrainer:
     model = models.clip()
     made = optimizer(model.parameters())
-    args = arguments(folder, **{**OPTIONS, **options})
-    return InfCLTrainer(
-        model, args, default_collate, train_dataset=models.Pairs(40), optimizers=(made, scheduler(made))
-    )
+    return trainer_for(folder, model, **{**OPTIONS, **options}, optimizers=(made, scheduler(made)))
 
 
 def test_the_options_of_one_s_own_optimizer_and_schedule_are_compared_and_applied(tmp_path):
@@ -241,9 +233,7 @@ def test_the_options_of_one_s_own_optimizer_and_schedule_are_compared_and_applie
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
 
     sgd, other = partial(torch.optim.SGD, lr=0.1, momentum=0.5), partial(torch.optim.SGD, lr=0.2, momentum=0.9)
-    first = own_optimizer(tmp_path, sgd, schedule)
-    first.add_callback(StopAt(3))
-    first.train()
+    own_optimizer(tmp_path, sgd, schedule, callbacks=[StopAt(3)]).train()
     message = r"lr was 0\.1 and is 0\.2, momentum was 0\.5 and is 0\.9, gamma of the schedule was 0\.5 and is 1\.0\."
     with pytest.raises(ValueError, match=message):
         own_optimizer(tmp_path, other, partial(schedule, gamma=1.0)).train(resume_from_checkpoint=True)
@@ -270,13 +260,11 @@ def test_progress_in_the_groups_of_an_optimizer_is_no_option(tmp_path):
 
     constant = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0)
     options = {"lr_scheduler_type": "constant"}
-    first = own_optimizer(tmp_path, groups, constant, max_steps=3, **options)
-    first.train()
+    first = trained(own_optimizer(tmp_path, groups, constant, max_steps=3, **options))
     first.args.max_steps = 6
     first.train(resume_from_checkpoint=True)  # by the same trainer, whose optimizer has progressed
     options |= {"max_steps": 8, "resume_with_changes": True}
-    resumed = own_optimizer(tmp_path, partial(groups, momentum=0.9), constant, **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(own_optimizer(tmp_path, partial(groups, momentum=0.9), constant, **options), resume=True)
     assert resumed.optimizer.param_groups[0]["k"] == 8
     assert resumed.optimizer.param_groups[0]["momentum"] == 0.9
 
@@ -284,11 +272,9 @@ def test_progress_in_the_groups_of_an_optimizer_is_no_option(tmp_path):
 def test_another_split_of_the_same_global_batch_goes_on(tmp_path, caplog):
     stopped(tmp_path, logging_steps=0.3)
     options = {**OPTIONS, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    resumed = trainer_for(tmp_path, **options, logging_steps=0.3)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(tmp_path, **options, logging_steps=0.3), resume=True)
     assert not re.search(r"from args|other intervals", caplog.text), "the same share is no change"
-    whole = trainer_for(tmp_path / "whole", **OPTIONS)
-    whole.train()
+    whole = trained(trainer_for(tmp_path / "whole", **OPTIONS))
     assert relative_error(parameters(resumed), parameters(whole)) < 5e-5
 
 
@@ -302,15 +288,9 @@ def rank_stops(rank: int, world_size: int, folder: str) -> None:
 
 def test_another_number_of_processes_goes_on_with_the_same_batches(ranks, tmp_path):
     ranks.run(rank_stops, 2, str(tmp_path))
-    resumed, whole = trainer_for(tmp_path, **GENTLE), trainer_for(tmp_path / "whole", **GENTLE)
-    rows = TrainedRows()
-    rows.watch(resumed)
-    resumed.add_callback(rows)
-    rows_of_whole = TrainedRows()
-    rows_of_whole.watch(whole)
-    whole.add_callback(rows_of_whole)
-    resumed.train(resume_from_checkpoint=True)
-    whole.train()
+    rows, rows_of_whole = TrainedRows(), TrainedRows()
+    resumed = trained(trainer_for(tmp_path, **GENTLE, callbacks=[rows]), resume=True)
+    whole = trained(trainer_for(tmp_path / "whole", **GENTLE, callbacks=[rows_of_whole]))
     assert [sorted(step) for step in rows.steps] == [sorted(step) for step in rows_of_whole.steps[3:]]
     assert relative_error(parameters(resumed), parameters(whole)) < 5e-5
 

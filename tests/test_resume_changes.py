@@ -8,8 +8,7 @@ import torch
 from helpers import models
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
-from torch.utils.data import default_collate
+from helpers.trainers import StopAt, TrainedRows, parameters, trained, trainer_for
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.record import Stage
@@ -26,10 +25,8 @@ def part(folder: Any, data: Any, stop: int = 0, **options: Any) -> tuple[InfCLTr
     """One part of a run, up to a step if one is given, and the rows of each of its steps."""
     rows = TrainedRows()
     options = {**EPOCHS, "save_steps": stop or 1000, "resume_with_changes": True, **options}
-    trainer = trainer_for(folder, models.clip(), data, callbacks=[rows, *([StopAt(stop)] if stop else [])], **options)
-    rows.watch(trainer)
-    trainer.train(resume_from_checkpoint="auto")
-    return trainer, rows.steps[:-1]
+    options["callbacks"] = [rows, *([StopAt(stop)] if stop else [])]
+    return trained(trainer_for(folder, data=data, **options), resume="auto"), rows.steps[:-1]
 
 
 # ---- What is left ----
@@ -122,11 +119,8 @@ def test_a_stream_of_shards_and_replayed_pairs_train_what_is_left(tmp_path):
 
     def replay(stop: int = 0, **changes: Any) -> InfCLTrainer:
         options = {**EPOCHS, "replay_share": 0.5, "save_steps": stop or 1000, "resume_with_changes": True, **changes}
-        sets = {"train_dataset": models.Pairs(30), "replay_dataset": models.Pairs(30, seed=1)}
-        args, calls = arguments(tmp_path / "replay", **options), [StopAt(stop)] if stop else []
-        trainer = InfCLTrainer(models.clip(), args, default_collate, callbacks=calls, **sets)
-        trainer.train(resume_from_checkpoint="auto")
-        return trainer
+        options |= {"replay_dataset": models.Pairs(30, seed=1), "callbacks": [StopAt(stop)] if stop else []}
+        return trained(trainer_for(tmp_path / "replay", data=models.Pairs(30), **options), resume="auto")
 
     replay(20)  # 15 steps of 2 new pairs, and 5 of the second pass, in which 20 of 30 pairs are left
     assert replay(gradient_accumulation_steps=4).steps_trained == 2
@@ -198,12 +192,9 @@ def test_what_differs_in_an_optimizer_of_one_s_own_is_in_its_stage(tmp_path):
         model = models.clip()
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         made = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        args = arguments(tmp_path, **{**EPOCHS, "max_steps": 4, "save_steps": stop, "resume_with_changes": True})
-        trainer = InfCLTrainer(
-            model, args, default_collate, train_dataset=models.Pairs(8), optimizers=made, callbacks=[StopAt(stop)]
-        )
-        trainer.train(resume_from_checkpoint="auto")
-        return trainer
+        options = {**EPOCHS, "max_steps": 4, "save_steps": stop, "resume_with_changes": True}
+        options |= {"optimizers": made, "callbacks": [StopAt(stop)]}
+        return trained(trainer_for(tmp_path, model, models.Pairs(8), **options), resume="auto")
 
     run(2, 0.1)
     assert run(3, 0.2).resumption.stages == [Stage(2, 8, ["lr was 0.1 and is 0.2"])]

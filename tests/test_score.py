@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet as pq
@@ -16,13 +15,12 @@ from helpers import models
 from helpers.concepts import Concepts, linear
 from helpers.demo import infcl, mistake
 from helpers.processors import END, clip_processor
-from helpers.shards import number_of, png, write_parquet, write_tars
+from helpers.shards import number_of, numbered, write_parquet, write_tars
 from helpers.streams import stream_of
-from helpers.trainers import arguments
+from helpers.trainers import trained, trainer_for
 from PIL import Image
-from torch.utils.data import default_collate
 
-from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer, InfCLTrainingArguments
+from hf_infcl import ImageTextStream, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
@@ -69,13 +67,6 @@ def concepts() -> Concepts:
     return data
 
 
-def numbered(rows: int = ROWS) -> ImageTextDataset:
-    """Images that hold their numbers, for `collate`."""
-    images = [{"bytes": png(number), "path": None} for number in range(rows)]
-    table = datasets.Dataset.from_dict({"image": images, "caption": [f"caption {number}" for number in range(rows)]})
-    return ImageTextDataset(table.cast_column("image", datasets.Image()))
-
-
 def collate(items: Any) -> dict[str, torch.Tensor]:
     return concepts().batch([number_of(item) for item in items])
 
@@ -84,10 +75,10 @@ def collate(items: Any) -> dict[str, torch.Tensor]:
 def learned(tmp_path_factory) -> dict[str, torch.Tensor]:
     """The weights of a model that knows what belongs together."""
     batch = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "max_steps": 50}
-    args = arguments(tmp_path_factory.mktemp("x"), **batch, learning_rate=1e-2, objective="softmax")
-    trainer = InfCLTrainer(linear(), args, default_collate, train_dataset=Concepts(512, seed=5))
-    trainer.train()
-    return trainer.model.state_dict()
+    options = {**batch, "learning_rate": 1e-2, "objective": "softmax"}
+    model = linear()
+    trainer_for(tmp_path_factory.mktemp("x"), model, Concepts(512, seed=5), **options).train()
+    return model.state_dict()
 
 
 def encoder_of(weights: dict[str, torch.Tensor]) -> DualEncoder:
@@ -102,11 +93,11 @@ def scored(dataset: Any, weights: dict[str, torch.Tensor], **options: Any) -> tu
 
 
 def rank_scored(rank: int, world_size: int, weights: dict[str, torch.Tensor]) -> tuple[Ledger, dict[int, bytes]]:
-    return scored(numbered(), weights)
+    return scored(numbered(range(ROWS)), weights)
 
 
 def test_a_window_of_all_pairs_has_their_scores_and_preferences(learned):
-    ledger, pictures = scored(numbered(), learned, window=ROWS)
+    ledger, pictures = scored(numbered(range(ROWS)), learned, window=ROWS)
     encoder = encoder_of(learned)
     with torch.no_grad():
         images, texts = encoder.embed(encoder.model, concepts().batch())
@@ -151,7 +142,7 @@ def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
 
 def test_averages_replace_the_scores(learned):
     averages = torch.tensor([4, 9, 50]), torch.tensor([3.0, -1.0, 2.0])
-    ledger, pictures = scored(numbered(), learned, averages=averages)
+    ledger, pictures = scored(numbered(range(ROWS)), learned, averages=averages)
     assert ledger.key.tolist() == [4, 9, 50]
     assert ledger.score.tolist() == [3, -1, 2]
     assert ledger.find_caption(50) == "caption 50"
@@ -162,12 +153,12 @@ def test_scores_that_are_not_finite_make_no_ledger(learned):
     """No pair would look wrong in it."""
     broken = {**learned, "pixels.weight": torch.full_like(learned["pixels.weight"], torch.nan)}
     with pytest.raises(ValueError, match=f"The scores of {ROWS} of {ROWS} pairs are not finite, because embeddings"):
-        scored(numbered(), broken)
+        scored(numbered(range(ROWS)), broken)
 
 
 def test_one_pair_cannot_be_compared(learned):
     with pytest.raises(ValueError, match="fewer than two pairs"):
-        scored(numbered(1), learned)
+        scored(numbered(range(1)), learned)
 
 
 # ---- Files ----
@@ -203,12 +194,12 @@ def test_files_that_are_no_ledgers(tmp_path):
 
 
 def test_excluding(tmp_path):
-    data, path = numbered(10), tmp_path / "ledger.parquet"
+    data, path = numbered(range(10)), tmp_path / "ledger.parquet"
     scores = np.array([1, -1, 1, 1, 1, -2, 1, 1, 1, 1.0])
     make_ledger(data.content_fingerprint(), np.arange(10), scores).write(path)
     assert rows_kept(data, f"{path}:0.9").tolist() == [0, 2, 3, 4, 6, 7, 8, 9]
     with pytest.raises(ValueError, match=r"The ledger .* is of other data"):
-        rows_kept(numbered(11), f"{path}:0.9")
+        rows_kept(numbered(range(11)), f"{path}:0.9")
     assert rows_kept(data, f"{path}:10%").tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9], "the lowest score"
     assert rows_kept(data, f"{path}:29%").tolist() == rows_kept(data, f"{path}:0.9").tolist()
     for number in ("0", "1.5", "x", "0%", "101%", "%"):
@@ -217,7 +208,7 @@ def test_excluding(tmp_path):
     for asked in (str(path), ":0.9"):
         with pytest.raises(ValueError, match="exclude must be a ledger and the least probability"):
             rows_kept(data, asked)
-    more = numbered(50)
+    more = numbered(range(50))
     make_ledger(more.content_fingerprint(), np.arange(50), np.arange(50.0)).write(path)
     assert rows_kept(more, f"{path}:58%").tolist() == list(range(29, 50)), "although 0.58 * 50 is less than 29"
     make_ledger(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
@@ -359,10 +350,10 @@ def test_score_check_and_exclude(folder, capsys, caplog, tmp_path):
     assert caplog.text.count("leave_out has left nothing out: each pair was seen") == 1
     assert "--exclude" not in printed.out
     assert printed.err.count(f"Excluded by {out / LEDGER_FILE}:0.9: 6 of 96 pairs.\n") == 1
-    trained = Ledger.read(tmp_path / "run" / LEDGER_FILE)
-    assert len(trained) == 16, "those of two steps"
-    assert trained.key.max() < 90
-    assert not trained.left_out.any()
+    of_run = Ledger.read(tmp_path / "run" / LEDGER_FILE)
+    assert len(of_run) == 16, "those of two steps"
+    assert of_run.key.max() < 90
+    assert not of_run.left_out.any()
     words += ["--output_dir", tmp_path / "other", "--exclude", f"{tmp_path / 'run' / LEDGER_FILE}:0.9"]
     assert "is of other data" in mistake(capsys, "train", *words)
     # ---- Embeddings of the whole set serve the rest of it ----
@@ -401,16 +392,15 @@ def test_a_ledger_without_wrong_pairs_advises_to_exclude_none(tmp_path):
 def test_a_ledger_of_a_streamed_training_has_names_but_no_captions(tmp_path):
     write_tars(tmp_path / "shards", [20] * 2)
     stream = stream_of(tmp_path / "shards")
-    args = arguments(tmp_path, leave_out="noisy", objective="softmax")
-    trainer = InfCLTrainer(linear(), args, collate, train_dataset=stream)
-    trainer.train()
+    options = {"leave_out": "noisy", "objective": "softmax", "data_collator": collate}
+    trainer = trained(trainer_for(tmp_path, linear(), stream, **options))
     ledger = write_ledger_of_training(trainer, stream)
     assert len(ledger) == 16
     assert Ledger.read(Path(tmp_path, LEDGER_FILE)).key.tolist() == ledger.key.tolist()
     assert set(ledger.caption) == {""}
     assert [sample_key(*name.split(" ")) for name in ledger.sample] == ledger.key.tolist()
     assert Ledger.read(Path(tmp_path, LEDGER_FILE)).find_name(int(ledger.key[3])) == ledger.sample[3]
-    assert write_ledger_of_training(InfCLTrainer(linear(), arguments(tmp_path), collate), stream) is None
+    assert write_ledger_of_training(trainer_for(tmp_path, linear(), stream, data_collator=collate), stream) is None
 
 
 def names_of_shards(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[str] | None, int]:

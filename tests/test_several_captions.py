@@ -14,7 +14,7 @@ from helpers.pictures import picture
 from helpers.processes import on_ranks
 from helpers.processors import END, clip_processor
 from helpers.shards import png, write_parquet
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
 from transformers import TrainerCallback
 
@@ -89,20 +89,21 @@ def rank_gradients(rank: int, world_size: int, folder: str, cells: list[tuple]) 
     for objective, most, equal_ids, with_ids, steps, options in cells:
         where = (objective, most, equal_ids, with_ids, steps, options, rank)
         gradients = Gradients()
-        trainer = trainer_for(
-            folder,
-            MODELS[objective](),
-            WithNegatives(ROWS, most),
-            data_collator=in_any_order if with_ids else without_ids,
-            equal_ids=equal_ids,
-            per_device_train_batch_size=ROWS // world_size // steps,
-            gradient_accumulation_steps=steps,
-            max_steps=1,
-            max_grad_norm=0.0,
-            callbacks=[gradients],
-            **options,
+        trainer = trained(
+            trainer_for(
+                folder,
+                MODELS[objective](),
+                WithNegatives(ROWS, most),
+                data_collator=in_any_order if with_ids else without_ids,
+                equal_ids=equal_ids,
+                per_device_train_batch_size=ROWS // world_size // steps,
+                gradient_accumulation_steps=steps,
+                max_steps=1,
+                max_grad_norm=0.0,
+                callbacks=[gradients],
+                **options,
+            )
         )
-        trainer.train()
         loss, cosine, expected = truth(objective, most, trainer.setup.equal_ids, with_ids)
         entry = trainer.state.log_history[0]
         assert entry["loss"] == pytest.approx(loss, rel=TOLERANCE), where
@@ -155,11 +156,9 @@ def trainer_of_pictures(folder: Any, seed: int = 0, data: Any = None, **options:
 
 def test_a_run_is_resumed_with_the_captions_that_it_would_have_drawn(tmp_path):
     """There are two windows per epoch; the run stops in the middle of the second epoch."""
-    whole = trainer_of_pictures(tmp_path / "whole", save_strategy="no")
-    whole.train()
+    whole = trained(trainer_of_pictures(tmp_path / "whole", save_strategy="no"))
     trainer_of_pictures(tmp_path / "parts", callbacks=[StopAt(3)]).train()
-    resumed = trainer_of_pictures(tmp_path / "parts", seed=5)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_of_pictures(tmp_path / "parts", seed=5), resume=True)
     assert torch.equal(parameters(whole), parameters(resumed))
     for changes, message in (
         ({"data": pictures(captions_per_image=3)}, "2 captions per image.*3 captions per image"),
@@ -206,8 +205,7 @@ def test_a_stream_of_the_same_captions_has_the_same_loss_and_is_resumed_with_the
     table = ImageTextDataset(datasets.Dataset.from_dict(rows), captions_per_image=2, negative_caption_column="wrong")
     losses = []
     for name, data in (("stream", stream()), ("table", table)):
-        trainer = trainer_of_pictures(tmp_path / name, data=data, max_steps=1, save_steps=1)
-        trainer.train()
+        trainer = trained(trainer_of_pictures(tmp_path / name, data=data, max_steps=1, save_steps=1))
         losses.append(trainer.state.log_history[0]["loss"])
         assert trainer.state.log_history[0]["texts_per_image"] == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.numerics import descend
-from helpers.trainers import StopAt, arguments, parameters, trainer_for, whole_weights
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for, whole_weights
 from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 
@@ -46,8 +46,7 @@ def expected(name: str, *, freeze: str | None = None) -> tuple[dict[str, Tensor]
 def rank_keep(rank: int, world_size: int, folder: str, name: str, steps: int, options: dict[str, Any]) -> tuple:
     options = {**PLAIN, "keep_features": BETA, "max_logit_scale": 1e6, **options}
     batch = {"per_device_train_batch_size": 48 // world_size // steps, "gradient_accumulation_steps": steps}
-    trainer = trainer_for(folder, build(name), models.Pairs(48), **batch, **options)
-    trainer.train()
+    trainer = trained(trainer_for(folder, build(name), models.Pairs(48), **batch, **options))
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return whole_weights(trainer.model), [(entry["loss"], entry["keep_features_loss"]) for entry in logs]
 
@@ -110,8 +109,7 @@ def pulled(folder: Any, model: nn.Module | None = None, **options: Any) -> InfCL
 @pytest.mark.parametrize("options", [{}, {"optimizer": "muon"}, {"layer_decay": 0.5}], ids=["adamw", "muon", "rates"])
 def test_each_step_pulls_what_would_decay(tmp_path, options):
     """The same training with weight decay, whose every step is followed by what the start adds."""
-    trainer = pulled(tmp_path, **options)
-    trainer.train()
+    trainer = trained(pulled(tmp_path, **options))
     start = {name: p.detach().clone() for name, p in models.clip().named_parameters()}
     other = pulled(tmp_path, **{**options, "keep_weights": None, "weight_decay": STRENGTH})
     decaying = set(other.get_decay_parameter_names(other.model))
@@ -131,8 +129,7 @@ def test_each_step_pulls_what_would_decay(tmp_path, options):
     change = parameters(trainer) - begin
     # AdamW and Muon magnify the rounding of a gradient.
     assert difference.norm() <= (0.05 if options.get("optimizer") else 0.005) * change.norm()
-    free = pulled(tmp_path, **{**options, "keep_weights": None})
-    free.train()
+    free = trained(pulled(tmp_path, **{**options, "keep_weights": None}))
     assert change.norm() < 0.99 * (parameters(free) - begin).norm()
 
 
@@ -142,16 +139,14 @@ def test_adapters_decay_to_zero(tmp_path):
     def train(**options: Any) -> Tensor:
         torch.manual_seed(1)
         model = peft.get_peft_model(models.clip(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-        trainer = pulled(tmp_path, model, **options)
-        trainer.train()
+        trainer = trained(pulled(tmp_path, model, **options))
         return parameters(trainer)
 
     torch.testing.assert_close(train(), train(keep_weights=None, weight_decay=STRENGTH), rtol=1e-4, atol=1e-6)
 
 
 def rank_pulled(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> list[Tensor]:
-    trainer = pulled(folder, per_device_train_batch_size=6 // world_size, keep_features=BETA, **options)
-    trainer.train()
+    trainer = trained(pulled(folder, per_device_train_batch_size=6 // world_size, keep_features=BETA, **options))
     return [weight.reshape(-1) for weight in whole_weights(trainer.model).values()]
 
 
@@ -178,11 +173,9 @@ def test_processes_pull_as_one(ranks, fresh_ranks, tmp_path):
 def test_a_resumed_training_keeps_to_the_start_and_not_to_the_checkpoint(tmp_path):
     options = {"keep_features": BETA, "keep_weights": STRENGTH, "learning_rate": RATE, "max_steps": 4}
     options |= {"save_strategy": "steps", "save_steps": 2}
-    whole = trainer_for(tmp_path / "whole", models.clip(), **options)
-    whole.train()
+    whole = trained(trainer_for(tmp_path / "whole", models.clip(), **options))
     trainer_for(tmp_path, models.clip(), **options, callbacks=[StopAt(2)]).train()
-    resumed = trainer_for(tmp_path, models.clip(), **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(tmp_path, models.clip(), **options), resume=True)
     assert torch.equal(parameters(resumed), parameters(whole))
     other = trainer_for(tmp_path, models.clip(seed=1), **{**options, "max_steps": 6})
     with pytest.raises(ValueError, match=r"fingerprint of the start was '\w+' and is '\w+'"):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from helpers.trainers import arguments, parameters, trainer_for
+from helpers.trainers import arguments, parameters, trained, trainer_for
 from transformers import Trainer, TrainerCallback
 
 from hf_infcl import InfCLTrainer
@@ -105,8 +105,7 @@ def reached(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
 
 def test_no_part_holds_the_trainer(tmp_path):
     """A part names what it needs in its constructor; what only the trainer can do, it gets as a function."""
-    trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, save_strategy="steps", save_steps=1))
     ours = [value for value in vars(trainer).values() if type(value).__module__.startswith("hf_infcl.")]
     seen: dict[int, Any] = {}
     found = [value for part in [*ours, *trainer.callback_handler.callbacks] for value in reached(part, seen)]

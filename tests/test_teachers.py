@@ -19,13 +19,11 @@ from helpers.demo import infcl, mistake
 from helpers.numerics import descend
 from helpers.open_clip_models import folder_of
 from helpers.pictures import picture
-from helpers.processes import without_tf32
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, write_tar
-from helpers.trainers import StopAt, arguments, parameters, trainer_for, whole_weights
+from helpers.trainers import FullPrecision, StopAt, parameters, trained, trainer_for, whole_weights
 from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer, reference
 from hf_infcl.conversion.models import load
@@ -100,10 +98,8 @@ def rank_taught(
     rank: int, world_size: int, folder: str, name: str, which: str, steps: int, repeats: int, options: dict[str, Any]
 ) -> tuple[Any, ...]:
     batch = {"per_device_train_batch_size": ROWS // world_size // steps, "gradient_accumulation_steps": steps}
-    args = arguments(folder, **{**PLAIN, **batch, **options})
-    trainer = InfCLTrainer(
-        build(name), args, default_collate, train_dataset=data_of(repeats), teacher=chosen(name, which)
-    )
+    options = {**PLAIN, **batch, "teacher": chosen(name, which), **options}
+    trainer = trainer_for(folder, build(name), data_of(repeats), **options)
     (term,) = trainer.setup.extensions
     begin = start_of_maps(term)
     trainer.train()
@@ -184,15 +180,9 @@ def resumed(world_size: int, folder: str, kind: str, sharded: bool) -> tuple[Ten
         return taught(out, ImageTextDataset(rows()), callbacks=[callback, *callbacks], **given, **teacher)
 
     made(StopAt(2)).train()
-    trainer = made()
-    trainer.train(resume_from_checkpoint=True)
+    trainer = trained(made(), resume=True)
     weights = [weight.cpu().flatten() for weight in whole_weights(trainer.model).values()]
     return torch.cat(weights), [entry["teacher_loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-class FullPrecision(transformers.TrainerCallback):
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        without_tf32()
 
 
 @needs_fsdp
@@ -213,16 +203,8 @@ def test_a_resumed_training_of_sharded_parameters_has_the_steps_of_ddp(fresh_ran
 
 def test_a_teacher_of_the_start_is_keep_features(tmp_path):
     """To the bit but for rounding: the one sees the texts of the loader, the other as they are encoded."""
-    kept = trainer_for(tmp_path, models.clip(), **{**PLAIN, "teacher_weight": 1.0}, keep_features=BETA)
-    kept.train()
-    taught = InfCLTrainer(
-        models.clip(),
-        arguments(tmp_path, **PLAIN),
-        default_collate,
-        train_dataset=models.Pairs(40),
-        teacher=models.clip(),
-    )
-    taught.train()
+    kept = trained(trainer_for(tmp_path, **{**PLAIN, "teacher_weight": 1.0}, keep_features=BETA))
+    taught = trained(trainer_for(tmp_path, **PLAIN, teacher=models.clip()))
     torch.testing.assert_close(parameters(taught), parameters(kept), rtol=1e-6, atol=1e-8)
 
 
@@ -272,19 +254,10 @@ def table_source(table: Dataset, **options: Any) -> TableSource:
     return sources.table_source(table, "image", "caption", None, "", **options)
 
 
-def taught(folder: Path, data: Any, **options: Any) -> InfCLTrainer:
-    sets = {
-        name: options.pop(name) for name in ("replay_dataset", "teacher", "callbacks", "extensions") if name in options
-    }
-    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
-    args = arguments(folder, **{**PLAIN, **batch, "max_steps": 4, "teacher": options.pop("named", None), **options})
-    return InfCLTrainer(models.clip(end=END), args, train_dataset=data, processing_class=clip_processor(), **sets)
-
-
-def trained(*args: Any, **options: Any) -> InfCLTrainer:
-    trainer = taught(*args, **options)
-    trainer.train()
-    return trainer
+def taught(folder: Path, data: Any, *, model: Any = None, **options: Any) -> InfCLTrainer:
+    given = {**PLAIN, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 4}
+    given |= {"processing_class": clip_processor(), "data_collator": None}
+    return trainer_for(folder, models.clip(end=END) if model is None else model, data, **given | options)
 
 
 def moved(trainer: InfCLTrainer) -> Tensor:
@@ -303,9 +276,9 @@ def moved(trainer: InfCLTrainer) -> Tensor:
 def test_stored_equals_online_on_images_that_are_not_augmented(tmp_path, options, half):
     data = ImageTextDataset(rows(), **options)
     folder = store(table_source(rows()), tmp_path / "stored", half=half)
-    online = trained(tmp_path / "a", data, teacher=(large_teacher(), large_processor()))
-    stored = trained(tmp_path / "b", data, teacher_embeddings=[folder], dataloader_num_workers=1)
-    plain = trained(tmp_path / "c", data, teacher_weight=1.0)
+    online = trained(taught(tmp_path / "a", data, teacher=(large_teacher(), large_processor())))
+    stored = trained(taught(tmp_path / "b", data, teacher_embeddings=[folder], dataloader_num_workers=1))
+    plain = trained(taught(tmp_path / "c", data, teacher_weight=1.0))
     error = (moved(online) - moved(stored)).norm() / (moved(online) - moved(plain)).norm()
     assert error < (2e-3 if half else 1e-4)
     assert [path.name for path in sorted(Path(folder).glob("*"))] == [
@@ -339,9 +312,9 @@ def test_stored_views_are_the_crops_of_the_training(tmp_path, kind):
 
     views = store(source_of_training(data(), 2), tmp_path / "views")
     plain = store(source_of_training(data(augmentation="none")), tmp_path / "plain")
-    online = trained(tmp_path / "a", data(), teacher=(large_teacher(), large_processor()))
-    stored = trained(tmp_path / "b", data(), teacher_embeddings=[views], dataloader_num_workers=1)
-    other = trained(tmp_path / "c", data(), teacher_embeddings=[plain])
+    online = trained(taught(tmp_path / "a", data(), teacher=(large_teacher(), large_processor())))
+    stored = trained(taught(tmp_path / "b", data(), teacher_embeddings=[views], dataloader_num_workers=1))
+    other = trained(taught(tmp_path / "c", data(), teacher_embeddings=[plain]))
     error = (moved(online) - moved(stored)).norm() / (moved(online) - moved(other)).norm()
     assert error < 1e-3
     with pytest.raises(ValueError, match="holds other embeddings"):
@@ -416,7 +389,7 @@ def test_a_teacher_with_the_student_s_preprocessing_reads_what_the_student_reads
         one_side = taught(tmp_path, data, teacher=(large_teacher(), large_processor()), teacher_side=side)
         assert ("teacher_0_pixel_values" in next(iter(one_side.get_train_dataloader()))) == (side == "image")
     shared.train()
-    alone = trained(tmp_path, data, teacher=models.clip(seed=1, end=END))
+    alone = trained(taught(tmp_path, data, teacher=models.clip(seed=1, end=END)))
     assert torch.equal(parameters(shared), parameters(alone))
 
 
@@ -425,8 +398,8 @@ def test_a_teacher_is_loaded_by_its_name_and_named_in_the_card(tmp_path):
     large_processor().save_pretrained(tmp_path / "large")
     (tmp_path / "large" / "README.md").write_text("---\nlicense: mit\n---\n")
     data = ImageTextDataset(rows().add_column("wrong", ["z y"] * 24), negative_caption_column="wrong")
-    named = trained(tmp_path / "a", data, named=[str(tmp_path / "large")], max_steps=2)
-    given = trained(tmp_path / "b", data, teacher=(large_teacher(), large_processor()), max_steps=2)
+    named = trained(taught(tmp_path / "a", data, teacher=[str(tmp_path / "large")], max_steps=2))
+    given = trained(taught(tmp_path / "b", data, teacher=(large_teacher(), large_processor()), max_steps=2))
     assert torch.equal(parameters(named), parameters(given))
     rows_of_card = training_settings(named)
     assert rows_of_card["teacher"] == "large (licence mit)"
@@ -443,8 +416,8 @@ def test_a_teacher_of_open_clip_reads_with_its_own_tokenizer(tmp_path):
     folder = folder_of("CLIP", tmp_path / "open_clip")
     model, processor, _ = load(str(folder))
     data = ImageTextDataset(rows())
-    named = trained(tmp_path / "a", data, named=[str(folder)], max_steps=2)
-    given = trained(tmp_path / "b", data, teacher=[(model, processor)], max_steps=2)
+    named = trained(taught(tmp_path / "a", data, teacher=[str(folder)], max_steps=2))
+    given = trained(taught(tmp_path / "b", data, teacher=[(model, processor)], max_steps=2))
     assert torch.equal(parameters(named), parameters(given))
     images, _ = named.setup.extensions[0].teachers[0].embed(next(iter(named.get_train_dataloader())), {})
     assert images.shape == (4, 16)
@@ -457,7 +430,7 @@ def rank_stored(rank: int, world_size: int, folder: str, kind: str, options: dic
         data = ImageTextStream(str(path / "shards/*.tar"), seed=1, shuffle_buffer=4, lanes=2)
     sets = {"replay_dataset": ImageTextDataset(rows(30, 50), pair_id_column="id")} if kind == "replay" else {}
     batch = {"per_device_train_batch_size": 12 // world_size // 2, "gradient_accumulation_steps": 2}
-    return parameters(trained(path / "run", data, **sets, **batch, **options))
+    return parameters(trained(taught(path / "run", data, **sets, **batch, **options)))
 
 
 @pytest.mark.parametrize("kind", ["stream", "replay", "table"])
@@ -584,7 +557,7 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
     elif case == "other rows":
         data = models.Pairs(24)
     with pytest.raises(ValueError, match=message):
-        trained(tmp_path / "run", data, teacher_embeddings=[folder], **options)
+        taught(tmp_path / "run", data, teacher_embeddings=[folder], **options).train()
 
 
 @pytest.mark.parametrize("holds", ["bytes", "paths"])
@@ -650,13 +623,13 @@ def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp
     write(LETTERS[:23] + "z")
     data = ImageTextStream(str(tmp_path / "0.tar"), lanes=2, shuffle_buffer=2)
     with pytest.raises(ValueError, match="has no embedding of 0/000023 or of its caption, although it was made from"):
-        trained(tmp_path / "run", data, teacher_embeddings=[folder])
+        taught(tmp_path / "run", data, teacher_embeddings=[folder]).train()
     write(LETTERS[:24])
     values = np.load(Path(folder, "texts.npy"))
     values[5] = np.inf
     np.save(Path(folder, "texts.npy"), values)
     with pytest.raises(ValueError, match=r"The embedding of '0/000005.*f' in .* \(texts\) is not finite"):
-        trained(tmp_path / "run", data, teacher_embeddings=[folder])
+        taught(tmp_path / "run", data, teacher_embeddings=[folder]).train()
 
 
 def test_captions_that_have_changed_since_are_counted_before_the_first_step(tmp_path):
@@ -686,7 +659,7 @@ def test_images_of_one_name_are_not_stored(tmp_path):
 def test_missing_rows_may_be_left_out(tmp_path):
     folder = store(table_source(rows()), tmp_path / "stored")
     old = {"replay_dataset": ImageTextDataset(rows(30, 50)), "teacher_missing": "contrastive"}
-    run = trained(tmp_path, ImageTextDataset(rows()), teacher_embeddings=[folder], **old)
+    run = trained(taught(tmp_path, ImageTextDataset(rows()), teacher_embeddings=[folder], **old))
     logs = [entry["teacher_loss"] for entry in run.state.log_history if "loss" in entry]
     assert all(0 < loss < BETA * 8 for loss in logs)
 
@@ -737,16 +710,8 @@ def with_lora() -> Any:
 
 def change_of(folder: Path, model: nn.Module, teaches: dict[str, Any], options: dict[str, Any]) -> Tensor:
     """By how much the weights and the map change in four steps."""
-    teacher = {"teacher": teaches["teacher"]} if "teacher" in teaches else {}
-    given = {**PLAIN, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 4}
-    given |= {"learning_rate": 1e-2, **options, **{k: v for k, v in teaches.items() if k != "teacher"}}
-    trainer = InfCLTrainer(
-        model,
-        arguments(folder, **given),
-        train_dataset=ImageTextDataset(rows()),
-        processing_class=clip_processor(),
-        **teacher,
-    )
+    options = {"learning_rate": 1e-2, **options, **teaches}
+    trainer = taught(folder, ImageTextDataset(rows()), model=model, **options)
     start = torch.cat([parameters(trainer), *map(Tensor.flatten, start_of_maps_of(trainer))])
     trainer.train()
     return torch.cat([parameters(trainer), *map(Tensor.flatten, start_of_maps_of(trainer))]) - start
@@ -808,7 +773,7 @@ def test_images_of_another_size_have_their_stored_embeddings(tmp_path):
 
     given = {"teacher_embeddings": [folder], "image_size_schedule": ["8:0.5", "16"], "max_steps": 4}
     data = ImageTextDataset(rows(), pair_id_column="id")
-    trained(tmp_path / "run", data, **given, extensions=[Sees()])
+    taught(tmp_path / "run", data, **given, extensions=[Sees()]).train()
     assert [size for size, *_ in seen] == [8] * 6 + [16] * 6
     embeddings, known = StoredEmbeddings(folder).find("images", [str(row) for row in range(24)])
     assert known.all()
@@ -825,10 +790,9 @@ def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
     given = {"teacher_embeddings": [folder], "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
     given |= {"optim": "adamw_torch", **options}
     data = ImageTextDataset(rows(), augmentation="crop")
-    whole = trained(tmp_path / "whole", data, **given)
-    trained(tmp_path / "part", data, **given, callbacks=[StopAt(2)])
-    resumed = taught(tmp_path / "part", data, **given)
-    resumed.train(resume_from_checkpoint=True)
+    whole = trained(taught(tmp_path / "whole", data, **given))
+    taught(tmp_path / "part", data, **given, callbacks=[StopAt(2)]).train()
+    resumed = trained(taught(tmp_path / "part", data, **given), resume=True)
     assert torch.equal(parameters(resumed), parameters(whole))
     maps = [start_of_maps(run.setup.extensions[0]) for run in (whole, resumed)]
     assert all(torch.equal(one, other) for one, other in zip(*maps, strict=True))
@@ -894,10 +858,7 @@ def test_what_cannot_be_is_refused(tmp_path, options, message):
 
 def test_a_passed_optimizer_does_not_know_the_map(tmp_path):
     model = models.clip()
-    args = arguments(tmp_path, teacher_weight=1.0)
     optimizers = torch.optim.SGD(model.parameters(), lr=0.1), None
-    trainer = InfCLTrainer(
-        model, args, default_collate, train_dataset=models.Pairs(40), teacher=models.siglip(), optimizers=optimizers
-    )
+    trainer = trainer_for(tmp_path, model, teacher=models.siglip(), teacher_weight=1.0, optimizers=optimizers)
     with pytest.raises(ValueError, match="linear map to a teacher of another width, which it does not update"):
         trainer.train()

@@ -12,7 +12,7 @@ import transformers
 from helpers import models
 from helpers.parity import PadsToLongest, train
 from helpers.processors import clip_processor
-from helpers.trainers import parameters, trainer_for
+from helpers.trainers import parameters, trained, trainer_for
 from PIL import Image
 from torch.utils.data import default_collate
 
@@ -229,8 +229,7 @@ def test_training_with_texts_put_together_is_the_same(tmp_path, options):
     for at_once in (1, 3):
         torch.manual_seed(0)
         settings = {"gradient_accumulation_steps": 3, "max_steps": 3, "optim": "sgd", "learning_rate": 0.1, **options}
-        trainer = trainer_for(tmp_path, models.clip(), models.Pairs(48), texts_at_once=at_once, **settings)
-        trainer.train()
+        trainer = trained(trainer_for(tmp_path, models.clip(), models.Pairs(48), texts_at_once=at_once, **settings))
         ends.append(parameters(trainer))
     torch.testing.assert_close(*ends, rtol=0, atol=1e-5)
 
@@ -359,10 +358,8 @@ def test_more_tokens_than_the_tokenizer_states_are_read_everywhere_and_saved(tmp
         model.text_model.register_forward_pre_hook(
             lambda _, __, inputs, seen=seen: seen.add(inputs["input_ids"].shape[1]), with_kwargs=True
         )
-        trainer = trainer_for(
-            tmp_path / str(tokens), model, ImageTextDataset(pairs), per_device_train_batch_size=2, **options
-        )
-        trainer.train()
+        options["per_device_train_batch_size"] = 2
+        trainer = trained(trainer_for(tmp_path / str(tokens), model, ImageTextDataset(pairs), **options))
         trainer.evaluate()
         trainer.save_model()
         saved = transformers.AutoProcessor.from_pretrained(trainer.args.output_dir).tokenizer.model_max_length

@@ -22,7 +22,7 @@ from helpers.parity import Gradients
 from helpers.pictures import picture
 from helpers.processes import forget, on_ranks
 from helpers.processors import clip_processor
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from torch.utils.data import ConcatDataset, Subset, default_collate
 from transformers import Trainer, TrainerCallback
 
@@ -100,8 +100,7 @@ def test_a_further_micro_batch_does_not_walk_through_the_model_again(tmp_path, m
         split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         with monkeypatch.context() as patch:
             walks = CountedWalks(patch)
-            trainer = trainer_for(tmp_path, models.clip(), data, max_steps=3, callbacks=[walks], **split)
-            trainer.train()
+            trainer = trained(trainer_for(tmp_path, models.clip(), data, max_steps=3, callbacks=[walks], **split))
         steps.append(walks.steps[2])
         assert trainer.state.total_flos == 3 * Trainer.floating_point_ops(trainer, data.batch())
     modules = sum(1 for _ in trainer.model.modules())
@@ -217,8 +216,7 @@ def test_the_temperature_of_a_model_of_model_init_trains_at_its_own_rate(tmp_pat
 
 
 def test_model_init_starts_sigmoid_where_it_should(tmp_path):
-    trainer = trainer_for(tmp_path, model_init=lambda: models.siglip(), max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, model_init=lambda: models.siglip(), max_steps=1))
     assert trainer.state.log_history[0]["logit_scale"] == pytest.approx(10, rel=1e-3)
 
 
@@ -509,8 +507,7 @@ def test_cuda_graphs_of_the_compiler_are_refused_for_several_micro_batches(tmp_p
     ],
 )
 def test_the_ends_and_ten_steps_are_logged_unless_an_interval_was_chosen(tmp_path, options, logged):
-    trainer = trainer_for(tmp_path, **options)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, **options))
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == logged
 
 
@@ -520,6 +517,5 @@ def test_the_step_whose_evaluation_ends_a_training_is_logged(tmp_path):
             control.should_training_stop = True
 
     evaluation = {"eval_dataset": {"pairs": models.Pairs(8)}, "eval_strategy": "steps", "eval_steps": 3}
-    trainer = trainer_for(tmp_path, logging_steps=500, max_steps=100, callbacks=[Enough()], **evaluation)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, logging_steps=500, max_steps=100, callbacks=[Enough()], **evaluation))
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.processors import clip_processor
-from helpers.trainers import arguments, trainer_for
+from helpers.trainers import arguments, trained, trainer_for
 from torch.utils.data import default_collate
 from transformers.trainer_utils import HPSearchBackend
 
@@ -108,8 +108,7 @@ def test_values_of_a_hyperparameter_search_are_checked(tmp_path, values, message
 def test_either_objective_trains_a_siglip(tmp_path):
     losses = {}
     for objective in (None, "softmax", "sigmoid"):
-        trainer = trainer_for(tmp_path, models.siglip(), objective=objective, max_steps=1)
-        trainer.train()
+        trainer = trained(trainer_for(tmp_path, models.siglip(), objective=objective, max_steps=1))
         losses[objective] = trainer.state.log_history[0]["loss"]
     assert losses[None] == losses["sigmoid"] != losses["softmax"]
 
@@ -120,8 +119,7 @@ def test_the_sigmoid_objective_needs_a_bias(tmp_path):
     model = models.clip()
     model.logit_bias = torch.nn.Parameter(torch.full((1,), -10.0))
     model.logit_scale.data.fill_(math.log(10))
-    trainer = trainer_for(tmp_path, model, objective="sigmoid", max_steps=1, learning_rate=1e-2)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, model, objective="sigmoid", max_steps=1, learning_rate=1e-2))
     entry = trainer.state.log_history[0]
     assert entry["loss"] < 20, "a loss of one pair among few, not of all negatives"
     assert entry["logit_bias"] != -10

@@ -13,7 +13,7 @@ import transformers
 from helpers import models
 from helpers.open_clip_models import letter_pairs
 from helpers.processors import tokenizer
-from helpers.trainers import trainer_for
+from helpers.trainers import trained, trainer_for
 from safetensors.torch import load_model
 
 from hf_infcl import ImageTextDataset, TwoTowers, load_pairs
@@ -44,12 +44,12 @@ def test_the_example_of_the_guide_trains_saves_and_loads(tmp_path, monkeypatch):
     assert not torch.equal(small[2].weight, before)
     assert trainer.args.global_batch_size == 8
     assert trainer.state.global_step == 2
-    trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     load_model(model, out / "model.safetensors")
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in trained.items())
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in after.items())
     metrics = trainer.evaluate(ImageTextDataset(load_pairs(str(pairs), split="test"), all_captions=True))
     assert 0 <= metrics["eval_text_retrieval_recall@1"] <= 1
 
@@ -105,8 +105,7 @@ def test_freezing_needs_towers_of_these_names(tmp_path):
 def test_it_resumes(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     torch.manual_seed(0)
-    whole = trainer_for(tmp_path / "whole", models.two_towers(), **saving)
-    whole.train()
+    whole = trained(trainer_for(tmp_path / "whole", models.two_towers(), **saving))
     torch.manual_seed(1)
     resumed = trainer_for(tmp_path / "whole", models.two_towers(), **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
@@ -192,8 +191,7 @@ def test_towers_may_return_tensors_objects_and_dicts(tmp_path):
 
 def test_towers_of_two_precisions_train_under_autocast(tmp_path):
     """Texts come from an embedding, which autocast leaves in fp32."""
-    trainer = trainer_for(tmp_path, models.OWN["one's own"](), bf16=True, max_steps=2, logging_steps=1)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, models.OWN["one's own"](), bf16=True, max_steps=2, logging_steps=1))
     cosines = [entry["positive_cosine"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(cosines) == 2
     assert all(map(math.isfinite, cosines))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.processes import on_ranks
-from helpers.trainers import TrainedRows, arguments, trainer_for
+from helpers.trainers import TrainedRows, arguments, trained, trainer_for
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, default_collate, random_split
 from transformers import TrainerCallback
 
@@ -86,7 +86,6 @@ def test_other_rows_come_again_instead_of_those_that_are_passed_over(left):
 def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
     rows = TrainedRows()
     trainer = trainer_for(folder, callbacks=[rows], data=models.Pairs(37), max_steps=-1, num_train_epochs=2)
-    rows.watch(trainer)
     trainer.train()
     assert trainer.state.global_step == 4  # two full windows of 16 per epoch; five rows are left over
     return rows.steps[:4]
@@ -124,8 +123,7 @@ class AskOnce(TrainerCallback):
 def rank_is_asked(rank: int, world_size: int, folder: str, flag: str, place: str) -> tuple[list[int], int]:
     asked = AskOnce(flag, place, asks=rank == 0)
     data = models.Pairs(32 * world_size)  # four windows
-    run = trainer_for(folder, data=data, callbacks=[asked], max_steps=-1, num_train_epochs=2)
-    run.train()
+    run = trained(trainer_for(folder, data=data, callbacks=[asked], max_steps=-1, num_train_epochs=2))
     return asked.left_gradients, run.state.global_step
 
 
@@ -142,7 +140,6 @@ def rank_rows_of_begun_epochs(rank: int, world_size: int, folder: str, sampling:
     rows, asked = TrainedRows(), AskOnce("should_epoch_stop", "begin", asks=True)
     options = {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": sampling}
     run = trainer_for(folder, data=models.Pairs(70), callbacks=[asked, rows], **options)
-    rows.watch(run)
     run.train()
     return rows.steps[:-1]
 
@@ -163,32 +160,28 @@ def test_an_epoch_that_ends_early_is_followed_by_the_next_one(ranks, tmp_path, s
 def test_a_loader_gives_one_epoch_of_full_windows_whatever_is_left_to_train(tmp_path):
     rows = TrainedRows()
     run = trainer_for(tmp_path, data=models.Pairs(37), callbacks=[rows], max_steps=5)
-    rows.watch(run)
-    for trained in (False, True):
+    for is_trained in (False, True):
         loader = run.get_train_dataloader()
         batches = [tuple(text) for batch in loader for text in batch["input_ids"].tolist()]
         assert len(loader) == 8, "four windows of two micro-batches"
         assert len(set(batches)) == len(batches) == 32
-        if trained:
+        if is_trained:
             assert [*rows.steps[0], *rows.steps[1]] == batches[:16]
         else:
             run.train()
 
 
-def rank_leaves_a_row_out(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_collator_that_leaves_a_row_out_does_not_end_the_epoch(rank, world_size, tmp_path):
     batches = iter(range(100))
 
     def collate(items: list[Any]) -> Any:
         return default_collate(items[:3] if rank == 1 and next(batches) == 5 else items)
 
-    run = trainer_for(folder, max_steps=6, data_collator=collate)
+    run = trainer_for(tmp_path, max_steps=6, data_collator=collate)
     with pytest.raises(ValueError, match=r"rows out, or added some: the processes got \[8, 7\] rows of 8 each"):
         run.train()
     assert run.state.global_step == 2
-
-
-def test_a_collator_that_leaves_a_row_out_does_not_end_the_epoch(ranks, tmp_path):
-    ranks.run(rank_leaves_a_row_out, 2, str(tmp_path))
 
 
 class Epochs(models.Pairs):
@@ -239,9 +232,7 @@ class Wrapper(Dataset):
 def test_every_epoch_reaches_a_data_set_however_it_is_wrapped(tmp_path, wrap, request):
     data = StreamOfEpochs(20) if request.node.callspec.id == "ChainDataset" else Epochs(20)
     wrapped = wrap(data)
-    trainer_for(
-        tmp_path, data=wrapped, max_steps=6, gradient_accumulation_steps=1, per_device_train_batch_size=8
-    ).train()
+    trainer_for(tmp_path, data=wrapped, max_steps=6, gradient_accumulation_steps=2).train()
     assert getattr(data, "data", data).epochs == [0, 1, 2]
 
 
@@ -273,7 +264,7 @@ class StreamTellsEpoch(models.Stream):
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 
 
-def trained(folder: Any, data: Any, *callbacks: TrainerCallback, **options: Any) -> list[list[tuple]]:
+def trained_rows(folder: Any, data: Any, *callbacks: TrainerCallback, **options: Any) -> list[list[tuple]]:
     """The text of every row of each step of a training."""
     rows = TrainedRows()
     trainer = trainer_for(
@@ -281,14 +272,13 @@ def trained(folder: Any, data: Any, *callbacks: TrainerCallback, **options: Any)
     )
     for callback in callbacks:
         callback.trainer = trainer  # type: ignore[attr-defined]
-    rows.watch(trainer)
     trainer.train()
     return rows.steps[:-1]
 
 
 @pytest.mark.parametrize("wrap", [TellsEpoch, StreamTellsEpoch, lambda rows: Subset(TellsEpoch(rows), range(rows))])
 def test_every_epoch_reaches_workers_that_outlive_it(tmp_path, wrap):
-    steps = trained(tmp_path, wrap(8), **WORKERS)
+    steps = trained_rows(tmp_path, wrap(8), **WORKERS)
     assert [{text[1] - 2 for text in step} for step in steps] == [{0}, {0}, {1}, {1}, {2}, {2}]
 
 
@@ -314,7 +304,7 @@ class Look(TrainerCallback):
 
 def test_an_evaluation_of_the_training_set_leaves_its_epoch(tmp_path):
     data = TellsEpoch(12)
-    steps = trained(tmp_path, data, eval_dataset=data, eval_strategy="steps", eval_steps=1)
+    steps = trained_rows(tmp_path, data, eval_dataset=data, eval_strategy="steps", eval_steps=1)
     assert [{text[1] - 2 for text in step} for step in steps] == [{0}] * 3 + [{1}] * 3
 
 
@@ -324,8 +314,8 @@ def test_looking_into_the_data_changes_no_window(tmp_path, monkeypatch, make, op
     # So long torch waits for each worker of a loader that was left half read, when the loader is collected.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     data, options = make(22), {"max_steps": 12, **options}
-    bare = trained(tmp_path, data, **options)
-    assert trained(tmp_path, data, Look(), **options) == bare
+    bare = trained_rows(tmp_path, data, **options)
+    assert trained_rows(tmp_path, data, Look(), **options) == bare
     gc.collect()
 
 
@@ -333,8 +323,7 @@ def test_looking_into_the_data_changes_no_window(tmp_path, monkeypatch, make, op
 def test_ready_made_pair_ids_are_kept_among_unused_columns(tmp_path, make):
     """Pairs with one id, of which the loss has no negatives left; a column that nothing uses is dropped."""
     data = make(models.Pairs(16, repeats=16))
-    trainer = trainer_for(tmp_path, data=data, remove_unused_columns=True, max_steps=1)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, data=data, remove_unused_columns=True, max_steps=1))
     assert trainer.state.log_history[0]["loss"] == 0
 
 
@@ -425,7 +414,6 @@ def rank_stream(rank: int, world_size: int, folder: str) -> int:
     rows = TrainedRows()
     # 42 rows: in every pass two windows of 16 on two ranks (five of 8 on one), then an incomplete one.
     trainer = trainer_for(folder, data=models.Stream(42), max_steps=12 // world_size, callbacks=[rows, CleanStart()])
-    rows.watch(trainer)
     trainer.train()
     assert {len(step) for step in rows.steps[:-1]} == {8}
     return trainer.state.global_step
@@ -442,8 +430,7 @@ def rank_sized_stream(rank: int, world_size: int, folder: str) -> list[tuple[int
         for length in ({"max_steps": 6}, {"max_steps": -1, "num_train_epochs": 2}):
             data = models.SizedStream(20 * world_size)
             options = {"accelerator_config": {"dispatch_batches": dispatch}, "learning_rate": 1e-3, **length}
-            trainer = trainer_for(folder, data=data, **options)
-            trainer.train()
+            trainer = trained(trainer_for(folder, data=data, **options))
             reached.append((trainer.state.global_step, trainer.lr_scheduler.get_last_lr()[0]))
     return reached
 
@@ -474,10 +461,8 @@ class Uneven(models.Stream):
 
 
 def test_a_worker_s_end_is_not_the_stream_s(tmp_path):
-    trainer = trainer_for(tmp_path, data=Uneven(110), max_steps=12, dataloader_num_workers=2)
     rows = TrainedRows()
-    rows.watch(trainer)
-    trainer.train()
+    trainer_for(tmp_path, data=Uneven(110), max_steps=12, dataloader_num_workers=2, callbacks=[rows]).train()
     assert len({text for step in rows.steps for text in step}) == 12 * 8
 
 

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 from PIL import Image
+
+from hf_infcl import ImageTextDataset
 
 
 def png(number: int, size: int = 4) -> bytes:
@@ -18,6 +21,14 @@ def png(number: int, size: int = 4) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png", compress_level=0)
     return file.getvalue()
+
+
+def numbered(numbers: Sequence[int], captions: Sequence[Any] | None = None, **options: Any) -> ImageTextDataset:
+    """Pairs whose images hold these numbers, by default with the captions "caption 0" and so on."""
+    images = [{"bytes": png(number), "path": None} for number in numbers]
+    texts = [f"caption {number}" for number in numbers] if captions is None else captions
+    table = datasets.Dataset.from_dict({"image": images, "caption": texts})
+    return ImageTextDataset(table.cast_column("image", datasets.Image()), **options)
 
 
 def number_of(item: Mapping[str, Any]) -> int:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
 
 from . import models
+from .processes import without_tf32
+from .processors import clip_processor
 
 
 def arguments(folder: Any, **options: Any) -> InfCLTrainingArguments:
@@ -31,14 +33,31 @@ def arguments(folder: Any, **options: Any) -> InfCLTrainingArguments:
     return InfCLTrainingArguments(output_dir=str(folder), **{**defaults, **options})
 
 
+# The parameters of `InfCLTrainer` that are no options of a training.
+PARTS = ("eval_dataset", "replay_dataset", "callbacks", "compute_metrics", "model_init", "processing_class")
+PARTS += ("extensions", "optimizers")
+
+
 def trainer_for(folder: Any, model: Any = None, data: Any = None, **options: Any) -> InfCLTrainer:
-    others = ("eval_dataset", "replay_dataset", "callbacks", "compute_metrics", "model_init", "processing_class")
-    extras = {k: options.pop(k) for k in (*others, "extensions") if k in options}
-    extras |= {"teacher": options.pop("teacher")} if isinstance(options.get("teacher"), torch.nn.Module) else {}
+    """A trainer of a small CLIP, by default on 40 pairs; images with captions are prepared by a small processor."""
+    parts = {name: options.pop(name) for name in PARTS if name in options}
+    teacher = options.get("teacher")
+    is_option = isinstance(teacher, list) and all(isinstance(name, str) for name in teacher)
+    if teacher is not None and not is_option:
+        parts["teacher"] = options.pop("teacher")
     data = models.Pairs(40) if data is None else data
-    model = model if model is not None or "model_init" in extras else models.clip()
+    if isinstance(data, ImageTextDataset) and "data_collator" not in options:
+        parts = {"processing_class": clip_processor(), **parts}
+        options["data_collator"] = None
+    model = model if model is not None or "model_init" in parts else models.clip()
     collator = options.pop("data_collator", default_collate)
-    return InfCLTrainer(model, arguments(folder, **options), collator, train_dataset=data, **extras)
+    return InfCLTrainer(model, arguments(folder, **options), collator, train_dataset=data, **parts)
+
+
+def trained(trainer: InfCLTrainer, resume: Any = None) -> InfCLTrainer:
+    """The trainer after its training, which begins anew or, as ``resume_from_checkpoint`` of a trainer, goes on."""
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 def parameters(trainer: InfCLTrainer) -> torch.Tensor:
@@ -74,18 +93,28 @@ def killed_at(step: int) -> AtEndOf:
     return AtEndOf(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+class FullPrecision(TrainerCallback):
+    """Turns TF32 off, which accelerate enables on GPUs."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        without_tf32()
+
+
 class TrainedRows(TrainerCallback):
     """Records the text of every row that is encoded with autograd, in one list per optimizer step."""
 
     def __init__(self) -> None:
         self.steps: list[list[tuple]] = [[]]
+        self._watched: Any = None
 
-    def watch(self, trainer: InfCLTrainer) -> None:
-        def note(module: Any, args: Any, kwargs: Any) -> None:
-            if torch.is_grad_enabled():
-                self.steps[-1] += map(tuple, kwargs["input_ids"].tolist())
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if model is not self._watched:
+            self._watched = model
+            model.register_forward_pre_hook(self._note, with_kwargs=True)
 
-        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+    def _note(self, module: Any, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.steps[-1] += map(tuple, kwargs["input_ids"].tolist())
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.steps.append([])
