@@ -102,10 +102,8 @@ def test_other_models_and_paths_are_refused():
 
 def deep_clip(seed: int, layers: int = 3) -> transformers.CLIPModel:
     torch.manual_seed(seed)
-    towers = [{**tower, "num_hidden_layers": layers} for tower in (models.TEXT, models.VISION)]
-    return transformers.CLIPModel(
-        transformers.CLIPConfig(text_config=towers[0], vision_config=towers[1], projection_dim=12)
-    )
+    text, vision = ({**tower, "num_hidden_layers": layers} for tower in (models.TEXT, models.VISION))
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12))
 
 
 def test_scales_grow_linearly_with_the_depth_of_each_tower():

@@ -323,12 +323,7 @@ def test_texts_at_once_needs_micro_batches_whose_texts_it_can_put_together(tmp_p
 
 
 def test_features_of_a_tower_that_trains_cannot_be_cached(tmp_path):
-    trainer = InfCLTrainer(
-        models.clip(),
-        arguments(tmp_path, cache_features=str(tmp_path / "_features")),
-        train_dataset=ImageTextDataset(DATA),
-        processing_class=clip_processor(),
-    )
+    trainer = trainer_for(tmp_path, data=ImageTextDataset(DATA), cache_features=str(tmp_path / "_features"))
     with pytest.raises(ValueError, match="cache_features"):
         trainer.train()
 
@@ -339,9 +334,8 @@ PROC = pytest.mark.skipif(sys.platform != "linux", reason="this system has no /p
 
 @PROC
 def test_a_folder_for_features_that_cannot_be_written_is_refused(tmp_path):
-    data = ImageTextDataset(DATA)
-    args = arguments(tmp_path, cache_features="/proc/self", freeze="image")
-    trainer = InfCLTrainer(models.clip(), args, train_dataset=data, processing_class=clip_processor())
+    options = {"cache_features": "/proc/self", "freeze": "image"}
+    trainer = trainer_for(tmp_path, data=ImageTextDataset(DATA), **options)
     with pytest.raises(ValueError, match=r"Nothing can be written to cache_features /proc/self/\w+: "):
         trainer.train()
 

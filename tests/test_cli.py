@@ -1134,10 +1134,7 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
         ),
         ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),
         ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
-        (
-            "score m --dataset d",
-            "There is no option --dataset. Did you mean --data_seed? Before the options",
-        ),
+        ("score m --dataset d", "There is no option --dataset. Did you mean --data_seed? Before the options"),
         ("train --model m --dataset a b", "Only shards that are read with --streaming can have several"),
         ("train --model m --dataset a --lanes 2", "lanes=2 has no effect without streaming. Pass both or none."),
         (
@@ -1216,10 +1213,9 @@ def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys,
 
 
 def test_a_folder_before_the_options_is_named_as_it_was_written(demo, tmp_path, capsys):
+    words = [demo / "clip-init", demo / "digit", "--use_cpu", "--output_dir", tmp_path / "out"]
     for command in ("score", "embed"):
-        line = mistake(
-            capsys, command, demo / "clip-init", demo / "digit", "--use_cpu", "--output_dir", tmp_path / "out"
-        )
+        line = mistake(capsys, command, *words)
         assert f"at '{demo / 'digit'}': no such folder exists, but there is '{demo / 'digits'}'." in line
         assert "--dataset" not in line
         assert ("error: DATA " in line) == (command == "score")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -15,9 +14,9 @@ import torch
 import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from helpers import models
-from helpers.pictures import picture
+from helpers.pictures import captioned, picture, write_folder
 from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
-from helpers.shards import number_of, png, write_parquet, write_tar
+from helpers.shards import number_of, pair, png, write_parquet, write_tar
 from packaging.version import Version
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset
@@ -40,20 +39,6 @@ def _datasets_cache(tmp_path, monkeypatch):
 
 def row_of(item: dict) -> int:
     return int(item["image"][0, 0, 0])
-
-
-def write_folder(folder: Path, captions: list) -> Path:
-    folder.mkdir(parents=True)
-    lines = []
-    for row, caption in enumerate(captions):
-        picture(row).save(folder / f"{row}.png")
-        lines.append(json.dumps({"file_name": f"{row}.png", "caption": caption}))
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-def captioned(captions: list, **columns: list) -> Dataset:
-    return Dataset.from_dict({"image": [picture(row) for row in range(len(captions))], "caption": captions, **columns})
 
 
 class TestLoadPairs:
@@ -193,9 +178,7 @@ class TestLoadPairs:
         decoy = tmp_path / "my v xy{a,b}" / "train"  # which the name would match
         for place, caption in ((decoy, "wrong"), (folder, "right")):
             if kind == "tar":
-                write_tar(
-                    place / "0[a]*.tar", [("0.png", png(3)), ("0.json", json.dumps({"caption": caption}).encode())]
-                )
+                write_tar(place / "0[a]*.tar", pair(3, caption=caption))
             elif kind == "imagefolder":
                 write_folder(place, [caption])
             elif kind == "csv":
@@ -612,6 +595,8 @@ class TestCollator:
         batch = ContrastiveCollator(clip_processor())(rows)
         assert batch["input_ids"].tolist() == [[2, 3, 4, 1], [5, 1, 0, 0], [2, 1, 0, 0], [3, 1, 0, 0]]
         assert batch["caption_image"].tolist() == [0, 0, 1, -1]
+        assert batch["caption_image"].dtype == torch.int64
+        assert len(batch["pixel_values"]) == 2
         single = ContrastiveCollator(clip_processor())(items(["a"], ["b"], negative_captions=[[], []]))
         assert "caption_image" not in single
 
@@ -664,13 +649,6 @@ class TestCollator:
         short = ContrastiveCollator(clip_processor(), max_length=3)
         assert short.tokenize([long, "a"])["input_ids"].tolist() == [[2, 3, 1], [2, 1, 0]]
 
-    def test_several_captions_per_image(self):
-        batch = ContrastiveCollator(clip_processor())(items(["a", "b"], ["c"], ["d", "e", "f"]))
-        assert batch["pixel_values"].shape[0] == 3
-        assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5, 6, 7]
-        assert batch["caption_image"].tolist() == [0, 0, 1, 2, 2, 2]
-        assert batch["caption_image"].dtype == torch.int64
-
     def test_ids_and_counts_are_int64(self):
         batch = ContrastiveCollator(clip_processor())(items(["a"], ["b"], pair_id=[-(2**63), 7], skipped=[0, 2]))
         assert torch.equal(batch["pair_ids"], torch.tensor([-(2**63), 7]))
@@ -700,9 +678,8 @@ class TestCollator:
     def test_made_for_a_model_captions_fit_its_text_tower(self):
         processor = clip_processor(model_max_length=None)
         config = transformers.CLIPConfig(text_config={"max_position_embeddings": 3})
-        assert ContrastiveCollator.for_model(processor, config).tokenize(["a b c d"])["input_ids"].tolist() == [
-            [2, 3, 1]
-        ]
+        collator = ContrastiveCollator.for_model(processor, config)
+        assert collator.tokenize(["a b c d"])["input_ids"].tolist() == [[2, 3, 1]]
         assert ContrastiveCollator.for_model(clip_processor(model_max_length=2), config).max_length == 2
 
     def test_towers_like_roberta_have_fewer_positions_than_their_config_states(self):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import models
 from helpers.numerics import descend
-from helpers.trainers import arguments
+from helpers.trainers import trainer_for
 from torch import Tensor
 
-from hf_infcl import InfCLTrainer, reference
+from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.windows.extensions import PairSelection
@@ -79,9 +79,9 @@ def train(
     batch: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": ROWS // 4 // world_size}
     batch |= {"texts_at_once": 1, "retain_graphs": "1"}  # on a GPU nothing is tried, which would count as forwards
     more = {"equal_ids": "positive"} if captions > 1 else {}
-    args = arguments(folder, **{**PLAIN, "max_logit_scale": 1e6, **batch, **more, **options})
-    collator = Collator(data) if sorts else data.collate
-    trainer = InfCLTrainer(BUILD[objective](), args, collator, train_dataset=data, extensions=[Marked(of_three)])
+    options = {**PLAIN, "max_logit_scale": 1e6, **batch, **more, **options, "extensions": [Marked(of_three)]}
+    options["data_collator"] = Collator(data) if sorts else data.collate
+    trainer = trainer_for(folder, BUILD[objective](), data, **options)
     forwards: list[int] = []
     trainer.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     trainer.train()

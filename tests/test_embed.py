@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.demo import infcl, mistake
-from helpers.pictures import picture
+from helpers.pictures import captioned, picture
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, png, write_tar
 from safetensors import safe_open
@@ -33,8 +33,7 @@ CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n 
 
 
 def table(**columns: Any) -> datasets.Dataset:
-    pictures = [picture(n, (20, 24)) for n in range(len(CAPTIONS))]
-    return datasets.Dataset.from_dict({"image": pictures, "caption": CAPTIONS, **columns})
+    return captioned(CAPTIONS, (20, 24), **columns)
 
 
 def embedded(source: Any, folder: Path, seed: int = 0, max_length: int | None = None, **options: Any) -> dict[str, int]:
@@ -280,9 +279,7 @@ def test_one_command_embeds_what_a_training_will_read(demo, small, tmp_path, cap
     options |= {"per_device_train_batch_size": 8, "max_steps": 2, "save_strategy": "no", "image_size": 32}
     options |= {"teacher_embeddings": tmp_path / "teacher", "output_dir": tmp_path / "out", "learning_rate": 1e-3}
     file = tmp_path / "run.json"
-    file.write_text(
-        json.dumps({name: v if isinstance(v, (bool, int, float)) else str(v) for name, v in options.items()})
-    )
+    file.write_text(json.dumps({k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in options.items()}))
     infcl("embed", file, demo / "clip-init")
     printed = capsys.readouterr().out
     assert "Embeds the images and texts of --dataset.\nEmbeds the images and texts of --replay_dataset_1.\n" in printed

@@ -588,10 +588,9 @@ def test_no_worker_starts_before_all_processes_shuffle_alike(rank, world_size, t
 @pytest.mark.parametrize("inputs", [False, True])
 def test_no_process_asks_for_the_width_of_what_others_have(tmp_path, monkeypatch, inputs):
     """It would wait for the device after each batch; tokens that a metric wants may be of other widths."""
-    calls = []
-    pad = Accelerator.pad_across_processes
+    calls, pad = [], Accelerator.pad_across_processes
     monkeypatch.setattr(
-        Accelerator, "pad_across_processes", lambda *args, **kwargs: calls.append(1) or pad(*args, **kwargs)
+        Accelerator, "pad_across_processes", lambda *args, **more: calls.append(1) or pad(*args, **more)
     )
     wanted = {"include_for_metrics": ["inputs"]} if inputs else {}
     trainer = trainer_for(tmp_path, models.clip(), per_device_eval_batch_size=4, **wanted)

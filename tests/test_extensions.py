@@ -8,9 +8,8 @@ import pytest
 import torch
 from helpers import models
 from helpers.numerics import descend
-from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
+from helpers.trainers import StopAt, parameters, trained, trainer_for
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
@@ -96,8 +95,8 @@ def pairs() -> models.Pairs:
 
 
 def trainer(folder: Any, *extensions: Extension, build: Any = models.clip, **options: Any) -> InfCLTrainer:
-    args = arguments(folder, **{**PLAIN, "max_logit_scale": 1e6, **options})
-    return InfCLTrainer(build(), args, default_collate, train_dataset=pairs(), extensions=extensions)
+    options = {**PLAIN, "max_logit_scale": 1e6, "extensions": extensions, **options}
+    return trainer_for(folder, build(), pairs(), **options)
 
 
 def expected(objective: str) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
@@ -140,9 +139,7 @@ def test_steps_with_extensions_are_those_of_autograd(tmp_path, objective, size, 
 def test_the_states_of_extensions_are_in_checkpoints(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "per_device_train_batch_size": 3}
     whole = trained(trainer(tmp_path / "whole", WindowsSeen(), **options))
-    part = trainer(tmp_path / "part", WindowsSeen(), **options)
-    part.add_callback(StopAt(2))
-    part.train()
+    trainer(tmp_path / "part", WindowsSeen(), **options, callbacks=[StopAt(2)]).train()
     rest = trained(trainer(tmp_path / "part", WindowsSeen(), **options), resume=True)
     assert torch.equal(parameters(whole), parameters(rest))
     assert [e["windows_seen"] for e in rest.state.log_history if "windows_seen" in e] == [1, 2, 3, 4]
@@ -228,7 +225,7 @@ def test_numbers_and_options_of_an_extension_become_json(tmp_path):
 )
 def test_what_is_no_list_of_different_extensions_is_refused(tmp_path, extensions, message):
     with pytest.raises(ValueError, match=message):
-        InfCLTrainer(models.clip(), arguments(tmp_path), default_collate, train_dataset=pairs(), extensions=extensions)
+        trainer_for(tmp_path, data=pairs(), extensions=extensions)
 
 
 class Roots(LossTerm):
@@ -271,10 +268,9 @@ def test_numbers_of_a_term_that_are_not_finite_are_found_on_all_processes(ranks,
 def test_each_part_of_a_replay_with_losses_of_their_own_needs_a_pair(tmp_path, old):
     made = Returns()
     made.select = lambda window, *_: window.replayed() == old
-    args = arguments(tmp_path, replay_share=0.5, replay_as="own")
-    more = {"replay_dataset": models.Pairs(24, seed=3), "extensions": [made]}
+    options = {"replay_dataset": models.Pairs(24, seed=3), "replay_share": 0.5, "replay_as": "own"}
     with pytest.raises(ValueError, match=r"^No new or no old one .* left them all out.* it needs a new one and an old"):
-        InfCLTrainer(models.clip(), args, default_collate, train_dataset=pairs(), **more).train()
+        trainer_for(tmp_path, data=pairs(), extensions=[made], **options).train()
 
 
 OF_OBSERVERS = ("after_first_pass", "after_backward", "end_window")

@@ -12,9 +12,9 @@ from datasets import Dataset, Features, Value
 from helpers import models
 from helpers.pictures import picture
 from helpers.processors import END, clip_processor, siglip_processor
-from helpers.trainers import arguments, parameters
+from helpers.trainers import arguments, parameters, trainer_for
 
-from hf_infcl import ImageTextDataset, InfCLTrainer
+from hf_infcl import ImageTextDataset
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading import feature_cache
 from hf_infcl.processes.preemption import Preempted
@@ -33,20 +33,19 @@ class Run:
     """A training with a frozen image tower that counts the images that the tower has seen."""
 
     def __init__(self, folder: Path, kind: str = "clip", data: Any = None, **options: Any) -> None:
-        model, processor = (
-            (models.clip(end=END), clip_processor()) if kind == "clip" else (models.siglip(), siglip_processor())
-        )
+        model, processor = models.clip(end=END), clip_processor()
+        if kind == "siglip":
+            model, processor = models.siglip(), siglip_processor()
         model = options.pop("model", model)
-        change = options.pop("change", None)
-        if change is not None:
+        if change := options.pop("change", None):
             change(model, processor)
         self.seen: list[int] = []
         # Counts inside of the tower, because calls of the tower itself may return cached features.
         model.vision_model.embeddings.register_forward_hook(lambda *call: self.seen.append(len(call[-1])))
         data = ImageTextDataset(rows(), pair_id_column="id") if data is None else data
         options = {"freeze": "image", "max_steps": 4, "cache_features": str(folder / "features"), **options}
-        sets = {"train_dataset": data, "replay_dataset": options.pop("replay_dataset", None)}
-        self.trainer = InfCLTrainer(model, arguments(folder / "run", **options), **sets, processing_class=processor)
+        options |= {"processing_class": processor, "data_collator": None}
+        self.trainer = trainer_for(folder / "run", model, data, **options)
 
     def train(self) -> torch.Tensor:
         self.trainer.train()

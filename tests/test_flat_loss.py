@@ -53,11 +53,7 @@ COLLAPSED = [4.179, *[4.159] * 7]
             (6.0, 0.6),
             "If all embeddings became alike in the first steps, start .* If the weights change too slowly, raise",
         ),
-        (
-            COLLAPSED,
-            (12.0, 1e-4),
-            r"has vanished \(norm 0.0001, first 12\), because all embeddings are alike: start",
-        ),
+        (COLLAPSED, (12.0, 1e-4), r"has vanished \(norm 0.0001, first 12\), because all embeddings are alike: start"),
         ([3.0, 2.0, *[4.159] * 6], (12.0, 1e-4), "with a tenth of the learning rate, 0.0001, and a warm-up"),
         ([4.2, 9.0, 12.0, 15.0, 14.0, 15.0, 16.0, 15.0], (10.0, 9.0), "higher than at the start: start again"),
         (LEARNS, (10.0, 5.0), ""),

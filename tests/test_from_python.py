@@ -20,9 +20,8 @@ ROWS = 16
 def rows() -> datasets.Dataset:
     letters = [chr(ord("a") + number) for number in range(ROWS)]
     table = {"image": [picture(number) for number in range(ROWS)], "text": [f"{one} b" for one in letters]}
-    return datasets.Dataset.from_dict(
-        table, datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    )
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    return datasets.Dataset.from_dict(table, features)
 
 
 def as_item(row: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import torch
 from helpers import models
 from helpers.parity import MODELS
 from helpers.processes import on_ranks
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from torch import nn
 
 from hf_infcl import InfCLTrainer, reference
@@ -86,8 +86,7 @@ def noise_of(trainer: InfCLTrainer) -> GradientNoise:
 
 def rank_noise(rank: int, world_size: int, folder: str, objective: str) -> tuple[float, float]:
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 1}
-    trainer = trainer_for(folder, MODELS[objective](), models.Pairs(48), **given, gradient_noise_steps=1)
-    trainer.train()
+    trainer = trained(trainer_for(folder, MODELS[objective](), models.Pairs(48), **given, gradient_noise_steps=1))
     signal, noise = noise_of(trainer).estimates()
     (logs,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert logs.get("gradient_noise_scale") == (round(noise / signal, 1) if min(signal, noise) > 0 else None)
@@ -106,11 +105,11 @@ def test_contributions_of_micro_batches_are_those_of_plain_autograd(ranks, tmp_p
     whole = [torch.cat(tower).detach().requires_grad_() for tower in zip(*embeds, strict=True)]
     reference.contrastive_loss(*whole, *encoder.scale_and_bias(), objective=objective).backward()
     temperature = [id(p) for p in encoder.temperature_parameters]
-    trained = [p for p in model.parameters() if id(p) not in temperature]
+    weights = [p for p in model.parameters() if id(p) not in temperature]
     parts = []
     for number, features in enumerate(embeds):
         of_rows = [tower.grad[4 * number : 4 * number + 4] for tower in whole]
-        parts.append(torch.cat([g.flatten() for g in torch.autograd.grad(features, trained, of_rows)]))
+        parts.append(torch.cat([g.flatten() for g in torch.autograd.grad(features, weights, of_rows)]))
     big = sum(parts).square().sum()
     # The first micro-batch of each process is measured.
     small = torch.stack([len(parts) * parts[rank] for rank in range(world_size)]).square().sum(1).mean()
@@ -124,12 +123,8 @@ def test_measuring_changes_no_weight_and_follows_its_interval(tmp_path, monkeypa
     measured = []
     real = GradientNoise._norm
     monkeypatch.setattr(GradientNoise, "_norm", lambda self: measured.append(1) or real(self))
-    ends = []
-    for steps in (None, 2):
-        trainer = trainer_for(tmp_path, models.clip(), models.Pairs(40), max_steps=5, gradient_noise_steps=steps)
-        trainer.train()
-        ends.append(parameters(trainer))
-    assert torch.equal(*ends)
+    runs = [trained(trainer_for(tmp_path, max_steps=5, gradient_noise_steps=steps)) for steps in (None, 2)]
+    assert torch.equal(*map(parameters, runs))
     assert len(measured) == 6, "twice in steps 0, 2 and 4"
 
 
@@ -149,25 +144,22 @@ def test_a_resumed_training_measures_the_same_steps(tmp_path, monkeypatch):
 def test_a_resumed_training_goes_on_with_the_mean(rank, world_size, tmp_path):
     options = {"max_steps": 6, "gradient_noise_steps": 2, "save_strategy": "steps", "save_steps": 3}
     data = models.Pairs(24 * world_size)
-    whole = trainer_for(f"{tmp_path}/whole", models.clip(), data, **options)
-    whole.train()
+    whole = trained(trainer_for(f"{tmp_path}/whole", models.clip(), data, **options))
     trainer_for(f"{tmp_path}/part", models.clip(), data, **options, callbacks=[StopAt(3)]).train()
-    resumed = trainer_for(f"{tmp_path}/part", models.clip(), data, **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(f"{tmp_path}/part", data=data, **options), resume=True)
     expected, found = (noise_of(trainer).estimates() for trainer in (whole, resumed))
     assert found == pytest.approx(expected, rel=1e-5)
     history = [[e.get("gradient_noise_scale") for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
     assert history[0] == history[1]
     larger = {"gradient_accumulation_steps": 3, "resume_with_changes": True, "max_steps": 4, "gradient_noise_steps": 4}
-    other = trainer_for(f"{tmp_path}/part", models.clip(), data, **{**options, **larger})
+    other = trainer_for(f"{tmp_path}/part", data=data, **{**options, **larger})
     other.train(resume_from_checkpoint=f"{tmp_path}/part/checkpoint-3")
     assert noise_of(other).estimates() is None, "that of another batch"
 
 
 def test_steps_of_one_micro_batch_have_no_scale(tmp_path):
     options = {"gradient_accumulation_steps": 1, "global_batch_schedule": ["4:0.5", "8"], "max_steps": 6}
-    trainer = trainer_for(tmp_path, models.clip(), models.Pairs(40), **options, gradient_noise_steps=1)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, **options, gradient_noise_steps=1))
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert not any("gradient_noise_scale" in entry for entry in logs if entry["global_batch_size"] == 4)
     assert len(logs) == 6

@@ -21,7 +21,7 @@ import transformers
 from helpers import models
 from helpers.hub import Hub, talk_to
 from helpers.processors import clip_processor
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped, zero
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
@@ -67,8 +67,7 @@ def test_a_strategy_pushes_what_it_says_to_a_branch_of_a_private_repository(
     hub, tmp_path, strategy, commits, checkpoints
 ):
     options = {"hub_strategy": strategy, "hub_private_repo": True, "hub_revision": "trial"}
-    trainer = trainer_for(tmp_path / "out", **PUSHING, **options)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path / "out", **PUSHING, **options))
     trainer.push_to_hub()
     (created,) = hub.created
     assert created.get("private") or created.get("visibility") == "private"
@@ -88,8 +87,7 @@ def test_a_strategy_pushes_what_it_says_to_a_branch_of_a_private_repository(
 def rank_push(rank: int, world_size: int, folder: str, endpoint: str, options: dict[str, Any]) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as monkeypatch:
         talk_to(endpoint, monkeypatch)
-        trainer = trainer_for(folder, **{**PUSHING, **options}, hub_strategy="every_save")
-        trainer.train()
+        trainer = trained(trainer_for(folder, **{**PUSHING, **options}, hub_strategy="every_save"))
         trainer.push_folder()
         whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in trainer.model.parameters())
         return torch.cat([p.detach().flatten() for p in whole])
@@ -98,7 +96,7 @@ def rank_push(rank: int, world_size: int, folder: str, endpoint: str, options: d
 @pytest.mark.parametrize("wrapper", wrapped(WRAPPERS))
 def test_what_two_processes_push_is_an_ordinary_model(hub, ranks, fresh_ranks, tmp_path, wrapper):
     processes = ranks if wrapper == "ddp" else fresh_ranks
-    trained, _ = processes.run(rank_push, 2, str(tmp_path / "out"), hub.endpoint, WRAPPERS[wrapper])
+    weights, _ = processes.run(rank_push, 2, str(tmp_path / "out"), hub.endpoint, WRAPPERS[wrapper])
     for number, tree in enumerate(hub.commits["me/mine", "main"][1:]):
         folder = tmp_path / f"commit-{number}"
         folder.mkdir()
@@ -108,7 +106,7 @@ def test_what_two_processes_push_is_an_ordinary_model(hub, ranks, fresh_ranks, t
         assert not info["missing_keys"]
         assert not info["mismatched_keys"]
     assert number == 2, "at both saves and at the end"
-    assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), trained)
+    assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), weights)
 
 
 class Failures(logging.Handler, TrainerCallback):
@@ -309,8 +307,7 @@ def test_the_wait_for_pushes_is_no_time_of_the_training(tmp_path, monkeypatch):
 
 def test_a_checkpoint_stays_until_it_has_arrived(slow_hub, tmp_path, caplog):
     """save_total_limit deletes two checkpoints, while the pushes wait for the end of the training."""
-    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", save_total_limit=1, max_steps=3)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", save_total_limit=1, max_steps=3))
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     trainer.push_folder()
     assert "has failed" not in caplog.text
@@ -334,12 +331,10 @@ def test_the_final_push_brings_what_is_missing_or_raises(hub, tmp_path):
 
 
 def test_a_run_goes_on_from_the_hub_s_last_checkpoint(hub, tmp_path):
-    whole = trainer_for(tmp_path / "whole", models.clip(0.3), max_steps=4, **SAVING)
-    whole.train()
+    whole = trained(trainer_for(tmp_path / "whole", models.clip(0.3), max_steps=4, **SAVING))
     options = {**PUSHING, "hub_strategy": "checkpoint", "max_steps": 4}
     trainer_for(tmp_path / "lost", models.clip(0.3), **options, callbacks=[StopAt(2)]).train()
-    again = trainer_for(tmp_path / "new", models.clip(0.3, seed=5), **options)
-    again.train(resume_from_checkpoint="last-checkpoint")
+    again = trained(trainer_for(tmp_path / "new", models.clip(0.3, seed=5), **options), resume="last-checkpoint")
     assert again.steps_trained == 2
     assert torch.equal(parameters(again), parameters(whole))
     empty = trainer_for(tmp_path / "empty", **{**options, "hub_model_id": "me/empty"})

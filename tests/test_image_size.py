@@ -136,8 +136,8 @@ def test_processors_return_the_size_with_what_they_crop_away():
 
 def test_a_training_saves_what_stock_transformers_loads(tmp_path):
     options = {"image_size": 32, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.01}
-    options |= {"data_collator": None, "data": pairs(), "eval_dataset": pairs()}
-    whole = trainer_for(tmp_path / "whole", processing_class=clip_processor(), **options)
+    options |= {"data": pairs(), "eval_dataset": pairs()}
+    whole = trainer_for(tmp_path / "whole", **options)
     before = whole.evaluate()
     whole.train()
     assert whole.evaluate()["eval_loss"] < before["eval_loss"]
@@ -153,11 +153,10 @@ def test_a_training_saves_what_stock_transformers_loads(tmp_path):
     torch.testing.assert_close(features, ours, atol=0.02, rtol=0)  # PIL and torch differ by a grey level
 
     place = tmp_path / "half"
-    trainer_for(place, callbacks=[StopAt(1)], processing_class=clip_processor(), **options).train()
-    resumed = trainer_for(place, models.clip(seed=3), processing_class=clip_processor(), **options)
-    resumed.train(resume_from_checkpoint=True)
+    trainer_for(place, callbacks=[StopAt(1)], **options).train()
+    resumed = trained(trainer_for(place, models.clip(seed=3), **options), resume=True)
     assert torch.equal(parameters(resumed), parameters(whole))
-    other = trainer_for(place, processing_class=clip_processor(), **options | {"image_size": 24})
+    other = trainer_for(place, **options | {"image_size": 24})
     with pytest.raises(ValueError, match="image_size was 32 and is 24"):
         other.train(resume_from_checkpoint=True)
 

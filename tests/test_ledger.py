@@ -9,9 +9,9 @@ import pytest
 from helpers.concepts import linear
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import arguments
+from helpers.trainers import trainer_for
 
-from hf_infcl import ImageTextDataset, InfCLTrainer
+from hf_infcl import ImageTextDataset
 from hf_infcl.tools.checking.findings import _named, findings_of_ledger
 from hf_infcl.tools.publishing.facts import FACTS_FILE, has_learned
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, Ledger, make_ledger
@@ -76,9 +76,8 @@ def test_the_record_of_a_model_says_what_it_has_learned(tmp_path, settings, spli
 def test_a_ledger_is_of_the_shards_that_were_trained(tmp_path, caplog):
     write_tars(tmp_path / "shards", [20] * 2)
     stream = stream_of(tmp_path / "shards")
-    trainer = InfCLTrainer(
-        linear(), arguments(tmp_path, leave_out="noisy", objective="softmax"), collate, train_dataset=stream
-    )
+    options = {"leave_out": "noisy", "objective": "softmax", "data_collator": collate}
+    trainer = trainer_for(tmp_path, linear(), stream, **options)
     content = stream.content_fingerprint()
     trainer.train()
     Path(stream.shards[0].url).unlink()

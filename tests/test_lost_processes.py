@@ -13,14 +13,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
-from helpers.processes import context, on_ranks
+from helpers.processes import context, join_group, on_ranks
 from helpers.trainers import parameters, trainer_for
 
 from hf_infcl.checkpoints.files import choose
@@ -86,18 +85,11 @@ def rank_interrupted(
     phases.GRACE = grace
     if rank == 0:
         faulthandler.dump_traceback_later(WAIT - 10)  # if rank 0 hangs, the test prints where
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        os.environ[name] = str(value)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    device = torch.device("cuda", rank) if backend == "nccl" else None
-    if device is not None:
-        torch.cuda.set_device(device)
+    if backend == "nccl":
         # After a timeout, NCCL's watchdog waits 60 s for a report before it aborts the process.
         os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # otherwise an abort dumps the memory of the process
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    limit = timedelta(seconds=seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit, device_id=device)
+    join_group(rank, 2, port, backend, seconds)
     run = trainer(folder, **options)
     if rank in actions:
         method, number, action = actions[rank]
@@ -210,7 +202,8 @@ def test_a_process_that_hangs_is_named_after_the_timeout(tmp_path):
     assert told == [message, f"OtherRankFailedError: {message}"]
 
 
-def rank_ends_first(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_process_that_has_ended_its_training_is_not_lost(rank, world_size):
     looks, ended, enough = itertools.count(1), threading.Event(), threading.Event()
 
     def has_ended(process: Any) -> bool:
@@ -232,11 +225,8 @@ def rank_ends_first(rank: int, world_size: int) -> None:
     assert not of_training.told
 
 
-def test_a_process_that_has_ended_its_training_is_not_lost(ranks):
-    ranks.run(rank_ends_first, 2)
-
-
-def rank_takes_long_to_end(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_process_that_gets_further_after_another_was_lost_is_not_ended(rank, world_size):
     places, enough = itertools.count(), threading.Event()
 
     def another_place() -> str:
@@ -254,10 +244,6 @@ def rank_takes_long_to_end(rank: int, world_size: int) -> None:
             if rank == 0:
                 assert enough.wait(60)
             Processes().gather_objects("rank 0 has got further")
-
-
-def test_a_process_that_gets_further_after_another_was_lost_is_not_ended(ranks):
-    ranks.run(rank_takes_long_to_end, 2)
 
 
 @on_ranks(2)

@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from helpers import models
 from helpers.demo import infcl
-from helpers.parity import TOLERANCE, Gradients
-from helpers.pictures import picture
-from helpers.processors import END, clip_processor
-from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
+from helpers.parity import MODELS, TOLERANCE, Gradients
+from helpers.processors import END
+from helpers.shards import numbered
+from helpers.trainers import StopAt, parameters, trained, trainer_for
 from torch import Tensor
-from torch.utils.data import default_collate
 
-from hf_infcl import InfCLTrainer, reference
+from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation.metrics import score
 from hf_infcl.tools.planning import costs, counting
@@ -31,16 +30,14 @@ def prefix(features: Tensor, width: int) -> Tensor:
 
 def rank_gradients(rank: int, world_size: int, folder: str, objective: str, options: dict[str, Any]) -> Any:
     callback = Gradients()
-    batch = {"per_device_train_batch_size": ROWS // world_size // 2, "gradient_accumulation_steps": 2}
-    args = arguments(folder, max_steps=1, max_grad_norm=0, matryoshka_dims=DIMS, **batch, **options)
-    model = {"softmax": models.clip, "sigmoid": models.siglip}[objective]()
-    pairs = models.Pairs(ROWS, repeats=3)
-    trainer = trained(InfCLTrainer(model, args, default_collate, train_dataset=pairs, callbacks=[callback]))
+    options |= {"per_device_train_batch_size": ROWS // world_size // 2, "callbacks": [callback]}
+    options |= {"max_steps": 1, "max_grad_norm": 0, "matryoshka_dims": DIMS}
+    trainer = trained(trainer_for(folder, MODELS[objective](), models.Pairs(ROWS, repeats=3), **options))
     return trainer.state.log_history[0]["loss"], callback.seen
 
 
 def truth(objective: str, equal_ids: str) -> tuple[float, dict[str, Tensor]]:
-    model, data = {"softmax": models.clip, "sigmoid": models.siglip}[objective](), models.Pairs(ROWS, repeats=3)
+    model, data = MODELS[objective](), models.Pairs(ROWS, repeats=3)
     encoder = DualEncoder(model)
     encoder.initialise_sigmoid()
     images, texts = encoder.embed(model, data.batch())
@@ -126,10 +123,7 @@ def test_evaluations_and_saved_files_know_the_dimensions(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     whole = trainer_for(tmp_path, models.clip(), eval_dataset=data).evaluate()["eval_loss"]
     assert abs(whole - expected) > 1e-3
-    args = arguments(tmp_path / "saved", matryoshka_dims=DIMS)
-    pictures = [{"image": picture(n, (16, 16)), "caption": ["a b"]} for n in range(8)]
-    with_processor = InfCLTrainer(models.clip(end=END), args, train_dataset=pictures, processing_class=clip_processor())
-    with_processor.save_model()
+    trainer_for(tmp_path / "saved", models.clip(end=END), numbered(range(8)), matryoshka_dims=DIMS).save_model()
     saved = json.loads((tmp_path / "saved" / "config_sentence_transformers.json").read_text(encoding="utf-8"))
     assert saved["matryoshka_dims"] == DIMS
 

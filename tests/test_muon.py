@@ -99,9 +99,7 @@ def test_matrices_are_trained_as_by_torch_muon(tmp_path):
     )
     adamw = Both([{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups[:-1]], 1e-3, fused=True)
     constant = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1.0)
-    args = arguments(tmp_path, max_steps=4)
-    trainer = InfCLTrainer(model, args, default_collate, train_dataset=models.Pairs(40), optimizers=(adamw, constant))
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, model, max_steps=4, optimizers=(adamw, constant)))
     start = torch.nn.utils.parameters_to_vector(models.clip().parameters())
     change = parameters(trainer) - start
     assert (parameters(ours) - parameters(trainer)).norm() <= 0.02 * change.norm()

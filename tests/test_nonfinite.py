@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.processes import on_ranks
-from helpers.trainers import StopAt, parameters, trainer_for
+from helpers.trainers import StopAt, parameters, trained, trainer_for
 from transformers import TrainerCallback
 
 from hf_infcl.windows.skipping import WINDOWS_COMPARED, SkippedWindows
@@ -124,8 +124,7 @@ def check_skips(folder: str, where: str) -> None:
     for name in ("images", "tokens"):
         values = getattr(data, name)
         setattr(data, name, torch.cat([values[:size], values[2 * size :], values[:size]]))
-    expected = trainer_for(folder, data=data, **OPTIONS, callbacks=[StopAt(2)])
-    expected.train()
+    expected = trained(trainer_for(folder, data=data, **OPTIONS, callbacks=[StopAt(2)]))
     assert torch.equal(parameters(trainer), parameters(expected))
     assert trainer.lr_scheduler.state_dict() == expected.lr_scheduler.state_dict()
     states = [t.optimizer.state_dict()["state"] for t in (trainer, expected)]
@@ -147,8 +146,7 @@ def test_a_skipped_window_changes_no_running_statistics(tmp_path):
     data = pairs(6, [4, 5])
     data.images = torch.nn.functional.interpolate(data.images, (32, 32))
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "weight_decay": 0.0}
-    trainer = trainer_for(tmp_path, models.align(), data, **{**OPTIONS, **options}, skip_nonfinite=1)
-    trainer.train()
+    trainer = trained(trainer_for(tmp_path, models.align(), data, **{**OPTIONS, **options}, skip_nonfinite=1))
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
     assert trainer.window_step.checks.skipped.count == 1
 
@@ -156,22 +154,21 @@ def test_a_skipped_window_changes_no_running_statistics(tmp_path):
 def test_a_resume_goes_on_counting_the_windows_that_were_skipped_after_the_last_log(tmp_path):
     options = {**OPTIONS, "skip_nonfinite": 1, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
     trainer_for(tmp_path, data=pairs(24, [9]), **options, callbacks=[StopAt(2)]).train()
-    resumed = trainer_for(tmp_path, data=pairs(24, [9]), **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(trainer_for(tmp_path, data=pairs(24, [9]), **options), resume=True)
     assert [entry["skipped_windows"] for entry in resumed.state.log_history if "loss" in entry] == [1]
 
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_no_more_windows_in_a_row_are_skipped_than_allowed(most):
-    guard, trained = SkippedWindows(most, None), []
+    guard, kept = SkippedWindows(most, None), []
     for bad in (False, True, False, True):
         guard.begin_window([])
         if bad:
             guard.refuse("It is nan.")
         else:
             guard.end_window(1.0)
-        trained.append(not guard.skipping)
-    assert trained == [True, False, True, False]
+        kept.append(not guard.skipping)
+    assert kept == [True, False, True, False]
     guard.begin_window([])
     if most == 1:
         with pytest.raises(ValueError, match=r"^It is nan\. Steps skipped just before it: 1\."):
@@ -184,8 +181,7 @@ def test_no_more_windows_in_a_row_are_skipped_than_allowed(most):
 def test_a_resume_remembers_the_losses_and_the_windows_skipped_in_a_row(tmp_path):
     # The bad windows are 2 and 3, and the checkpoint lies between them.
     options = {**OPTIONS, "skip_nonfinite": 1, "save_strategy": "steps", "save_steps": 2}
-    first = trainer_for(tmp_path, data=pairs(24, [8, 16]), **options, callbacks=[StopAt(2)])
-    first.train()
+    first = trained(trainer_for(tmp_path, data=pairs(24, [8, 16]), **options, callbacks=[StopAt(2)]))
     resumed = trainer_for(tmp_path, data=pairs(24, [8, 16]), **options)
     with pytest.raises(ValueError, match=r"after step 2 is nan, .*\. Steps skipped just before it: 1\."):
         resumed.train(resume_from_checkpoint=True)
@@ -211,8 +207,7 @@ def test_a_scaler_that_skips_a_step_is_counted(tmp_path):
 
 def test_a_scaler_skips_a_window_whose_loss_is_not_finite(tmp_path):
     options = {**OPTIONS, "skip_nonfinite": 1, "max_grad_norm": 0.0}
-    trainer = scaled(trainer_for(tmp_path, data=pairs(24, [9]), **options), 1024.0)
-    trainer.train()
+    trainer = trained(scaled(trainer_for(tmp_path, data=pairs(24, [9]), **options), 1024.0))
     assert trainer.window_step.checks.skipped.count == 1
     assert parameters(trainer).isfinite().all()
     assert trainer.lr_scheduler.last_epoch == 2

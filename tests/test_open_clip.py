@@ -149,9 +149,7 @@ def test_a_model_trained_here_has_the_same_recalls_with_the_package_s_loader(pac
     measured = json.loads((out / "eval_results.json").read_text())
     found = package(recalls_of_package, out, pairs)
     assert 0 < found["eval_pairs_text_retrieval_recall@5"] < 1, "recalls that say something"
-    assert {name: round(value, 4) for name, value in found.items()} == {
-        name: round(measured[name], 4) for name in found
-    }
+    assert {name: round(one, 4) for name, one in found.items()} == {name: round(measured[name], 4) for name in found}
 
 
 # ---- Pixels ----

@@ -299,9 +299,8 @@ def test_the_groups_and_their_table():
 
 
 def test_a_table_that_a_layer_shares_stays_one():
-    model = nn.ModuleDict(
-        {"head": nn.Linear(8, 20, bias=False), "table": nn.Embedding(20, 8), "layer": nn.Linear(8, 8)}
-    )
+    parts = {"head": nn.Linear(8, 20, bias=False), "table": nn.Embedding(20, 8), "layer": nn.Linear(8, 8)}
+    model = nn.ModuleDict(parts)
     model["head"].weight = model["table"].weight
     assert {name: role.name for name, role in roles(model).items()} == {
         "head.weight": "embeddings and convolutions",

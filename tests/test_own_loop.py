@@ -137,17 +137,9 @@ def rank_loop(
     else:
         wrapped = DistributedDataParallel(model)
 
-    def encode(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        outputs = wrapped(**batch)
-        return outputs.image_embeds, outputs.text_embeds
-
-    def loss(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
-        return contrastive_loss(images, texts, scale.exp(), *bias, objective=objective)
-
-    parameters = DualEncoder(model).temperature_parameters
-    value = cached_backward(
-        wrapped, windows(rank, world_size, count), encode, loss, parameters, retain_graphs=retain, **options
-    )
+    encode, loss = partial(outputs_of, wrapped), partial(with_exponential, objective=objective)
+    options |= {"parameters": DualEncoder(model).temperature_parameters, "retain_graphs": retain}
+    value = cached_backward(wrapped, windows(rank, world_size, count), encode, loss, **options)
     return value.item(), gradients(model)
 
 
@@ -164,6 +156,16 @@ def rank_loop(
 def test_a_window_s_gradient_is_that_of_one_process(ranks, world_size, objective, count, retain, accelerated):
     for seen in ranks.run(rank_loop, world_size, objective, count, retain, accelerated):
         check(seen, objective)
+
+
+def with_exponential(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor, **options: Any) -> Tensor:
+    """The loss, as in the README."""
+    return contrastive_loss(images, texts, scale.exp(), *bias, **options)
+
+
+def outputs_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    outputs = model(**batch)
+    return outputs.image_embeds, outputs.text_embeds
 
 
 class Towers(nn.Module):
@@ -198,16 +200,9 @@ def test_wrong_uses_are_refused():
 def test_inputs_that_the_loss_does_not_get_are_refused(name):
     model = models.clip()
     batches = [{**models.Pairs(ROWS).batch(part), name: part // 2} for part in torch.arange(ROWS).chunk(2)]
-
-    def encode(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:  # as in the README
-        outputs = model(**batch)
-        return outputs.image_embeds, outputs.text_embeds
-
-    def loss(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-        return contrastive_loss(images, texts, scale.exp())
-
+    encode = partial(outputs_of, model)
     with pytest.raises(ValueError, match=f"The micro-batches have {name}, which the loss does not get"):
-        cached_backward(model, batches, encode, loss, [model.logit_scale])
+        cached_backward(model, batches, encode, with_exponential, [model.logit_scale])
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -238,13 +233,10 @@ def test_a_token_without_an_embedding_is_refused():
 
 def test_a_scaled_backward_scales_every_gradient():
     towers, batches = Towers(), [torch.randn(5, 4), torch.randn(5, 4)]
-
-    def loss(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-        return contrastive_loss(images, texts, scale.exp())
-
-    cached_backward(towers, batches, towers, loss, [towers.scale])
+    given = (towers, batches, towers, with_exponential, [towers.scale])
+    cached_backward(*given)
     plain = gradients(towers)
     towers.zero_grad()
-    cached_backward(towers, batches, towers, loss, [towers.scale], backward=lambda scalar: (8 * scalar).backward())
+    cached_backward(*given, backward=lambda scalar: (8 * scalar).backward())
     for name, gradient in gradients(towers).items():
         assert relative_error(gradient, 8 * plain[name]) < 1e-6

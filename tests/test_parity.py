@@ -37,9 +37,7 @@ def test_every_strategy_gives_the_same_gradients(ranks, strategy):
 
 
 def rank_trajectory(rank: int, world_size: int, objective: str, steps: int) -> tuple[list[float], Tensor]:
-    trainer = train(
-        objective, "plain", world_size, steps, max_steps=4, optim="sgd", learning_rate=0.1, max_grad_norm=1.0
-    )
+    trainer = train(objective, "plain", world_size, steps, max_steps=4, optim="sgd", learning_rate=0.1, max_grad_norm=1)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
 
@@ -48,9 +46,7 @@ def rank_trajectory(rank: int, world_size: int, objective: str, steps: int) -> t
 def test_one_trajectory_for_every_split_of_the_global_batch(ranks, objective):
     # Two windows per epoch, reshuffled in the second epoch: the rows of a window must not depend on the split.
     splits = [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2)]
-    runs = [
-        ranks.run(rank_trajectory, world_size, objective, steps, always_ring=True)[0] for world_size, steps in splits
-    ]
+    runs = [ranks.run(rank_trajectory, size, objective, steps, always_ring=True)[0] for size, steps in splits]
     first_losses, first_parameters = runs[0]
     assert len(first_losses) == 4
     assert first_losses[0] != pytest.approx(first_losses[-1], rel=1e-3), "nothing was learnt: the test says nothing"

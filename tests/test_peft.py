@@ -60,18 +60,9 @@ def test_a_trained_logit_scale_is_resumed_and_loaded_with_the_adapter(tmp_path):
 
 
 def test_a_trained_logit_scale_returns_with_the_best_model_and_a_rollback(tmp_path):
-    trainer = trained(
-        trainer_for(
-            tmp_path,
-            with_trained_scale(),
-            **SAVED,
-            eval_dataset=models.Pairs(9),
-            eval_strategy="steps",
-            eval_steps=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="loss",
-        )
-    )
+    options = {**SAVED, "eval_dataset": models.Pairs(9), "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    trainer = trained(trainer_for(tmp_path, with_trained_scale(), **options))
     for step in (2, 4):
         saved = load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors")["base_model.model.logit_scale"]
         trainer.model.logit_scale.data.zero_()

@@ -598,10 +598,8 @@ def test_the_batch_of_a_plan_replaces_that_of_a_recipe(small_model, capsys):
     assert "\nChoose  --global_batch_size 64 --bf16" in said
     said = planned(capsys, small_model, "--recipe", "finetune_clip", "--global_batch", 64)
     assert "--global_batch replaces global_batch_size 2048 of finetune_clip.yaml." in said
-    both = ["--recipe", "lit", "--global_batch", 64, "--gradient_accumulation_steps", 4]
-    assert "\nChoose  --per_device_train_batch_size 16 --gradient_accumulation_steps 4" in planned(
-        capsys, small_model, *both
-    )
+    said = planned(capsys, small_model, "--recipe", "lit", "--global_batch", 64, "--gradient_accumulation_steps", 4)
+    assert "\nChoose  --per_device_train_batch_size 16 --gradient_accumulation_steps 4" in said
 
 
 def test_a_training_is_refused_only_if_it_certainly_does_not_fit(tmp_path):

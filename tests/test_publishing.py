@@ -18,7 +18,6 @@ from helpers.trainers import StopAt, arguments, trained, trainer_for
 from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from PIL import Image
-from torch.utils.data import default_collate
 from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
@@ -350,9 +349,8 @@ def test_local_paths_are_neither_told_nor_linked(tmp_path):
     assert source_name(str(tmp_path / "gone")) == ("gone", False), "an absolute path is no Hub id"
     assert source_name("someone/pairs") == ("someone/pairs", True)
     local = dataclasses.replace(RETRIEVAL, dataset="pairs", on_hub=False)
-    card = read(
-        facts(start="start", start_on_hub=False, sources=[Source("pairs", False)], evaluations=[local]), tmp_path
-    )
+    made = facts(start="start", start_on_hub=False, sources=[Source("pairs", False)], evaluations=[local])
+    card = read(made, tmp_path)
     assert card.data.base_model is None
     assert card.data.datasets is None
     assert write_publication(facts(evaluations=[local]), tmp_path, TrainerState()) is None
@@ -507,15 +505,12 @@ def test_the_best_weights_are_told_once_they_are_loaded_and_with_their_own_figur
     ],
 )
 def test_optimizer_schedule_and_precision_are_those_of_the_training(tmp_path, options, rows):
-    model, data = models.clip(), models.Pairs(16)
-    model.to(options.pop("weights", torch.float32))
-    further = {}
-    if options.pop("optimizers", None):
+    options = dict(options)
+    model = models.clip().to(options.pop("weights", torch.float32))
+    if "optimizers" in options:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-        further["optimizers"] = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    trainer = InfCLTrainer(
-        model, arguments(tmp_path, max_steps=1, **options), default_collate, train_dataset=data, **further
-    )
+        options["optimizers"] = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = trainer_for(tmp_path, model, models.Pairs(16), max_steps=1, **options)
     training_facts(trainer, **DESCRIBED)  # also before it has an optimizer
     trainer.train()
     settings = training_facts(trainer, **DESCRIBED).settings

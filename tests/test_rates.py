@@ -8,8 +8,7 @@ import torch
 import transformers
 from helpers import models
 from helpers.demo import infcl
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
-from torch.utils.data import default_collate
+from helpers.trainers import StopAt, parameters, trained, trainer_for
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.encoders.dual_encoder import DualEncoder
@@ -101,10 +100,10 @@ def test_the_first_layers_of_every_type_of_model_can_be_frozen(kind, tmp_path):
         assert not any(module.training for module in layer.modules())
     images, texts = encoder.embed(model, models.batch_for(kind))
     (images @ texts.t()).exp().sum().backward()
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained < before
+    training = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert training < before
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert with_gradient == {name for name in trained if not name.startswith(("logit_", "temperature"))}
+    assert with_gradient == {name for name in training if not name.startswith(("logit_", "temperature"))}
 
 
 def test_towers_have_rates_of_their_own_that_scale_with_the_batch(tmp_path):
@@ -135,8 +134,8 @@ def test_muon_s_matrices_follow(tmp_path):
 
 
 def test_the_table_adds_up_and_the_log_shows_the_full_rate(tmp_path):
-    trainer = trainer_for(tmp_path, deep_clip(), learning_rate=RATE, layer_decay=DECAY, weight_decay=0.1, max_steps=1)
-    trainer.train()
+    options = {"learning_rate": RATE, "layer_decay": DECAY, "weight_decay": 0.1, "max_steps": 1}
+    trainer = trained(trainer_for(tmp_path, deep_clip(), **options))
     assert trainer.state.log_history[0]["learning_rate"] == RATE
     *lines, besides = trainer.optimization.table_of_groups.splitlines()[1:]
     assert besides == "Besides: others (1 value, learning rate 0.001).", "logit_scale has no row"
@@ -194,12 +193,9 @@ def test_a_stopped_training_goes_on_and_changed_rates_are_noticed(tmp_path, opti
     options = {"optimizer": optimizer, "layer_decay": DECAY, "freeze_layers": 1, "image_learning_rate": RATE / 2}
     options |= {"learning_rate": RATE, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     options |= {"lr_scheduler_type": "cosine", "no_decay_parameters": ["text_model"], "weight_decay": 0.1}
-    whole = trainer_for(tmp_path / "whole", deep_clip(), **options)
-    whole.train()
-    stopped = trainer_for(tmp_path, deep_clip(), **options, callbacks=[StopAt(2)])
-    stopped.train()
-    resumed = trainer_for(tmp_path, deep_clip(), **options)
-    resumed.train(resume_from_checkpoint=True)
+    whole = trained(trainer_for(tmp_path / "whole", deep_clip(), **options))
+    trainer_for(tmp_path, deep_clip(), **options, callbacks=[StopAt(2)]).train()
+    resumed = trained(trainer_for(tmp_path, deep_clip(), **options), resume=True)
     assert torch.equal(parameters(resumed), parameters(whole))
     changed = trainer_for(tmp_path, deep_clip(), **{**options, "layer_decay": 0.75, "max_steps": 6})
     with pytest.raises(ValueError, match=r"layer_decay was 0\.5 and is 0\.75"):
@@ -272,10 +268,9 @@ def test_a_module_that_names_no_towers_is_refused(tmp_path):
 
 def test_rates_of_an_optimizer_that_was_passed_are_refused(tmp_path):
     model = deep_clip()
-    passed = torch.optim.SGD(model.parameters(), lr=0.1), None
-    args = arguments(tmp_path, layer_decay=0.5, no_decay_parameters=["text"])
+    options = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None), "layer_decay": 0.5}
     with pytest.raises(ValueError, match="layer_decay, no_decay_parameters apply only to an optimizer that the"):
-        InfCLTrainer(model, args, default_collate, train_dataset=models.Pairs(40), optimizers=passed)
+        trainer_for(tmp_path, model, **options, no_decay_parameters=["text"])
 
 
 def test_the_command_prints_the_groups_of_any_optimizer(small, capsys):

@@ -50,14 +50,8 @@ def commands() -> list[str]:
 
 
 def test_there_are_commands_of_all_kinds():
-    assert {shlex.split(command)[1] for command in commands()} == {
-        "train",
-        "evaluate",
-        "compare",
-        "average",
-        "embed",
-        "plan",
-    }
+    kinds = {shlex.split(command)[1] for command in commands()}
+    assert kinds == {"train", "evaluate", "compare", "average", "embed", "plan"}
 
 
 @pytest.mark.parametrize("line", commands())
@@ -79,6 +73,13 @@ def test_every_option_that_is_named_exists():
     assert named - known - {"--nproc_per_node", "--config_file", "--num_processes", "--sort", "--version"} == set()
 
 
+def replaced(text: str, changes: dict[str, str]) -> str:
+    for written, run in changes.items():
+        assert written in text
+        text = text.replace(written, run)
+    return text
+
+
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_can_be_parsed(block):
     ast.parse(block)
@@ -89,20 +90,23 @@ def test_the_readme_s_training_from_python(demo, small, tmp_path, monkeypatch):
     (block,) = [
         block for block in blocks("python") if block.startswith("import torch\nfrom transformers import AutoModel")
     ]
-    for written, run in (
-        ('"openai/clip-vit-base-patch32"', repr(str(demo / "clip-init"))),
-        ("my/images", str(tmp_path / "pairs")),
-        ("global_batch_size=256", "global_batch_size=16"),
-        ("bf16=True,", "use_cpu=True, report_to='none',"),
-    ):
-        assert written in block
-        block = block.replace(written, run)
+    changes = {
+        '"openai/clip-vit-base-patch32"': repr(str(demo / "clip-init")),
+        "my/images": str(tmp_path / "pairs"),
+        "global_batch_size=256": "global_batch_size=16",
+        "bf16=True,": "use_cpu=True, report_to='none',",
+    }
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(replaced(block, changes), names)
     assert names["trainer"].args.global_batch_size == 16
     assert "eval_loss" in names["trainer"].state.log_history[-1]
     assert (tmp_path / "outputs/clip/model.safetensors").is_file()
+
+
+def run_script(path: str, *words: str) -> None:
+    with mock.patch.object(sys, "argv", [path, *words]):
+        runpy.run_path(str(ROOT / path), run_name="__main__")
 
 
 def test_the_small_model_of_the_guide_is_made_and_trained(small, tmp_path, monkeypatch, capsys):
@@ -111,13 +115,10 @@ def test_the_small_model_of_the_guide_is_made_and_trained(small, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (block,) = [block for block in blocks("bash") if "make_small_clip.py" in block]
     make, train = block.replace("\\\n", " ").replace("my/images", str(tmp_path / "pairs")).strip().splitlines()
-    _, path, *words = shlex.split(make)
-    with mock.patch.object(sys, "argv", [path, *words]):
-        runpy.run_path(str(ROOT / path), run_name="__main__")
+    run_script(*shlex.split(make)[1:])
     assert "random weights for images of 32 pixels" in capsys.readouterr().out
-    for written, run in (("--max_steps 200", "--max_steps 2"), ("--global_batch_size 64", "--global_batch_size 8")):
-        assert written in train
-        train = train.replace(written, run)
+    changes = {"--max_steps 200": "--max_steps 2", "--global_batch_size 64": "--global_batch_size 8"}
+    train = replaced(train, changes)
     infcl(*shlex.split(train)[1:], "--report_to", "none")
     printed = capsys.readouterr().out
     assert "The model, its card (README.md) and its results (*.json) are in outputs/small-clip." in printed
@@ -128,19 +129,15 @@ def test_the_student_of_the_guide_is_taught(demo, small, tmp_path, monkeypatch, 
     """By a model that is no larger, in two steps, and made with the default width. The fixture creates the pairs."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.chdir(tmp_path)
-    words = ["make_small_clip.py", "--dataset", str(tmp_path / "pairs"), "--output_dir", "outputs/clip-init"]
-    with mock.patch.object(sys, "argv", words):
-        runpy.run_path(str(ROOT / "scripts/make_small_clip.py"), run_name="__main__")
+    run_script("scripts/make_small_clip.py", "--dataset", str(tmp_path / "pairs"), "--output_dir", "outputs/clip-init")
     (block,) = [block for block in blocks("bash") if "--matryoshka_dims" in block]
-    for written, run in (
-        ("openai/clip-vit-large-patch14", str(demo / "clip-init")),
-        ("my/images", str(tmp_path / "pairs")),
-        ("--global_batch_size 256", "--global_batch_size 8 --max_steps 2"),
-        ("\\\n", " "),
-    ):
-        assert written in block
-        block = block.replace(written, run)
-    for line in block.strip().splitlines():
+    changes = {
+        "openai/clip-vit-large-patch14": str(demo / "clip-init"),
+        "my/images": str(tmp_path / "pairs"),
+        "--global_batch_size 256": "--global_batch_size 8 --max_steps 2",
+        "\\\n": " ",
+    }
+    for line in replaced(block, changes).strip().splitlines():
         infcl(*shlex.split(line)[1:], "--use_cpu", "--report_to", "none")
     assert json.loads(Path("outputs/small/config.json").read_text())["matryoshka_dims"] == [32, 64]
     assert json.loads(Path("outputs/small-64/eval_results.json").read_text())

@@ -323,9 +323,7 @@ def test_old_pairs_of_other_sources_are_mixed_into_a_fine_tuning(module, monkeyp
     training, in_memory = module("training"), module("in_memory")
     data, batches = corpus_of([*"aaacbbbb"], in_memory.LENGTH), []
     collate = in_memory.InMemory.collate
-    monkeypatch.setattr(
-        in_memory.InMemory, "collate", lambda own, numbers: batches.append(numbers) or collate(own, numbers)
-    )
+    monkeypatch.setattr(in_memory.InMemory, "collate", lambda own, rows: batches.append(rows) or collate(own, rows))
     options = {"evaluations": 0, "options": '{"replay_share": 0.4}', "replay": "b,c"}
     run = training.Run("toy", "InfCLTrainer", 5, 5, 25, 1e-2, **options)
     training.train(run, data, {}, sources=["a"], toy=True)
@@ -416,9 +414,8 @@ def test_a_rate_at_an_edge_has_a_star_and_a_batch_that_grows_its_sizes(module):
         return rows.Configuration(rates).rate_cell
 
     assert [cell(0.3, 0.4), cell(0.4, 0.3), cell(0.3, 0.4, 0.3), cell(0.3)] == ["2*", "1*", "2", "1"]
-    grows = rows.Setting(
-        "InfCLTrainer", 1024, "softmax", False, options='{"global_batch_schedule": ["512:0.25", "1024"]}'
-    )
+    options = '{"global_batch_schedule": ["512:0.25", "1024"]}'
+    grows = rows.Setting("InfCLTrainer", 1024, "softmax", False, options=options)
     assert rows.label(grows) == "`InfCLTrainer`, 512 → 1,024"
 
 
@@ -572,9 +569,8 @@ def test_no_icon_is_trained_on_that_a_test_set_has(module, drawings, tmp_path):
     summary = corpus.build(drawings, tmp_path / "with", 32, processes=1, icons_found=given, icon_sets=sets)
 
     old = [path for path in sorted((tmp_path / "without").rglob("*")) if path.is_file() and path.name != "corpus.json"]
-    assert all(
-        (tmp_path / "with" / path.relative_to(tmp_path / "without")).read_bytes() == path.read_bytes() for path in old
-    )
+    for path in old:
+        assert (tmp_path / "with" / path.relative_to(tmp_path / "without")).read_bytes() == path.read_bytes()
     assert {name: summary[name] for name in without} == without
     import pyarrow.parquet as pq
 
@@ -637,9 +633,8 @@ def test_similarities_of_a_teacher_are_learned_from_its_softmax_both_ways(module
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_a_side_is_taught_by_the_teacher_s_embeddings_of_it(module, tmp_path, side):
     taught, data = module("wrong_and_taught"), {"images": torch.zeros(1), "stored": (None, None)}
-    term = taught._term(
-        {**taught.PLAIN, **module("wrong_and_taught_runs").stored_by("small 4", side=side)}, data, tmp_path, 8
-    )
+    job = {**taught.PLAIN, **module("wrong_and_taught_runs").stored_by("small 4", side=side)}
+    term = taught._term(job, data, tmp_path, 8)
     features = F.normalize(torch.randn(2, 6, 8), dim=-1)
     known = features.roll(1, dims=-1)
     references = term.reference({"stored_images": known[0], "stored_texts": known[1]}, {})
@@ -691,9 +686,8 @@ def test_runs_with_icons_and_of_pretrained_towers_can_be_made(module):
         assert job["batch"] % micro == 0
         assert set(job) <= {*taught.PLAIN, "seed", "rate", "save"}, "no word is misspelt"
         assert job["times"] * taught.SAMPLES % job["batch"] == 0, "equal samples"
-    assert [i % 4 for i, job in enumerate(parts["icons"]) if job["batch"] == 256] == [0, 1, 2, 3], (
-        "on GPUs of their own"
-    )
+    of_256 = [i % 4 for i, job in enumerate(parts["icons"]) if job["batch"] == 256]
+    assert of_256 == [0, 1, 2, 3], "on GPUs of their own"
     waiting = {name for job in jobs for name in taught.needed_by(job)}
     assert waiting == {f"stored {job['save']}.pt" for job in jobs if "save" in job}
     jobs = towers.make_jobs(["lit", "both", "rates", "less", "keeping", "short"])

@@ -118,9 +118,7 @@ def test_shares_are_exact_balanced_and_drawn_anew(old, micro_batches):
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_global_batches_are_those_of_any_split_and_after_a_resume(tmp_path, kinds):
     """Two processes, then one with two workers: the same pairs and captions as without an interruption."""
-    new, old = (
-        pairs_of(kind, numbers, tmp_path / f"{numbers[0]}") for kind, numbers in zip(kinds, (NEW, OLD), strict=True)
-    )
+    new, old = pairs_of(kinds[0], NEW, tmp_path / "new"), pairs_of(kinds[1], OLD, tmp_path / "old")
     whole, _ = read(replayed(new, old), 20)
     first, states = read(replayed(new, old), 9, processes=2)
     rest, _ = read(replayed(new, old), 11, workers=2, states=states)

@@ -14,6 +14,7 @@ import torch
 from helpers import models
 from helpers.concepts import Concepts, linear
 from helpers.demo import infcl, mistake
+from helpers.pictures import write_folder
 from helpers.processors import END, clip_processor
 from helpers.shards import number_of, numbered, write_parquet, write_tars
 from helpers.streams import stream_of
@@ -289,17 +290,9 @@ def test_pictures_have_letters_with_accents():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with random weights, and 96 pictures with captions."""
-
     place = tmp_path_factory.mktemp("score")
-    pictures = place / "pictures"
-    pictures.mkdir()
-    generator = np.random.default_rng(0)
-    lines = []
-    for row in range(96):
-        colours = generator.integers(0, 256, (16, 16, 3)).astype(np.uint8)
-        Image.fromarray(colours).save(pictures / f"{row:03d}.png")
-        lines.append(json.dumps({"file_name": f"{row:03d}.png", "text": f"{'abcd'[row % 4]} {'abcd'[row // 4 % 4]}"}))
-    (pictures / "metadata.jsonl").write_text("\n".join(lines))
+    captions = [f"{'abcd'[row % 4]} {'abcd'[row // 4 % 4]}" for row in range(96)]
+    write_folder(place / "pictures", captions, (16, 16), column="text")
     clip_processor().save_pretrained(place / "model")
     models.clip(end=END).save_pretrained(place / "model")
     return place

@@ -21,8 +21,8 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, all_digits, run
+from helpers.pictures import write_folder
 from helpers.processes import alone, launched, without_os_exit
-from PIL import Image
 
 from hf_infcl import load_pairs
 
@@ -103,9 +103,8 @@ def test_the_tokenizer_is_the_same_every_time(demo, script):
     for _ in range(3):
         again = script("make_small_clip").train_tokenizer(captions)
         assert again.get_vocab() == saved.get_vocab()
-        assert (
-            again("a handwritten 7, someone wrote it").input_ids == saved("a handwritten 7, someone wrote it").input_ids
-        )
+        text = "a handwritten 7, someone wrote it"
+        assert again(text).input_ids == saved(text).input_ids
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +112,7 @@ def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders pairs/ and blank/ of two images each, the captions of the second being empty, and a file."""
     folder = tmp_path_factory.mktemp("captioned")
     for name, captions in {"pairs": ["a cat", "two dogs"], "blank": ["", " "]}.items():
-        (folder / name).mkdir()
-        for row in range(len(captions)):
-            Image.new("RGB", (8, 8)).save(folder / name / f"{row}.png")
-        lines = [json.dumps({"file_name": f"{row}.png", "caption": text}) for row, text in enumerate(captions)]
-        (folder / name / "metadata.jsonl").write_text("\n".join(lines))
+        write_folder(folder / name, captions)
     (folder / "file").touch()
     return folder
 

@@ -10,7 +10,7 @@ import transformers
 from helpers import models
 from helpers.pictures import picture
 from helpers.processors import clip_processor, siglip_processor
-from helpers.trainers import arguments, trainer_for
+from helpers.trainers import trainer_for
 from sentence_transformers import SentenceTransformer
 from test_feature_cache import rows
 
@@ -27,12 +27,9 @@ def saved(folder: Path, kind: str) -> InfCLTrainer:
         processor.tokenizer.model_input_names = processor.tokenizer.init_kwargs["model_input_names"] = ["input_ids"]
     text = {**models.TEXT, "eos_token_id": processor.tokenizer.eos_token_id}
     config = transformers.CLIPConfig(text_config=text, vision_config=models.VISION, projection_dim=12)
-    trainer = InfCLTrainer(
-        transformers.CLIPModel(config) if kind == "clip" else models.siglip(),
-        arguments(folder, max_steps=1, save_strategy="steps", save_steps=1),
-        train_dataset=ImageTextDataset(rows()),
-        processing_class=processor,
-    )
+    model = transformers.CLIPModel(config) if kind == "clip" else models.siglip()
+    options = {"processing_class": processor, "data_collator": None, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_for(folder, model, ImageTextDataset(rows()), max_steps=1, **options)
     for parameter in trainer.model.parameters():  # random weights that tell texts and images apart
         parameter.data += 0.1 * torch.randn_like(parameter)
     trainer.train()

@@ -89,21 +89,10 @@ def rank_gradients(rank: int, world_size: int, folder: str, cells: list[tuple]) 
     for objective, most, equal_ids, with_ids, steps, options in cells:
         where = (objective, most, equal_ids, with_ids, steps, options, rank)
         gradients = Gradients()
-        trainer = trained(
-            trainer_for(
-                folder,
-                MODELS[objective](),
-                WithNegatives(ROWS, most),
-                data_collator=in_any_order if with_ids else without_ids,
-                equal_ids=equal_ids,
-                per_device_train_batch_size=ROWS // world_size // steps,
-                gradient_accumulation_steps=steps,
-                max_steps=1,
-                max_grad_norm=0.0,
-                callbacks=[gradients],
-                **options,
-            )
-        )
+        given = {"data_collator": in_any_order if with_ids else without_ids, "equal_ids": equal_ids, **options}
+        given |= {"per_device_train_batch_size": ROWS // world_size // steps, "gradient_accumulation_steps": steps}
+        given |= {"max_steps": 1, "max_grad_norm": 0.0, "callbacks": [gradients]}
+        trainer = trained(trainer_for(folder, MODELS[objective](), WithNegatives(ROWS, most), **given))
         loss, cosine, expected = truth(objective, most, trainer.setup.equal_ids, with_ids)
         entry = trainer.state.log_history[0]
         assert entry["loss"] == pytest.approx(loss, rel=TOLERANCE), where
@@ -146,12 +135,8 @@ def pictures(**options: Any) -> ImageTextDataset:
 
 def trainer_of_pictures(folder: Any, seed: int = 0, data: Any = None, **options: Any) -> InfCLTrainer:
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, **options}
-    options |= {"per_device_train_batch_size": 3}
-    extras = {"callbacks": options.pop("callbacks", None)}
-    data = pictures() if data is None else data
-    processor = clip_processor()
-    model = models.clip(seed=seed, end=END)
-    return InfCLTrainer(model, arguments(folder, **options), train_dataset=data, processing_class=processor, **extras)
+    options |= {"per_device_train_batch_size": 3, "processing_class": clip_processor(), "data_collator": None}
+    return trainer_for(folder, models.clip(seed=seed, end=END), pictures() if data is None else data, **options)
 
 
 def test_a_run_is_resumed_with_the_captions_that_it_would_have_drawn(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.processes import context, on_ranks
-from helpers.trainers import parameters, trainer_for
+from helpers.trainers import parameters, trained, trainer_for
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -42,12 +42,6 @@ def training(folder: Path, seed: int = 0, **options: Any) -> InfCLTrainer:
     return trainer_for(folder, models.clip(dropout=0.3, seed=seed), models.Pairs(37), **{**OPTIONS, **options})
 
 
-def trained(folder: Path) -> InfCLTrainer:
-    run = training(folder)
-    run.train()
-    return run
-
-
 def end_of(run: InfCLTrainer) -> tuple[list[dict[str, Any]], list[Tensor]]:
     """What was logged, and the weights and the optimizer's moments."""
     logged = [entry for entry in run.state.log_history if {"loss", "eval_loss"} & entry.keys()]
@@ -70,28 +64,26 @@ def train_until_killed(folder: Path, after: int) -> None:
 
 @pytest.mark.parametrize(("after", "saved"), [(3, 2), (4, 4), (5, 4)])
 def test_a_training_that_is_killed_around_a_change_of_the_batch_loses_nothing(tmp_path, once, after, saved):
-    whole = once("whole", lambda: trained(tmp_path / "whole"))
+    whole = once("whole", lambda: trained(training(tmp_path / "whole")))
     assert [entry["global_batch_size"] for entry in end_of(whole)[0]] == [4, 4, 4, 4, 8, 8, 16]
     process = context().Process(target=train_until_killed, args=(tmp_path / "parts", after))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert choose(str(tmp_path / "parts"), "auto") == str(tmp_path / "parts" / f"checkpoint-{saved}")
-    resumed = training(tmp_path / "parts", seed=5)
-    resumed.train(resume_from_checkpoint="auto")
+    resumed = trained(training(tmp_path / "parts", seed=5), resume="auto")
     assert_same(resumed, whole)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_a_signal_to_one_rank_in_the_last_step_of_a_batch_loses_nothing(rank, world_size, tmp_path):
-    whole = trained(Path(tmp_path, "whole"))
+    whole = trained(training(Path(tmp_path, "whole")))
     for after in (3, 5):  # in the last steps of the first and of the second batch
         asked = [Signal(signal.SIGTERM, after)] if rank == world_size - 1 else []
         with pytest.raises(Preempted):
             training(Path(tmp_path, str(after)), callbacks=asked).train()
-        resumed = training(Path(tmp_path, str(after)), seed=5)
-        resumed.train(resume_from_checkpoint="auto")
+        resumed = trained(training(Path(tmp_path, str(after)), seed=5), resume="auto")
         assert resumed.steps_trained == 7 - (after + 1)
         assert_same(resumed, whole)
 
@@ -114,12 +106,10 @@ EVERY = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"p
 )
 def test_an_evaluation_that_a_signal_ends_is_made_up_for(tmp_path, options):
     given = {**BY_METRIC, **options, "eval_dataset": models.Pairs(9, seed=3)}
-    whole = training(tmp_path / "whole", **given)
-    whole.train()
+    whole = trained(training(tmp_path / "whole", **given))
     with pytest.raises(Preempted):
         training(tmp_path / "parts", callbacks=[Signal(signal.SIGTERM, 3)], **given).train()
-    resumed = training(tmp_path / "parts", seed=5, **given)
-    resumed.train(resume_from_checkpoint="auto")
+    resumed = trained(training(tmp_path / "parts", seed=5, **given), resume="auto")
     assert_same(resumed, whole)
     if "load_best_model_at_end" in options:
         assert Path(resumed.state.best_model_checkpoint).name == Path(whole.state.best_model_checkpoint).name
@@ -135,8 +125,7 @@ def test_an_evaluation_of_several_sets_is_repeated_from_its_begin(tmp_path):
     given = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": sets}
     with pytest.raises(Preempted):
         training(tmp_path, callbacks=[InSecond()], **given).train()
-    resumed = training(tmp_path, **given)
-    resumed.train(resume_from_checkpoint="auto")
+    resumed = trained(training(tmp_path, **given), resume="auto")
     evaluated = [
         (entry["step"], name)
         for entry in resumed.state.log_history

@@ -2,12 +2,10 @@
 
 import json
 import multiprocessing
-import os
 import random
 import signal
 import time
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import models
 from helpers.numerics import relative_error
-from helpers.processes import context
+from helpers.processes import context, join_group
 from helpers.shards import pair, write_parquet, write_tar, write_tars
 from helpers.streams import PAIRS, collate, stream_of
 from helpers.trainers import AtEndOf, StopAt, parameters, trainer_for
@@ -39,17 +37,10 @@ class Windows(TrainerCallback):
 
 def train(folder, output, steps, name, resume=None, **options):
     """Trains a model with dropout on the shards in a folder; returns the trainer."""
-    windows = Windows(Path(output, name))
-    given = {"max_steps": steps, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2}
-    made = trainer_for(
-        output,
-        models.clip(dropout=0.3, seed=5 if resume else 0),
-        options.pop("stream", None) or stream_of(folder),
-        data_collator=collate,
-        callbacks=[windows, *options.pop("callbacks", [])],
-        **{**given, **options},
-    )
-    windows.trainer = made
+    windows, stream = Windows(Path(output, name)), options.pop("stream", None) or stream_of(folder)
+    options = {"max_steps": steps, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, **options}
+    options |= {"data_collator": collate, "callbacks": [windows, *options.get("callbacks", [])]}
+    windows.trainer = made = trainer_for(output, models.clip(dropout=0.3, seed=5 if resume else 0), stream, **options)
     made.train(resume_from_checkpoint=resume)
     return made
 
@@ -70,9 +61,8 @@ def windows_of(*files):
 def rank_shares(rank, world_size, folder, output):
     made = train(folder, output, 8, f"{rank}-of-{world_size}")
     history = made.state.log_history
-    assert [entry["stream_samples"] for entry in history if "loss" in entry] == [
-        8 * world_size * n for n in range(1, 9)
-    ]
+    samples = [entry["stream_samples"] for entry in history if "loss" in entry]
+    assert samples == [8 * world_size * n for n in range(1, 9)]
     (last,) = [entry for entry in history if entry["step"] == 8 and "loss" in entry]
     assert 4 <= last["stream_shards"] <= 13
     assert last["loader_samples_per_second"] > 0
@@ -121,21 +111,14 @@ def test_resume_is_bit_identical(ranks, tmp_path, world_size):
     ranks.run(rank_resumes, world_size, str(tmp_path / "shards"), str(tmp_path), timeout=300)
 
 
-class EndAt(TrainerCallback):
-    """A request to end, as from a scheduler, after a step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 4:
-            signal.raise_signal(signal.SIGTERM)
-
-
 def test_pre_emption_loses_no_window_that_was_fetched(tmp_path):
     """Processes agree on the signal when the next window has been fetched; that window is not trained."""
     write_tars(tmp_path / "shards", [6] * 8)
     output = str(tmp_path)
     whole = train(tmp_path / "shards", f"{output}", 9, "whole", save_strategy="no")
+    asked = AtEndOf(4, lambda: signal.raise_signal(signal.SIGTERM))  # to end, as by a scheduler
     with pytest.raises(SystemExit):
-        train(tmp_path / "shards", output, 9, "parts", callbacks=[EndAt()], save_strategy="no")
+        train(tmp_path / "shards", output, 9, "parts", callbacks=[asked], save_strategy="no")
     resumed = train(tmp_path / "shards", output, 9, "parts", f"{output}/checkpoint-4")
     assert windows_of(tmp_path / "whole") == windows_of(tmp_path / "parts")
     assert torch.equal(parameters(whole), parameters(resumed))
@@ -157,10 +140,9 @@ def test_one_process_goes_on_where_two_stopped(ranks, tmp_path):
     train(tmp_path / "shards", output, 10, "whole", **options)
     whole = windows_of(tmp_path / "whole")
     assert {step: sorted(rows) for step, rows in (both | alone).items()} == {s: sorted(r) for s, r in whole.items()}
+    options["dataloader_num_workers"] = 3
     with pytest.raises(ValueError, match=r"4 lanes .* 1 processes with 3 .* dataloader_num_workers to one of"):
-        train(
-            tmp_path / "shards", output, 10, "no", f"{output}/checkpoint-6", **{**options, "dataloader_num_workers": 3}
-        )
+        train(tmp_path / "shards", output, 10, "no", f"{output}/checkpoint-6", **options)
 
 
 def serve(rank, port, folder, output, last):
@@ -168,11 +150,8 @@ def serve(rank, port, folder, output, last):
 
     At the end of step ``last``, if it is given, it waits to be killed.
     """
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    os.environ.update({name: str(value) for name, value in launched.items()})
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    join_group(rank, 2, port)
     multiprocessing.set_start_method("fork", force=True)  # for the workers; otherwise that of this process
     options = {"dataloader_num_workers": 2, "save_steps": 1, "callbacks": [AtEndOf(last, lambda: time.sleep(60))]}
     made = train(folder, output, 12, f"windows-{rank}", "auto", **options)
@@ -213,10 +192,10 @@ def test_three_hard_kills_leave_no_trace(tmp_path):
         assert windows_of(tmp_path / "parts" / f"windows-{rank}") == windows_of(tmp_path / "whole" / f"windows-{rank}")
         one, other = (torch.load(tmp_path / name / f"weights-{rank}.pt") for name in ("whole", "parts"))
         assert torch.equal(one, other)
-    trained = windows_of(*(tmp_path / "whole" / f"windows-{rank}" for rank in (0, 1)))
-    assert sorted(trained) == list(range(1, 13))
-    assert {number: len(steps) for number, steps in trained.items()} == dict.fromkeys(range(1, 13), 16)
-    counted = Counter(row for rows in trained.values() for row in rows)
+    steps = windows_of(*(tmp_path / "whole" / f"windows-{rank}" for rank in (0, 1)))
+    assert sorted(steps) == list(range(1, 13))
+    assert {number: len(rows) for number, rows in steps.items()} == dict.fromkeys(range(1, 13), 16)
+    counted = Counter(row for rows in steps.values() for row in rows)
     assert sorted(counted) == list(range(72))
     assert 2 <= min(counted.values()) <= max(counted.values()) <= 4  # in 2.7 passes
 
@@ -259,15 +238,10 @@ def rank_looks(rank, world_size, folder, output):
     look = Look(rank)
     stream = stream_of(folder)
     train(folder, f"{output}/whole", 6, f"{rank}", stream=stream)
-    look.trainer = trainer_for(
-        f"{output}/seen",
-        models.clip(dropout=0.3),
-        stream,
-        data_collator=collate,
-        callbacks=[look, windows := Windows(Path(output, "seen", str(rank)))],
-        **{"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2},
-    )
-    windows.trainer = look.trainer
+    windows = Windows(Path(output, "seen", str(rank)))
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2}
+    options |= {"data_collator": collate, "callbacks": [look, windows]}
+    look.trainer = windows.trainer = trainer_for(f"{output}/seen", models.clip(dropout=0.3), stream, **options)
     if rank == 0:
         look.look(look.trainer.get_train_dataloader())
     look.trainer.train()

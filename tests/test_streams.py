@@ -358,9 +358,8 @@ def test_items_of_tar_and_parquet_files(tmp_path):
             assert "skipped" not in item
             drawn.add(*item["caption"])
         assert drawn == {"one", "two"}
-        by_url, by_caption = (
-            next(one_pass(ImageTextStream(str(source), pair_id_column=c))) for c in ("url", "caption")
-        )
+        streams = (ImageTextStream(str(source), pair_id_column=column) for column in ("url", "caption"))
+        by_url, by_caption = (next(one_pass(stream)) for stream in streams)
         assert by_url["pair_id"] not in (5, by_caption["pair_id"])
         assert by_caption["pair_id"] == caption_pair_id(by_caption["caption"][0])
 

@@ -37,6 +37,11 @@ def batches_of(lengths: list[list[int]]) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
+def without_texts(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with a placeholder for its texts."""
+    return {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+
+
 def test_the_longest_texts_come_first_and_nothing_is_padded_beyond_them():
     batches = batches_of([[3, 20, 5], [9, 2, 30], [16, 17, 1]])
     places = deal_texts(batches, PadsToLongest.text_padding)
@@ -110,7 +115,7 @@ def test_a_micro_batch_without_texts_has_the_image_embeddings_alone(kind, compil
     model = models.BUILD[kind]().eval()
     encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
     images, _ = encoder.embed(model, batch, {})
-    alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+    alone = without_texts(batch)
     runs = []
     model.text_model.register_forward_hook(lambda *_: runs.append(1))
     for _ in range(2):
@@ -125,7 +130,7 @@ def test_a_micro_batch_without_texts_has_the_image_embeddings_alone(kind, compil
 def test_a_placeholder_is_finite_and_draws_no_random_numbers():
     model = models.clip(dropout=0.5)
     encoder, batch = DualEncoder(model), models.batch_for("clip", 3)
-    alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+    alone = without_texts(batch)
     weight = model.text_model.final_layer_norm.weight
     with torch.no_grad():
         weight.mul_(torch.nan)
@@ -146,7 +151,7 @@ def test_a_placeholder_is_finite_and_draws_no_random_numbers():
 def test_a_placeholder_changes_nothing(kind):
     model = models.BUILD[kind]().train()
     encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
-    alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+    alone = without_texts(batch)
     before = {name: value.clone() for name, value in model.named_buffers() if not name.startswith("vis")}
     for frozen_outputs in ({}, None):
         encoder.embed(model, alone, frozen_outputs)
@@ -161,8 +166,8 @@ def test_a_micro_batch_without_texts_takes_cached_image_features(kind):
     encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
     encoder.freeze("image")
     images, _ = encoder.embed(model, batch)
-    of_texts = {name: value[:1] for name, value in batch.items() if name in TEXT_INPUTS}
-    alone = {**of_texts, IMAGE_FEATURES: encoder.image_features(batch).detach(), NO_TEXTS: True}
+    alone = without_texts(batch) | {IMAGE_FEATURES: encoder.image_features(batch).detach()}
+    del alone["pixel_values"]
     again, texts = encoder.embed(model, alone, {})
     torch.testing.assert_close(again, images)
     assert len(texts) == 0
@@ -179,7 +184,7 @@ def test_a_compiled_model_is_compiled_once_without_its_text_tower(kind):
 
     model = {**models.BUILD, **models.OWN}[kind]()
     encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
-    alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+    alone = without_texts(batch)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
@@ -301,10 +306,9 @@ def test_pairs_keep_their_ids_when_words_are_left_out():
 
 @pytest.mark.parametrize("share", [1, -0.1, "half", None])
 def test_a_share_of_words_that_cannot_be_left_out_is_told(share):
-    with pytest.raises(ValueError, match="text_dropout must be a number of at least 0 and less than 1"):
-        ImageTextDataset(rows(["a"]), text_dropout=share)
-    with pytest.raises(ValueError, match="text_dropout must be a number of at least 0 and less than 1"):
-        ImageTextStream("nowhere", text_dropout=share)
+    for kind, data in ((ImageTextDataset, rows(["a"])), (ImageTextStream, "nowhere")):
+        with pytest.raises(ValueError, match="text_dropout must be a number of at least 0 and less than 1"):
+            kind(data, text_dropout=share)
 
 
 def test_captions_are_cut_in_training_alone(tmp_path):
@@ -320,11 +324,9 @@ def test_captions_are_cut_in_training_alone(tmp_path):
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=models.VISION))
     pairs = rows(["a b c d e f g h i j"] * 4)
     options: dict[str, Any] = {"eval_dataset": ImageTextDataset(pairs, all_captions=True)}
-    options |= {"processing_class": clip_processor(), "data_collator": None, "max_text_tokens": 5, "max_steps": 1}
+    options |= {"per_device_train_batch_size": 2, "max_text_tokens": 5, "max_steps": 1}
     with mock.patch.object(type(model.text_model), "forward", noting):
-        trainer = trainer_for(tmp_path, model, ImageTextDataset(pairs), per_device_train_batch_size=2, **options)
-        trainer.train()
-        trainer.evaluate()
+        trained(trainer_for(tmp_path, model, ImageTextDataset(pairs), **options)).evaluate()
     (cut,), (whole,) = seen[True], seen[False]
     assert cut == 5 < whole
 
@@ -350,15 +352,14 @@ def test_more_tokens_than_the_tokenizer_states_are_read_everywhere_and_saved(tmp
     text = {**models.TEXT, "eos_token_id": 1, "pad_token_id": 0}  # 16 positions; the tokenizer states 8
     config = transformers.CLIPConfig(text_config=text, vision_config=models.VISION, projection_dim=12)
     pairs = rows(["a b c d e f g h i j k l m n o p"] * 4)
-    given: dict[str, Any] = {"eval_dataset": ImageTextDataset(pairs, all_captions=True), "data_collator": None}
+    given: dict[str, Any] = {"eval_dataset": ImageTextDataset(pairs, all_captions=True), "max_steps": 1}
     lengths = {}
     for tokens in (None, 12, 16):
-        options = {**given, "processing_class": clip_processor(), "max_text_tokens": tokens, "max_steps": 1}
+        options = {**given, "max_text_tokens": tokens, "per_device_train_batch_size": 2}
         model, seen = transformers.CLIPModel(config), set()
         model.text_model.register_forward_pre_hook(
             lambda _, __, inputs, seen=seen: seen.add(inputs["input_ids"].shape[1]), with_kwargs=True
         )
-        options["per_device_train_batch_size"] = 2
         trainer = trained(trainer_for(tmp_path / str(tokens), model, ImageTextDataset(pairs), **options))
         trainer.evaluate()
         trainer.save_model()
@@ -369,13 +370,7 @@ def test_more_tokens_than_the_tokenizer_states_are_read_everywhere_and_saved(tmp
         caplog.clear()
     assert lengths == {None: ({8}, 8), 12: ({12}, 12), 16: ({16}, 16)}
     with pytest.raises(ValueError, match=r"got 17\. The tokenizer states the limit of 8 tokens, and the model has 16"):
-        trainer_for(
-            tmp_path,
-            model,
-            ImageTextDataset(pairs),
-            **(given | {"processing_class": clip_processor()}),
-            max_text_tokens=17,
-        )
+        trainer_for(tmp_path, model, ImageTextDataset(pairs), **given, max_text_tokens=17)
 
 
 def test_the_plan_counts_shorter_captions():

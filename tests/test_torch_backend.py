@@ -179,9 +179,8 @@ def test_blocks_with_several_positives(tile, monkeypatch):
     m, n, d, scale = 7, 11, 5, torch.tensor(4.0, dtype=torch.float64)
     g = torch.Generator().manual_seed(0)
     x, y = (torch.randn(rows, d, generator=g, dtype=torch.float64) for rows in (m, n))
-    pivot_x, relative_x, pivot_y, relative_y = (
-        torch.randn(rows, generator=g, dtype=torch.float64) for rows in (m, m, n, n)
-    )
+    drawn = [torch.randn(rows, generator=g, dtype=torch.float64) for rows in (m, m, n, n)]
+    pivot_x, relative_x, pivot_y, relative_y = drawn
     ids_x = torch.tensor([0, 1, 1, 2, 3, 4, 9], dtype=torch.int32)
     ids_y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 5, 5, 6], dtype=torch.int32)
     share_x = torch.tensor([0.3, 0.5, 0.5, 0.5, -0.2, 0.0, 0.0], dtype=torch.float64)  # row 4 has a single positive

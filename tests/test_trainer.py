@@ -3,6 +3,7 @@
 test_parity.py covers gradients, test_windows.py the windows of a training, and test_resume.py resuming.
 """
 
+import itertools
 import math
 import os
 import re
@@ -24,7 +25,7 @@ from helpers.processes import forget, on_ranks
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from torch.utils.data import ConcatDataset, Subset, default_collate
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.encoders import sharding
@@ -201,9 +202,8 @@ def test_the_rate_at_which_a_schedule_ends_is_not_scaled(tmp_path, schedule, opt
 
 def test_learning_rates_of_an_optimizer_that_was_passed_are_its_own(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    args = arguments(tmp_path, learning_rate_batch_size=16)
     with pytest.raises(ValueError, match="learning_rate_batch_size apply only to an optimizer that the trainer"):
-        InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8), optimizers=(optimizer, None))
+        trainer_for(tmp_path, learning_rate_batch_size=16, optimizers=(optimizer, None))
 
 
 def test_the_temperature_of_a_model_of_model_init_trains_at_its_own_rate(tmp_path):
@@ -223,21 +223,15 @@ def test_model_init_starts_sigmoid_where_it_should(tmp_path):
 # ---- Errors ----
 
 
-class Breaks:
-    """A collator that fails on one rank, at the batch with a given number."""
+def rank_failure(rank: int, world_size: int, folder: str, batch: int, data: Any) -> str:
+    calls = itertools.count(1)
 
-    def __init__(self, here: bool, batch: int) -> None:
-        self.here, self.batch, self.calls = here, batch, 0
-
-    def __call__(self, items: Any) -> Any:
-        self.calls += 1
-        if self.here and self.calls == self.batch:
+    def collate(items: Any) -> Any:
+        if next(calls) == batch and rank == 1:
             raise MemoryError("no room")
         return default_collate(items)
 
-
-def rank_failure(rank: int, world_size: int, folder: str, batch: int, data: Any) -> str:
-    options = {"accelerator_config": {"dispatch_batches": False}, "data_collator": Breaks(rank == 1, batch)}
+    options = {"accelerator_config": {"dispatch_batches": False}, "data_collator": collate}
     try:
         trainer_for(folder, data=data, max_steps=5, **options).train()
     except (MemoryError, RuntimeError) as error:
@@ -266,16 +260,9 @@ def test_one_process_with_several_gpus_is_refused(tmp_path, monkeypatch):
 
 
 def test_plain_training_arguments_are_refused(tmp_path):
-    from transformers import TrainingArguments
-
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match="InfCLTrainingArguments, got TrainingArguments"):
         InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8))
-
-
-def test_training_on_several_captions_at_once_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"has \d captions, and equal_ids is 'exclude'.*ImageTextDataset"):
-        trainer_for(tmp_path, data=Captioned(30), data_collator=collate_captions).train()
 
 
 class Pictures(torch.utils.data.Dataset):
@@ -292,14 +279,9 @@ def test_images_travel_in_uint8_and_train_and_evaluate_like_normalised_ones(tmp_
     """Also tests the default collator: its captions fit the text tower, and the model trains on them."""
     seen = {}
     for name, collator in (("default", None), ("float", ContrastiveCollator(clip_processor(), max_length=16))):
-        trainer = InfCLTrainer(
-            models.clip(),
-            arguments(tmp_path, per_device_eval_batch_size=5, offload_inputs=name == "default"),
-            data_collator=collator,
-            processing_class=clip_processor(model_max_length=None),
-            train_dataset=Pictures(),
-            eval_dataset=Pictures(),
-        )
+        options = {"eval_dataset": Pictures(), "per_device_eval_batch_size": 5, "offload_inputs": name == "default"}
+        options |= {"processing_class": clip_processor(model_max_length=None), "data_collator": collator}
+        trainer = trainer_for(tmp_path, data=Pictures(), **options)
         dtypes = {batch["pixel_values"].dtype for batch in trainer.get_train_dataloader()}
         assert dtypes == {torch.uint8 if name == "default" else torch.float32}
         trainer.train()
@@ -308,13 +290,26 @@ def test_images_travel_in_uint8_and_train_and_evaluate_like_normalised_ones(tmp_
     assert seen["default"][1] == seen["float"][1]
 
 
-def test_uint8_of_a_collator_that_cannot_normalise_is_refused(tmp_path):
-    def collate(rows: list) -> dict[str, torch.Tensor]:
-        batch = default_collate(rows)
-        return batch | {"pixel_values": batch["pixel_values"].to(torch.uint8)}
+def in_uint8(rows: list) -> dict[str, torch.Tensor]:
+    batch = default_collate(rows)
+    return batch | {"pixel_values": batch["pixel_values"].to(torch.uint8)}
 
-    with pytest.raises(ValueError, match=r"a function, returns pixel_values in uint8.*method normalise"):
-        trainer_for(tmp_path, data_collator=collate).train()
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_collator": in_uint8}, r"a function, returns pixel_values in uint8.*method normalise"),
+        (
+            {"data": Captioned(30), "data_collator": collate_captions},
+            r"has \d captions, and equal_ids is 'exclude'.*ImageTextDataset",
+        ),
+        ({"model": models.clip().requires_grad_(False)}, "no parameter of the model requires a gradient"),
+    ],
+    ids=["uint8", "several captions", "frozen"],
+)
+def test_models_and_batches_that_cannot_train_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, **options).train()
 
 
 def test_another_model_is_named_before_its_processor(tmp_path):
@@ -447,11 +442,6 @@ def test_parameters_that_ddp_would_wait_for_are_named(rank, world_size, tmp_path
 def test_wrong_options_of_schedule_or_optimizer_are_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer_for(tmp_path, max_steps=1, **options).train()
-
-
-def test_a_model_of_which_nothing_trains_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
-        trainer_for(tmp_path, models.clip().requires_grad_(False)).train()
 
 
 def test_options_of_an_optimizer_are_taken_also_where_they_are_its_defaults(tmp_path):

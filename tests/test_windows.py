@@ -61,9 +61,8 @@ def test_other_rows_come_again_instead_of_those_that_are_passed_over(left):
     schedule = BatchSchedule((8,), ())
     plan = BatchPlan(schedule, 40, epochs=0, max_steps=10, micro_batch=4, processes=1)
     passed_over = torch.arange(40) >= left
-    table, ordered = (
-        TableRows(range(40), SourceShare(plan), list, shuffle=shuffle, seed=1) for shuffle in (True, False)
-    )
+    share = SourceShare(plan)
+    table, ordered = (TableRows(range(40), share, list, shuffle=shuffle, seed=1) for shuffle in (True, False))
     before = [row for batch, _ in table for row in batch]
     assert table.pass_over(lambda: passed_over)
     assert not table.pass_over(lambda: passed_over.clone())

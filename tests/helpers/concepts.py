@@ -22,9 +22,7 @@ class Concepts(models.Pairs):
 
     def __init__(self, rows: int = 512, wrong: float = 0.0, seed: int = 1) -> None:
         super().__init__(rows)
-        pictures = torch.randn(
-            *(ATTRIBUTES, VALUES, *self.images.shape[1:]), generator=torch.Generator().manual_seed(0)
-        )
+        pictures = torch.randn(ATTRIBUTES, VALUES, *self.images.shape[1:], generator=torch.Generator().manual_seed(0))
         generator = torch.Generator().manual_seed(seed)
         values = torch.randint(0, VALUES, (rows, ATTRIBUTES), generator=generator)
         noise = torch.randn(self.images.shape, generator=generator)

@@ -9,7 +9,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import models
-from .processes import context
+from .processes import context, join_group
 from .trainers import parameters, trainer_for
 
 # A checkpoint after every step makes about every second kill hit a save. With dropout the weights reveal a random state
@@ -118,11 +117,8 @@ def _train(folder: Path, given: dict[str, Any], victims: Sequence[int] = (), mom
 
 
 def _rank(rank: int, port: int, folder: str, given: dict[str, Any], pipe: Any) -> None:
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        os.environ[name] = str(value)
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=HANG / 2))
+    join_group(rank, 2, port, seconds=HANG / 2)
     data, shown = models.Pairs(40), models.Pairs(9)
     sets = {"eval_dataset": shown, "teacher": models.siglip() if given else None}
     run = trainer_for(folder, models.clip(dropout=0.3), data, **sets, **OPTIONS, **given)

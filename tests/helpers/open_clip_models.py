@@ -16,7 +16,7 @@ import transformers
 from hf_infcl.conversion import folders, load_open_clip, tokenizing, towers
 from hf_infcl.conversion.preprocessing import image_processor
 
-from .pictures import picture
+from .pictures import LETTERS, write_folder
 from .processors import tokenizer
 
 RESULTS = Path(__file__).parents[1] / "results/open_clip.json"
@@ -101,14 +101,9 @@ def folder_of(case: str, folder: Path) -> Path:
 
 def letter_pairs(folder: Path, rows: int) -> Path:
     """Writes noise of the size of the small models with captions of letters, the splits train and test."""
+    captions = [" ".join(np.random.default_rng(row).choice([*LETTERS], 4)) for row in range(rows)]
     for split in ("train", "test"):
-        (folder / split).mkdir(parents=True)
-        lines = []
-        for row in range(rows):
-            picture(row, (16, 16)).save(folder / split / f"{row}.png")
-            letters = np.random.default_rng(row).choice(list("abcdefghijklmnopqrstuvwxyz"), 4)
-            lines.append(json.dumps({"file_name": f"{row}.png", "caption": " ".join(letters)}))
-        (folder / split / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        write_folder(folder / split, captions, (16, 16))
     return folder
 
 

@@ -119,6 +119,18 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
+def join_group(rank: int, world_size: int, port: int, backend: str = "gloo", seconds: float = 60) -> None:
+    """Makes this process one of a group on this machine, as if a launcher had started it."""
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": backend == "gloo"}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    store, limit = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
+
+
 def _serve(pipe: Any) -> None:
     from hf_infcl.loss import strategies
 
@@ -129,25 +141,8 @@ def _serve(pipe: Any) -> None:
         except EOFError:
             return
         leave_out_of_collections()  # also the modules that the function needs
-        launched = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "ACCELERATE_USE_CPU": backend == "gloo",
-        }
-        os.environ.update({name: str(value) for name, value in launched.items()})
         try:
-            device = torch.device("cuda", rank) if backend == "nccl" else None
-            if device is not None:
-                torch.cuda.set_device(device)
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            limit = timedelta(seconds=60)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device
-            )
+            join_group(rank, world_size, port, backend)
             dist.barrier()  # a job without communication could end and leave the group before others have joined
             small = mock.patch.object(strategies, "GATHERED_BYTES", 0) if always_ring else contextlib.nullcontext()
             with small:
