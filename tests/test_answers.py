@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from helpers.demo import infcl
+from helpers.guides import ROOT
 
 from hf_infcl.tools.cli.check import line_of_answer
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.planning.answers import ANSWERS, PAGE, TOO_FEW_STEPS, answer_line, choose_answer, table
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_the_page_has_the_table_of_the_package():

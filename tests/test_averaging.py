@@ -101,9 +101,7 @@ def test_other_models_and_paths_are_refused():
 
 
 def deep_clip(seed: int, layers: int = 3) -> transformers.CLIPModel:
-    torch.manual_seed(seed)
-    text, vision = ({**tower, "num_hidden_layers": layers} for tower in (models.TEXT, models.VISION))
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12))
+    return models.clip_with({"num_hidden_layers": layers}, {"num_hidden_layers": layers}, seed)
 
 
 def test_scales_grow_linearly_with_the_depth_of_each_tower():

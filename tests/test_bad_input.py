@@ -4,7 +4,6 @@ Unusual but usable input trains like any other.
 """
 
 import contextlib
-import io
 import itertools
 import json
 import math
@@ -20,6 +19,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import models
+from helpers.pictures import file_of
 from helpers.processors import LENGTH, clip_processor
 from helpers.shards import write_tar
 from helpers.trainers import arguments, trained, trainer_for
@@ -33,12 +33,6 @@ from hf_infcl.data.transforms import ImageTransform
 from hf_infcl.encoders.dual_encoder import DualEncoder
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def png(width: int, height: int, depth: int, pixels: bytes) -> bytes:
@@ -62,26 +56,26 @@ BAD_IMAGES = {
     "empty": (b"", "its 0 bytes are not an image of a known format"),
     "not an image": (b"<html>404</html>", "its 16 bytes are not an image of a known format"),
     "no width": (png(0, 5, 8, b""), "its 65 bytes are not an image of a known format"),
-    "truncated PNG": (encoded(NOISE)[:5000], "image file is truncated"),
-    "truncated JPEG": (encoded(NOISE, "JPEG")[:1000], "image file is truncated"),
+    "truncated PNG": (file_of(NOISE)[:5000], "image file is truncated"),
+    "truncated JPEG": (file_of(NOISE, "JPEG")[:1000], "image file is truncated"),
     "20,000 pixels a side": (png(20_000, 20_000, 8, b""), "400000000 pixels.* exceeds limit"),
     "without its pixels": (png(9_000, 9_000, 8, b""), "image file is truncated"),
-    "floating point": (encoded(Image.fromarray(np.ones((2, 2), np.float32)), "TIFF"), "floating point .* not known"),
+    "floating point": (file_of(Image.fromarray(np.ones((2, 2), np.float32)), "TIFF"), "floating point .* not known"),
 }
 # Bytes of images whose first pixel, at least, is red.
 GOOD_IMAGES = {
-    "one pixel": encoded(red(size=(1, 1))),
-    "CMYK": encoded(red("CMYK"), "TIFF"),
-    "palette": encoded(red("P")),
-    "alpha": encoded(red("RGBA")),
+    "one pixel": file_of(red(size=(1, 1))),
+    "CMYK": file_of(red("CMYK"), "TIFF"),
+    "palette": file_of(red("P")),
+    "alpha": file_of(red("RGBA")),
     "16 bits": png(1, 1, 16, b"\0" + struct.pack(">3H", 0xFFFF, 0, 0xFF)),
-    "animated GIF": encoded(red(), "GIF", save_all=True, append_images=[Image.new("RGB", (4, 4), GREEN)]),
-    "animated WebP": encoded(
+    "animated GIF": file_of(red(), "GIF", save_all=True, append_images=[Image.new("RGB", (4, 4), GREEN)]),
+    "animated WebP": file_of(
         red(), "WEBP", lossless=True, save_all=True, append_images=[Image.new("RGB", (4, 4), GREEN)]
     ),
-    "broken EXIF data": encoded(red(), exif=b"Exif\0\0junk"),
-    "a column": encoded(red(size=(1, 20_000))),
-    "a row": encoded(red(size=(20_000, 1))),
+    "broken EXIF data": file_of(red(), exif=b"Exif\0\0junk"),
+    "a column": file_of(red(size=(1, 20_000))),
+    "a row": file_of(red(size=(20_000, 1))),
 }
 
 
@@ -174,7 +168,7 @@ def test_a_pair_id_of_another_type_is_refused(value):
 @pytest.mark.parametrize("caption", [{"a": 1}, 5, math.nan, ["a", ["b"]], [1.0] * 100])
 def test_a_caption_of_another_type_is_refused(tmp_path, caption):
     good, bad = (json.dumps({"caption": text}).encode() for text in ("a", caption))
-    files = [("0.png", encoded(red())), ("0.json", good), ("1.png", encoded(red())), ("1.json", bad)]
+    files = [("0.png", file_of(red())), ("0.json", good), ("1.png", file_of(red())), ("1.json", bad)]
     stream = ImageTextStream(str(write_tar(tmp_path / "0.tar", files)), shuffle_buffer=1)
     with pytest.raises(ValueError, match=r"Sample '1' .* is bad: the caption .{1,90} is neither a string nor a list"):
         list(itertools.islice(stream, 2))
@@ -182,7 +176,7 @@ def test_a_caption_of_another_type_is_refused(tmp_path, caption):
 
 # ---- Components that do not match ----
 
-DATA = rows([encoded(red())] * 8)
+DATA = rows([file_of(red())] * 8)
 
 
 def processor_with_added_tokens() -> Any:
@@ -202,7 +196,7 @@ def test_a_token_without_an_embedding_is_refused(tmp_path, collator):
         options = {"data_collator": lambda items: own(items)}
 
     def table(caption: str) -> ImageTextDataset:
-        return ImageTextDataset(rows([encoded(red())] * 8, [caption] * 8))
+        return ImageTextDataset(rows([file_of(red())] * 8, [caption] * 8))
 
     def data(caption: str) -> Any:
         if collator != "of a stream":
@@ -210,7 +204,7 @@ def test_a_token_without_an_embedding_is_refused(tmp_path, collator):
         files = [
             (f"{n}{kind}", content)
             for n in range(8)
-            for kind, content in ((".png", encoded(red())), (".txt", caption.encode()))
+            for kind, content in ((".png", file_of(red())), (".txt", caption.encode()))
         ]
         return ImageTextStream(str(write_tar(tmp_path / f"{caption}.tar", files)))
 

@@ -30,6 +30,7 @@ from helpers.benchmarks import (
 from helpers.demo import infcl, mistake
 from helpers.evaluation import discerning
 from helpers.hub import sha_of
+from helpers.pictures import write_folder
 from helpers.processors import clip_processor
 from helpers.shards import write_tar
 from helpers.trainers import trainer_for
@@ -45,10 +46,7 @@ SETS = ["cifar10", "voc2007_multilabel", "mscoco_captions", "sugarcrepe", "sugar
 
 def small_clip() -> transformers.CLIPModel:
     """A random CLIP that tells the processor's texts apart."""
-    torch.manual_seed(0)
-    text = {**models.TEXT, "eos_token_id": 1, "pad_token_id": 0}
-    config = transformers.CLIPConfig(text_config=text, vision_config=models.VISION, projection_dim=12)
-    return discerning(transformers.CLIPModel(config)).eval()
+    return discerning(models.clip_with({"eos_token_id": 1, "pad_token_id": 0}, {})).eval()
 
 
 @pytest.fixture(scope="module")
@@ -376,12 +374,7 @@ def test_sugarcrepe_says_which_files_it_needs(tmp_path):
 
 
 def test_a_training_states_benchmarks_with_their_commit_where_the_hub_looks(hub, checkpoint, written, tmp_path):
-    (tmp_path / "pairs/train").mkdir(parents=True)
-    lines = ["file_name,caption"]
-    for row in range(8):
-        (tmp_path / f"pairs/train/{row}.png").write_bytes(coloured(row))
-        lines.append(f"{row}.png,{'abcdefgh'[row]}")
-    (tmp_path / "pairs/train/metadata.csv").write_text("\n".join(lines))
+    write_folder(tmp_path / "pairs/train", "abcdefgh", (16, 16))
     for name in ("vtab-cifar10", "voc2007_multilabel"):
         tree = tree_of(written["folder"] / f"wds_{name}")
         hub.commits[f"datasets/clip-benchmark/wds_{name}", "main"] = [tree]

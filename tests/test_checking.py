@@ -1,6 +1,5 @@
 """`infcl check`: every planted fault is found by name, none is invented, however the data are stored."""
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers.demo import infcl, mistake
+from helpers.pictures import file_of
 from helpers.shards import write_parquet, write_tar
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -38,15 +38,12 @@ def scene(number: int, size: tuple[int, int] = (48, 40), kind: str = "png", **op
     """An encoded picture of coloured clouds, which differ from number to number."""
     rng = np.random.default_rng(number)
     coarse = np.clip(rng.integers(0, 256, (6, 6, 1)) + rng.integers(-30, 30, (6, 6, 3)), 0, 255)
-    file = io.BytesIO()
-    Image.fromarray(coarse.astype(np.uint8)).resize(size, Image.Resampling.BICUBIC).save(file, kind, **options)
-    return file.getvalue()
+    image = Image.fromarray(coarse.astype(np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    return file_of(image, kind, **options)
 
 
 def plain(colour: tuple[int, int, int]) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (48, 40), colour).save(file, "png")
-    return file.getvalue()
+    return file_of(Image.new("RGB", (48, 40), colour))
 
 
 def sentence(number: int) -> str:

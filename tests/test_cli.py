@@ -28,6 +28,7 @@ import transformers
 import yaml
 from helpers import models
 from helpers.demo import DEMO, accelerate, accelerate_launch, infcl, mistake, run
+from helpers.guides import blocks
 from helpers.hub import hub_for_this_process, talk_to
 from helpers.processes import alone, launched, on_ranks
 from helpers.shards import number_of, pair, png, write_parquet, write_tar
@@ -655,7 +656,7 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
         infcl(*small, *words, "--hub_token", "hf_token", draws=True)
         assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
         card = hub.files("me/mine", "trial")["README.md"].decode()
-        (snippet,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+        (snippet,) = blocks(card)
         loading = [line for line in snippet.splitlines() if "classifier(" not in line]
         exec("\n".join(loading), {})
     assert card == (tmp_path / "out/README.md").read_text()

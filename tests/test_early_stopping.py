@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from helpers import models
-from helpers.demo import SCRIPTS, infcl
+from helpers.demo import infcl
+from helpers.guides import block_of
 from helpers.trainers import arguments, trained, trainer_for
 
 from hf_infcl import InfCLTrainer
@@ -116,8 +117,7 @@ def test_the_command_keeps_the_best_model_of_a_training_that_may_end_early():
 
 def test_the_loop_of_the_guide_compares_trainings(small, tmp_path, monkeypatch):
     """Its commands, with the data and the size of a small machine."""
-    guide = (SCRIPTS / "README.md").read_text(encoding="utf-8")
-    (loop,) = re.findall(r"```bash\n(for rate in .*?)```", guide, re.DOTALL)
+    loop = block_of("scripts/README.md", "for rate in ", "bash")
     values, command, comparison = re.fullmatch(r"for rate in (.*); do\n(.*)\ndone\n(.*)\n", loop, re.DOTALL).groups()
     monkeypatch.chdir(tmp_path)
     small_machine = {"--model": small[2], "--per_device_train_batch_size": 8, "--gradient_accumulation_steps": 1}

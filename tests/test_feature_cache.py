@@ -191,11 +191,7 @@ def test_whatever_the_features_depend_on_gives_others(tmp_path, changed):
         options["change"] = lambda model, _: model.vision_model.post_layernorm.bias.data.add_(1e-3)
     elif changed in ("hidden_act", "layer_norm_eps"):
         value = {"hidden_act": "gelu", "layer_norm_eps": 1e-2}[changed]
-        options["model"] = models.tf.CLIPModel(
-            models.tf.CLIPConfig(
-                text_config=models.TEXT, vision_config={**models.VISION, changed: value}, projection_dim=12
-            )
-        )
+        options["model"] = models.clip_with({}, {changed: value})
         options["model"].load_state_dict(models.clip(end=END).state_dict())
     elif changed == "module":
         options["change"] = lambda model, _: setattr(model.vision_model.post_layernorm, "eps", 1e-2)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from helpers import extended, fuzz, models
+from helpers.guides import blocks
 from helpers.trainers import trainer_for
 from helpers.usage import Usage
 from hypothesis import HealthCheck, given, settings
@@ -207,7 +208,7 @@ def test_any_facts_make_a_card_that_can_be_read(tmp_path_factory, facts):
     metadata = yaml.safe_load(header)
     if facts.start.isprintable():  # as every id on the Hub is; YAML treats U+0085 as a line break
         assert metadata.get("base_model") == (facts.start if facts.start_on_hub else None)
-    for snippet in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+    for snippet in blocks(text):
         ast.parse(snippet)
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         assert len({len(re.split(r"(?<!\\)\|", row)) for row in block.splitlines()}) == 1, block

@@ -2,12 +2,12 @@
 
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.guides import ROOT, block_of, replaced
 from helpers.pictures import picture
 from helpers.trainers import trained
 from transformers import AutoModel, AutoProcessor
@@ -22,8 +22,6 @@ from hf_infcl import (
 )
 from hf_infcl.tools.scoring.ledger import make_ledger
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.fixture
 def names(demo, small, tmp_path) -> dict[str, Any]:
@@ -37,12 +35,6 @@ def names(demo, small, tmp_path) -> dict[str, Any]:
         "args": InfCLTrainingArguments(str(tmp_path / "out"), gradient_accumulation_steps=2, **options),
         "pairs": ImageTextDataset(load_pairs(str(tmp_path / "pairs"), split="test"), all_captions=True),
     }
-
-
-def block_of(guide: str, words: str) -> str:
-    text = (ROOT / guide).read_text(encoding="utf-8")
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if words in block]
-    return block
 
 
 def test_metrics_of_your_own(names):
@@ -64,9 +56,8 @@ def test_the_pairs_of_a_ledger_are_left_out(tmp_path, small):
     whole = ImageTextDataset(load_pairs(pairs, split="train"))
     scores = np.where(np.arange(len(whole)) % 5 == 0, -1.0, 5.0)
     make_ledger(whole.content_fingerprint(), np.arange(len(whole)), scores).write(file)
-    block = block_of("hf_infcl/training/README.md", "rows_kept").replace("my/images", pairs)
-    names: dict[str, Any] = {}
-    exec(block.replace("outputs/scores/_ledger.parquet", str(file)), names)
+    changes, names = {"my/images": pairs, "outputs/scores/_ledger.parquet": str(file)}, {}
+    exec(replaced(block_of("hf_infcl/training/README.md", "rows_kept"), changes), names)
     assert names["kept"].tolist() == [row for row in range(len(whole)) if row % 5]
     assert len(names["train_dataset"]) == len(names["kept"])
 
@@ -86,10 +77,9 @@ def test_a_folder_becomes_a_shard(tmp_path):
 
 
 def test_a_streamed_dataset_trains(names, tmp_path):
-    block = block_of("hf_infcl/data/README.md", "streaming=True")
-    assert "my/images" in block
-    block = block.replace('"my/images"', f'"imagefolder", data_dir={str(tmp_path / "pairs")!r}')
-    exec(block.replace('[row["caption"]]', 'row["caption"][:1]'), names)  # the captions of the digits are lists
+    changes = {'"my/images"': f'"imagefolder", data_dir={str(tmp_path / "pairs")!r}'}
+    changes |= {'[row["caption"]]': 'row["caption"][:1]'}  # the captions of the digits are lists
+    exec(replaced(block_of("hf_infcl/data/README.md", "streaming=True"), changes), names)
     parts = {"train_dataset": names["train_dataset"], "processing_class": names["processor"]}
     trainer = trained(InfCLTrainer(names["model"], names["args"], **parts))
     assert trainer.state.global_step == 2

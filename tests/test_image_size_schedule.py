@@ -1,6 +1,5 @@
 """Smaller images first: each step has its size, whatever the data road, and what is saved is of the full size."""
 
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import transformers
 from datasets import Dataset, Features, Image, Value
 from helpers import models
 from helpers.demo import infcl, mistake
+from helpers.pictures import LETTERS, file_of
 from helpers.processors import clip_processor
 from helpers.shards import write_tar
 from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
@@ -31,23 +31,22 @@ FULL = {"image_size": 24, "image_size_schedule": SCHEDULE, "max_steps": 5, "lear
 
 
 def jpeg(row: int, size: tuple[int, int] = (60, 48)) -> bytes:
-    file = io.BytesIO()
-    Picture.fromarray(np.random.default_rng(row).integers(0, 256, (size[1], size[0], 3), np.uint8)).save(file, "jpeg")
-    return file.getvalue()
+    pixels = np.random.default_rng(row).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    return file_of(Picture.fromarray(pixels), "jpeg")
 
 
 def pairs(**options: Any) -> ImageTextDataset:
     rows = [{"bytes": jpeg(row), "path": None} for row in range(24)]
     features = Features({"image": Image(), "caption": Value("string")})
-    captions = list("abcdefghijklmnopqrstuvwx")
-    return ImageTextDataset(Dataset.from_dict({"image": rows, "caption": captions}, features=features), **options)
+    columns = {"image": rows, "caption": list(LETTERS[:24])}
+    return ImageTextDataset(Dataset.from_dict(columns, features=features), **options)
 
 
 def stream(folder: Path) -> ImageTextStream:
     for shard in range(2):
         members = []
         for row in range(12 * shard, 12 * shard + 12):
-            members += [(f"{row:03}.jpg", jpeg(row)), (f"{row:03}.txt", "abcdefghijklmnopqrstuvwx"[row].encode())]
+            members += [(f"{row:03}.jpg", jpeg(row)), (f"{row:03}.txt", LETTERS[row].encode())]
         write_tar(folder / f"{shard}.tar", members)
     return ImageTextStream(str(folder / "{0..1}.tar"), shuffle_buffer=8, seed=3)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from datasets import Dataset
-from helpers.pictures import picture
+from helpers.pictures import captioned, file_of, picture
 from helpers.processors import clip_processor, siglip2_processor, siglip_processor
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
@@ -41,9 +41,7 @@ def photograph(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 def jpeg(image: Image.Image, **options) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "JPEG", **{"quality": 90, **options})
-    return file.getvalue()
+    return file_of(image, "JPEG", **{"quality": 90, **options})
 
 
 def oriented(orientation: int) -> Image.Exif:
@@ -87,10 +85,9 @@ class TestDecoding:
     @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
     def test_every_orientation_is_that_of_pil(self, form):
         for orientation in range(10):
-            file = io.BytesIO()
-            photograph(16, 32).save(file, form, exif=oriented(orientation))
-            expected = np.asarray(ImageOps.exif_transpose(Image.open(file)))
-            assert np.array_equal(decode_rgb(file.getvalue()), expected), orientation
+            file = file_of(photograph(16, 32), form, exif=oriented(orientation))
+            expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file))))
+            assert np.array_equal(decode_rgb(file), expected), orientation
 
     @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
     def test_a_photo_is_turned_although_its_other_tags_cannot_be_written(self, form):
@@ -104,9 +101,7 @@ class TestDecoding:
         for tag in odd:
             tags = b"".join(struct.pack("<HHI", *entry[:3]) + entry[3] for entry in sorted([turned, tag]))
             exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + bytes(4)
-            file = io.BytesIO()
-            Image.new("RGB", (4, 2)).save(file, form, exif=exif)
-            assert decode_rgb(file.getvalue()).shape == (4, 2, 3), tag
+            assert decode_rgb(file_of(Image.new("RGB", (4, 2)), form, exif=exif)).shape == (4, 2, 3), tag
 
 
 def turned_at_the_end_of_its_header(encoded: bytes) -> bytes:
@@ -204,9 +199,7 @@ class TestFastDecoding:
         image = Image.open(io.BytesIO(encoded))
         image.draft(None, (80, 80))
         assert np.array_equal(halved, np.asarray(image))
-        file = io.BytesIO()
-        large.save(file, "PNG")
-        assert decode_rgb(file.getvalue(), min_side=10).shape == (161, 323, 3)
+        assert decode_rgb(file_of(large), min_side=10).shape == (161, 323, 3)
 
     def test_a_data_set_asks_for_it(self):
         rows = Dataset.from_dict({"image": [jpeg(photograph(64, 96))], "caption": ["a"]})
@@ -403,7 +396,7 @@ class TestAugmentation:
         assert len(corners) > 5
 
     def test_depends_on_seed_epoch_and_row_alone(self):
-        rows = Dataset.from_dict({"image": [picture(row, (40, 50)) for row in range(6)], "caption": ["a"] * 6})
+        rows = captioned(["a"] * 6, (40, 50))
 
         def crops(seed: int, epoch: int, workers: int) -> list[bytes]:
             dataset = ImageTextDataset(rows, augmentation="flip_crop", seed=seed)
@@ -435,7 +428,7 @@ class TestAugmentation:
 
     @pytest.mark.parametrize("build", [clip_processor, siglip_processor, siglip2_processor])
     def test_every_processor_takes_augmented_images(self, build):
-        rows = Dataset.from_dict({"image": [picture(row, (40, 50)) for row in range(3)], "caption": ["a"] * 3})
+        rows = captioned(["a"] * 3, (40, 50))
         plain, cropped = (
             ContrastiveCollator(build())(list(ImageTextDataset(rows, augmentation=augmentation)))["pixel_values"]
             for augmentation in ("none", "crop")
@@ -444,7 +437,7 @@ class TestAugmentation:
         assert not torch.equal(plain, cropped)
 
     def test_a_function_gets_the_picture_and_the_sample_s_generator(self):
-        rows = Dataset.from_dict({"image": [picture(row, (40, 50)) for row in range(3)], "caption": ["a"] * 3})
+        rows = captioned(["a"] * 3, (40, 50))
 
         def turn(image: Image.Image, random: Random) -> Image.Image:
             return image.rotate(90 * random.randrange(1, 4), expand=True)
@@ -468,7 +461,7 @@ class TestAugmentation:
         ],
     )
     def test_wrong_options_are_refused(self, options, message):
-        rows = Dataset.from_dict({"image": [picture(0)], "caption": ["a"]})
+        rows = captioned(["a"])
         with pytest.raises(ValueError, match=message):
             ImageTextDataset(rows, **options)
 

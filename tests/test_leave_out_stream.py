@@ -1,7 +1,6 @@
 """`infcl train --leave_out noisy` on tar shards: what it finds, after a kill, and on another number of processes."""
 
 import functools
-import io
 import itertools
 import json
 import multiprocessing
@@ -16,6 +15,7 @@ import torch
 import transformers
 from helpers import models
 from helpers.demo import infcl, infcl_launched
+from helpers.pictures import file_of
 from helpers.processes import context, launched
 from helpers.processors import END, clip_processor
 from helpers.shards import write_tar
@@ -50,10 +50,8 @@ def write_shards(folder: Path) -> np.ndarray:
         for row in range(shard, PAIRS, 4):
             picture = colours[np.arange(QUARTERS), values[row]].reshape(2, 2, 3).repeat(8, 0).repeat(8, 1)
             picture = (picture + generator.normal(0, 5, picture.shape)).clip(0, 255).astype(np.uint8)
-            file = io.BytesIO()
-            Image.fromarray(picture).save(file, "png")
             caption = " ".join(letters[np.arange(QUARTERS), values[described[row]]])
-            members += [(f"{row:03d}.png", file.getvalue()), (f"{row:03d}.txt", caption.encode())]
+            members += [(f"{row:03d}.png", file_of(Image.fromarray(picture))), (f"{row:03d}.txt", caption.encode())]
         write_tar(folder / f"{shard}.tar", members)
     return described != np.arange(PAIRS)
 
@@ -76,10 +74,7 @@ def place(tmp_path_factory):
     """A model and shards, and in ``whole`` a training from its begin to its end."""
     folder = tmp_path_factory.mktemp("leave_out")
     wide = {"hidden_size": 64, "intermediate_size": 128}
-    texts, images = {**models.TEXT, **wide, "eos_token_id": END}, {**models.VISION, **wide}
-    torch.manual_seed(0)
-    config = transformers.CLIPConfig(text_config=texts, vision_config=images, projection_dim=32)
-    transformers.CLIPModel(config).save_pretrained(folder / "model")
+    models.clip_with({**wide, "eos_token_id": END}, wide, width=32).save_pretrained(folder / "model")
     clip_processor().save_pretrained(folder / "model")
     np.save(folder / "wrong.npy", write_shards(folder / "shards"))
     infcl(*words(folder, folder / "whole"))

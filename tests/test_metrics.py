@@ -1,12 +1,12 @@
 """A metric is added by its function, its row in the table and the guide's list, and by nothing else."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import models
+from helpers.guides import ROOT
 from helpers.trainers import trained, trainer_for
 
 from hf_infcl.evaluation import METRICS, retrieval_metrics, zero_shot_metrics
@@ -16,7 +16,7 @@ from hf_infcl.tools.publishing.cards import model_card
 from hf_infcl.tools.publishing.curves import plot_curves
 from hf_infcl.tools.publishing.facts import TrainingFacts
 
-GUIDE = Path(__file__).parents[1] / "scripts/README.md"
+GUIDE = (ROOT / "scripts/README.md").read_text(encoding="utf-8")
 
 
 def mean_rank(ranks: PairRanks) -> float:
@@ -84,7 +84,5 @@ def test_a_logged_name_ends_with_that_of_its_metric(logged, name):
 
 
 def test_the_guide_lists_every_metric():
-    named = re.findall(
-        r"`eval_(?:pairs|zero_shot|voc2007_multilabel|sugarcrepe_add_att)_([\w@]+)`", GUIDE.read_text(encoding="utf-8")
-    )
+    named = re.findall(r"`eval_(?:pairs|zero_shot|voc2007_multilabel|sugarcrepe_add_att)_([\w@]+)`", GUIDE)
     assert named == list(METRICS)

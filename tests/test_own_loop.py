@@ -1,9 +1,7 @@
 """`cached_backward` in a plain loop gives the gradient of one process that holds the micro-batches of all processes."""
 
 import itertools
-import re
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers import models
+from helpers.guides import block_of, replaced
 from helpers.numerics import relative_error
 from helpers.pictures import picture
 from helpers.processors import clip_processor
@@ -22,13 +21,6 @@ from hf_infcl import ImageTextDataset, cached_backward, contrastive_loss, refere
 from hf_infcl.encoders.dual_encoder import DualEncoder
 
 ROWS = 24
-
-
-def block_of(guide: str, words: str) -> str:
-    """The only block of Python in a guide that contains the words."""
-    text = (Path(__file__).parents[1] / guide).read_text(encoding="utf-8")
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if words in block]
-    return block
 
 
 README_LOOP = block_of("README.md", "cached_backward(")
@@ -110,8 +102,7 @@ def rank_guide(rank: int, world_size: int) -> list[list[str]]:
             seen[-1] += names["processor"].tokenizer.batch_decode(kwargs["input_ids"], skip_special_tokens=True)
 
     names["ddp"].register_forward_pre_hook(note, with_kwargs=True)
-    assert "batch_size=64" in GUIDE_LOOP
-    exec(GUIDE_LOOP.replace("batch_size=64", "batch_size=3"), names)
+    exec(replaced(GUIDE_LOOP, {"batch_size=64": "batch_size=3"}), names)
     seen.append([])
     exec(README_LOOP, names)
     return [epoch for loop in seen for epoch in (loop[:12], loop[12:])]

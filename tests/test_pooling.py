@@ -1,6 +1,5 @@
 """Texts that a model does not read to their end are refused; texts that are equal to it for other reasons are not."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 import transformers
 from helpers import models
 from helpers.demo import infcl
-from helpers.pictures import picture
+from helpers.pictures import write_folder
 from helpers.processors import clip_processor
 from helpers.trainers import parameters, trainer_for
 from tokenizers import Tokenizer, pre_tokenizers, processors
@@ -93,22 +92,14 @@ def processor() -> Any:
 def places(tmp_path_factory):
     """The folders of a model for each eos_token_id, and of pairs whose captions begin with the added token or not."""
     folder = tmp_path_factory.mktemp("pooling")
-    sizes = {**models.TEXT, "vocab_size": 32, "bos_token_id": 1, "pad_token_id": 0}
     for token in (2, 14, 20):
-        torch.manual_seed(0)
-        config = transformers.CLIPConfig(
-            text_config={**sizes, "eos_token_id": token}, vision_config=models.VISION, projection_dim=12
-        )
-        transformers.CLIPModel(config).save_pretrained(folder / str(token))
+        text = {"vocab_size": 32, "bos_token_id": 1, "pad_token_id": 0, "eos_token_id": token}
+        models.clip_with(text, {}).save_pretrained(folder / str(token))
         processor().save_pretrained(folder / str(token))
     for name, begin in (("new", "<new> "), ("plain", "")):
         for split in ("train", "test"):
-            (folder / name / split).mkdir(parents=True)
-            lines = []
-            for row, letters in enumerate(["a b", "a c", "d e", "f g", "h i", "j k", "l a", "b l"]):
-                picture(row, (16, 16)).save(folder / name / split / f"{row}.png")
-                lines.append(json.dumps({"file_name": f"{row}.png", "caption": f"{begin}{letters}"}))
-            (folder / name / split / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+            captions = [begin + letters for letters in ("a b", "a c", "d e", "f g", "h i", "j k", "l a", "b l")]
+            write_folder(folder / name / split, captions, (16, 16))
     return folder
 
 

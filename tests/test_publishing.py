@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import yaml
 from helpers import models, processors
+from helpers.guides import ROOT, blocks
 from helpers.trainers import StopAt, arguments, trained, trainer_for
 from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
@@ -149,8 +149,7 @@ def test_the_augmentation_is_that_of_the_training_set(tmp_path):
 
 
 def test_the_guide_s_callback_writes_the_card_of_a_training_from_python(tmp_path):
-    guide = Path(__file__).parents[1] / "model_cards" / "README.md"
-    (block,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (block,) = blocks((ROOT / "model_cards/README.md").read_text(encoding="utf-8"))
     trainer = trainer_for(tmp_path / "mine", max_steps=1)
     given = {"trainer": trainer, "checkpoint": "someone/clip", "train_dataset": trainer.train_dataset, "pairs": "12345"}
     exec(block, given)
@@ -170,7 +169,7 @@ def test_any_name_leaves_the_snippet_python_and_the_table_whole(tmp_path, name):
     )
     made = facts(evaluations=[evaluation], sources=[Source("x|y", False)], pair_id_column="a|b", location='p"q')
     text = read(made, tmp_path).text
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (snippet,) = blocks(text)
     calls = [node for node in ast.walk(ast.parse(snippet)) if isinstance(node, ast.Call)]
     asked = next(call for call in calls if getattr(call.func, "id", "") == "classifier")
     keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in asked.keywords}
@@ -338,7 +337,7 @@ def test_an_adapter_is_loaded_onto_its_base(tmp_path):
     assert card.data.library_name == "peft"
     assert card.data.base_model_relation == "adapter"
     assert 'PeftModel.from_pretrained(CLIPModel.from_pretrained("someone/clip"), "me/my-clip")' in card.text
-    ast.parse(re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)[0])
+    ast.parse(blocks(card.text)[0])
     local = read(facts(adapter=True, start="clip", start_on_hub=False), tmp_path)
     assert 'CLIPModel.from_pretrained("path/to/clip")' in local.text, "its path is not told, its name is no Hub id"
 

@@ -18,10 +18,7 @@ RATE, DECAY = 1e-3, 0.5
 
 
 def deep_clip(image_layers: int = 3, text_layers: int = 2) -> transformers.CLIPModel:
-    torch.manual_seed(0)
-    text, vision = {**models.TEXT, "num_hidden_layers": text_layers}, {**models.VISION}
-    vision["num_hidden_layers"] = image_layers
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12))
+    return models.clip_with({"num_hidden_layers": text_layers}, {"num_hidden_layers": image_layers})
 
 
 def rates(trainer: InfCLTrainer) -> dict[str, float]:

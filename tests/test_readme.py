@@ -13,19 +13,20 @@ from unittest import mock
 
 import pytest
 from helpers.demo import infcl
+from helpers.guides import ROOT, block_of, blocks, replaced
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from hf_infcl.checkpoints.pushes import NOT_PUSHED
 from hf_infcl.options.declared import OURS
 from hf_infcl.tools.cli.commands import PARSERS
 
-ROOT = Path(__file__).parents[1]
 GUIDES = [
     ROOT / "README.md",
     *(ROOT / folder / "README.md" for folder in ("scripts", "hf_infcl", "model_cards")),
     *(ROOT / "scripts" / name for name in ("ANSWERS.md", "AFTER_TRAINING.md")),
     *(ROOT / "hf_infcl" / package / "README.md" for package in ("conversion", "data", "loss", "training")),
 ]
+TEXT = "\n".join(guide.read_text(encoding="utf-8") for guide in GUIDES)
 PAGES = [
     *GUIDES,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "scripts/benchmarks/results/PLAN.md")),
@@ -36,16 +37,8 @@ PAGES = [
 ]
 
 
-def blocks(language: str) -> list[str]:
-    return [
-        block
-        for guide in GUIDES
-        for block in re.findall(rf"```{language}\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.DOTALL)
-    ]
-
-
 def commands() -> list[str]:
-    lines = "\n".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    lines = "\n".join(blocks(TEXT, "bash")).replace("\\\n", " ").splitlines()
     return [line for line in lines if re.match("infcl (train|evaluate|compare|average|embed|plan) ", line)]
 
 
@@ -73,23 +66,14 @@ def test_every_option_that_is_named_exists():
     assert named - known - {"--nproc_per_node", "--config_file", "--num_processes", "--sort", "--version"} == set()
 
 
-def replaced(text: str, changes: dict[str, str]) -> str:
-    for written, run in changes.items():
-        assert written in text
-        text = text.replace(written, run)
-    return text
-
-
-@pytest.mark.parametrize("block", blocks("python"))
+@pytest.mark.parametrize("block", blocks(TEXT))
 def test_python_can_be_parsed(block):
     ast.parse(block)
 
 
 def test_the_readme_s_training_from_python(demo, small, tmp_path, monkeypatch):
     """Runs with a small model and 26 pairs on a CPU. The fixture `small` creates the folder of pairs."""
-    (block,) = [
-        block for block in blocks("python") if block.startswith("import torch\nfrom transformers import AutoModel")
-    ]
+    block = block_of("README.md", "import torch\nfrom transformers import AutoModel")
     changes = {
         '"openai/clip-vit-base-patch32"': repr(str(demo / "clip-init")),
         "my/images": str(tmp_path / "pairs"),
@@ -113,7 +97,7 @@ def test_the_small_model_of_the_guide_is_made_and_trained(small, tmp_path, monke
     """With two steps. The fixture creates the folder of pairs."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.chdir(tmp_path)
-    (block,) = [block for block in blocks("bash") if "make_small_clip.py" in block]
+    block = block_of("scripts/README.md", "make_small_clip.py", "bash")
     make, train = block.replace("\\\n", " ").replace("my/images", str(tmp_path / "pairs")).strip().splitlines()
     run_script(*shlex.split(make)[1:])
     assert "random weights for images of 32 pixels" in capsys.readouterr().out
@@ -130,7 +114,7 @@ def test_the_student_of_the_guide_is_taught(demo, small, tmp_path, monkeypatch, 
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.chdir(tmp_path)
     run_script("scripts/make_small_clip.py", "--dataset", str(tmp_path / "pairs"), "--output_dir", "outputs/clip-init")
-    (block,) = [block for block in blocks("bash") if "--matryoshka_dims" in block]
+    block = block_of("scripts/README.md", "--matryoshka_dims", "bash")
     changes = {
         "openai/clip-vit-large-patch14": str(demo / "clip-init"),
         "my/images": str(tmp_path / "pairs"),

@@ -25,9 +25,7 @@ def saved(folder: Path, kind: str) -> InfCLTrainer:
     processor = clip_processor() if kind == "clip" else siglip_processor()
     if kind == "siglip":  # as those of published checkpoints
         processor.tokenizer.model_input_names = processor.tokenizer.init_kwargs["model_input_names"] = ["input_ids"]
-    text = {**models.TEXT, "eos_token_id": processor.tokenizer.eos_token_id}
-    config = transformers.CLIPConfig(text_config=text, vision_config=models.VISION, projection_dim=12)
-    model = transformers.CLIPModel(config) if kind == "clip" else models.siglip()
+    model = models.clip(end=processor.tokenizer.eos_token_id) if kind == "clip" else models.siglip()
     options = {"processing_class": processor, "data_collator": None, "save_strategy": "steps", "save_steps": 1}
     trainer = trainer_for(folder, model, ImageTextDataset(rows()), max_steps=1, **options)
     for parameter in trainer.model.parameters():  # random weights that tell texts and images apart

@@ -1,7 +1,6 @@
 """Teachers: their distance as a term of the loss, compared with plain autograd; online, stored, and through a map."""
 
 import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-import transformers
 from datasets import Dataset, Image
 from helpers import models
 from helpers.demo import infcl, mistake
 from helpers.numerics import descend
 from helpers.open_clip_models import folder_of
-from helpers.pictures import LETTERS, picture
+from helpers.pictures import LETTERS, file_of, picture
 from helpers.pictures import lettered as rows
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, write_tar
@@ -228,10 +226,8 @@ def large_processor() -> Any:
 
 
 def large_teacher() -> Any:
-    torch.manual_seed(3)
-    text = {**models.TEXT, "max_position_embeddings": 4, "eos_token_id": END}
-    vision = {**models.VISION, "image_size": 32}
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=20))
+    text = {"max_position_embeddings": 4, "eos_token_id": END}
+    return models.clip_with(text, {"image_size": 32}, seed=3, width=20)
 
 
 def store(source: Any, folder: Path, teacher: Any = None, processor: Any = None, **options: Any) -> str:
@@ -284,10 +280,8 @@ def shards_of(folder: Path, count: int = 24) -> str:
     for shard in range(2):
         members = []
         for number in range(shard, count, 2):
-            file = io.BytesIO()
-            picture(number, (20, 24)).save(file, "png")
             texts = json.dumps({"caption": [LETTERS[number % 26] + " b"]}).encode()
-            members += [(f"{number:03d}.png", file.getvalue()), (f"{number:03d}.json", texts)]
+            members += [(f"{number:03d}.png", file_of(picture(number, (20, 24)))), (f"{number:03d}.json", texts)]
         write_tar(folder / f"shards/{shard}.tar", members)
     return str(folder / "shards/*.tar")
 
@@ -811,8 +805,7 @@ def test_a_map_to_another_teacher_is_not_taken_over(tmp_path, before):
 
 
 def few_words() -> Any:
-    text = {**models.TEXT, "vocab_size": 32, "eos_token_id": 31}
-    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=models.VISION))
+    return models.clip_with({"vocab_size": 32, "eos_token_id": 31}, {})
 
 
 @pytest.mark.parametrize(

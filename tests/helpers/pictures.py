@@ -1,5 +1,6 @@
 """Small pictures, and tables and folders of them with captions."""
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,13 @@ def picture(row: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
     pixels = np.random.default_rng(row).integers(0, 256, (*size, 3), dtype=np.uint8)
     pixels[0, 0] = row
     return Image.fromarray(pixels)
+
+
+def file_of(image: Image.Image, kind: str = "png", **options: Any) -> bytes:
+    """The bytes of an image file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
 
 
 def captioned(captions: Sequence[Any], size: tuple[int, int] = (8, 8), **columns: Sequence[Any]) -> datasets.Dataset:

@@ -13,14 +13,14 @@ from PIL import Image
 
 from hf_infcl import ImageTextDataset
 
+from .pictures import file_of
+
 
 def png(number: int, size: int = 4) -> bytes:
     """A PNG file whose first pixel encodes the number."""
     pixels = np.zeros((size, size, 3), np.uint8)
     pixels[0, 0] = number >> 16, number >> 8 & 255, number & 255
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png", compress_level=0)
-    return file.getvalue()
+    return file_of(Image.fromarray(pixels), compress_level=0)
 
 
 def numbered(numbers: Sequence[int], captions: Sequence[Any] | None = None, **options: Any) -> ImageTextDataset:
