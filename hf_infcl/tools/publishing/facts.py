@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -27,7 +27,9 @@ from ...options.sets import facts_of
 from ...shards.urls import Url, without_secrets
 from ...training.progress import trained_seconds
 from .settings import highest_rates, training_settings
-from .trained import Trained
+
+if TYPE_CHECKING:
+    from ...training.trainer import InfCLTrainer
 
 FACTS_FILE = "training_record.json"
 _END = "train_runtime"  # Trainer logs it when a training has ended, before it loads the best weights
@@ -170,7 +172,7 @@ class TrainingFacts:
 
 
 def training_facts(
-    trainer: Trained,
+    trainer: InfCLTrainer,
     *,
     start: str,
     pair_id_column: str | None,
@@ -184,8 +186,7 @@ def training_facts(
     values in the log, which a resumed run continues.
 
     Args:
-        trainer: the `InfCLTrainer`. The last part of its ``hub_model_id``, or else of ``output_dir``, is the model's
-            name.
+        trainer: the last part of its ``hub_model_id``, or else of ``output_dir``, is the model's name.
         start: Hub id or folder of the checkpoint that the training started from.
         pair_id_column: None if the batches had no ``pair_ids``. The card then says that pairs with equal captions were
             each other's negatives, so this argument has no default.
@@ -241,11 +242,11 @@ def training_facts(
     )
 
 
-def scores_by_width(trainer: Any, sets: Mapping[str, object]) -> dict[str, dict[str, float]]:
+def scores_by_width(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """The score of each evaluation set at each width of its embeddings, by the set and the width; collective.
 
-    Each width takes an evaluation of its own, which the trainer, an `InfCLTrainer`, does not log. Without
-    ``matryoshka_dims`` the result is empty.
+    Each width takes an evaluation of its own, which the trainer does not log. Without ``matryoshka_dims`` the result is
+    empty.
     """
     encoder, scores = trainer.dual_encoder, {name: dict[str, float]() for name in sets}
     before, found = encoder.dims, dict(trainer.found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -13,7 +13,9 @@ from transformers.utils import logging
 
 from ...data import ImageTextDataset, ZeroShotDataset
 from ..scoring.sheet import letters_of, lines_of
-from .trained import Trained
+
+if TYPE_CHECKING:
+    from ...training.trainer import InfCLTrainer
 
 PICTURES_FILE = "pictures.png"
 CAPTIONS = 3  # different captions shown for each image
@@ -41,7 +43,7 @@ class PicturesCallback(TrainerCallback):
         ValueError: the trainer already has ``compute_metrics``.
     """
 
-    def __init__(self, trainer: Trained, dataset: ImageTextDataset | ZeroShotDataset, count: int) -> None:
+    def __init__(self, trainer: InfCLTrainer, dataset: ImageTextDataset | ZeroShotDataset, count: int) -> None:
         if trainer.compute_metrics is not None:
             raise ValueError("PicturesCallback replaces compute_metrics. Use only one of the two.")
         assert isinstance(dataset, ImageTextDataset)

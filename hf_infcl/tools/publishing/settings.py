@@ -7,7 +7,7 @@ The arguments alone do not decide: an optimizer may have been passed to the trai
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...loading.replay import Replayed
 from ...optimizers.groups import words_of_groups
@@ -16,10 +16,12 @@ from ...options.combinations import WITHOUT_WARM_UP
 from ...options.declaring import spelled
 from ...options.facts import values_of_card
 from .markdown import code, joined
-from .trained import Trained
+
+if TYPE_CHECKING:
+    from ...training.trainer import InfCLTrainer
 
 
-def training_settings(trainer: Trained) -> dict[str, str]:
+def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
     """The rows by name; an `InfCLTrainer` without an optimizer has no rows about it."""
     rows = {"seed": str(trainer.args.seed), "precision": precision(trainer), **dict(_options(trainer))}
     pairs: Any = trainer.train_dataset
@@ -41,7 +43,7 @@ def training_settings(trainer: Trained) -> dict[str, str]:
     return {"optimizer": ", ".join(_optimizer(trainer)), **groups, **_learning_rates(trainer), **rows}
 
 
-def _options(trainer: Trained) -> Iterator[tuple[str, str]]:
+def _options(trainer: InfCLTrainer) -> Iterator[tuple[str, str]]:
     """The rows that options declare."""
     for name, row, value in values_of_card(trainer.args):
         if isinstance(value, list):
@@ -53,7 +55,7 @@ def _options(trainer: Trained) -> Iterator[tuple[str, str]]:
         yield row, sentence.format(text) if sentence else text
 
 
-def highest_rates(trainer: Trained) -> dict[str, float]:
+def highest_rates(trainer: InfCLTrainer) -> dict[str, float]:
     """The highest learning rates at the peak of the schedule, but for the temperature's, of "adamw" and "muon".
 
     Only optimizers whose steps are about as large as the rate count: Muon, and optimizers of Adam's kind, which have
@@ -68,18 +70,19 @@ def highest_rates(trainer: Trained) -> dict[str, float]:
     return rates
 
 
-def precision(trainer: Trained) -> str:
+def precision(trainer: InfCLTrainer) -> str:
     """The precision in which the trainer's forwards compute."""
     mixed = trainer.accelerator.mixed_precision
     if mixed == "fp16" and trainer.args.device.type == "cpu":
         mixed = "no"  # on CPUs accelerate then computes in the precision of the weights
     if mixed != "no":
         return "bf16 activations" if trainer.args.bf16_activations else f"{mixed} autocast"
-    kinds = {str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters() if p.is_floating_point()}
+    model: Any = trainer.model
+    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
     return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")
 
 
-def _optimizer(trainer: Trained) -> Iterator[str]:
+def _optimizer(trainer: InfCLTrainer) -> Iterator[str]:
     optimizer = unwrapped(trainer.optimizer)
     muon = "Muon and " if trainer.args.optimizer == "muon" else ""
     yield muon + spelled(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
@@ -96,7 +99,7 @@ def _first(groups: Sequence[Mapping[str, object]], name: str) -> Any:
     return next((group[name] for group in groups if name in group), None)
 
 
-def _learning_rates(trainer: Trained) -> dict[str, str]:
+def _learning_rates(trainer: InfCLTrainer) -> dict[str, str]:
     args = trainer.args
     if trainer.optimization.creates_optimizer:
         rate = f"{args.learning_rate * args.learning_rate_factor:g}"
@@ -104,15 +107,16 @@ def _learning_rates(trainer: Trained) -> dict[str, str]:
         groups = [group for group in unwrapped(trainer.optimizer).param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
-    scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
+    model: Any = trainer.model
+    scale = [p for name, p in model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
     if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"
     return rows
 
 
-def _schedule(trainer: Trained) -> Iterator[str]:
+def _schedule(trainer: InfCLTrainer) -> Iterator[str]:
     if not trainer.optimization.creates_scheduler:
-        scheduler = trainer.lr_scheduler
+        scheduler: Any = trainer.lr_scheduler
         while hasattr(scheduler, "scheduler"):
             scheduler = scheduler.scheduler
         yield type(scheduler).__name__

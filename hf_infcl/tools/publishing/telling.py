@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import (
@@ -18,7 +18,9 @@ from transformers import (
 
 from ...evaluation import Difference
 from ...evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, score_if_measured
-from .trained import Trained
+
+if TYPE_CHECKING:
+    from ...training.trainer import InfCLTrainer
 
 HEAD = ("set", "metric", "value", "95% interval", "before", "change")
 # In a line of the log they would only repeat others, or tell what few look at; all are in trainer_state.json.
@@ -29,7 +31,7 @@ UNTOLD = {
 SHORT = {"learning_rate": "lr", "positive_cosine": "cosine", "samples_per_second": "samples/s"}  # names in such a line
 
 
-def quieten(trainer: Trained) -> None:
+def quieten(trainer: InfCLTrainer) -> None:
     """Keeps Trainer from printing its logs as dicts; its progress bars stay."""
     trainer.remove_callback(PrinterCallback)
     for callback in trainer.callback_handler.callbacks:
@@ -46,7 +48,7 @@ class ProgressPrinter(TrainerCallback):
     rest is in the results. The ``eval_dataset`` of the trainer, if any, is a dict.
     """
 
-    def __init__(self, trainer: Trained) -> None:
+    def __init__(self, trainer: InfCLTrainer) -> None:
         quieten(trainer)
         self._trainer = trainer
         self._last: dict[str, Any] = {}  # the values that were told last
@@ -101,7 +103,8 @@ class ProgressPrinter(TrainerCallback):
         return f"step {state.global_step:,} of {state.max_steps:,}: {', '.join(words)}"
 
     def _tell_evaluation(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, object]) -> None:
-        names = list(self._trainer.eval_dataset)
+        datasets: Any = self._trainer.eval_dataset
+        names = list(datasets)
         before: dict[str, Any] = {}
         for entry in state.log_history:
             if entry["step"] == 0 < state.global_step:
