@@ -1,6 +1,5 @@
 """`infcl embed`: embeddings and keys of tables and shards, on several processes, resumed, in both formats."""
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ from helpers.demo import infcl, mistake
 from helpers.pictures import captioned, picture
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, png, write_tar
+from helpers.trainers import trainer_for
 from safetensors import safe_open
 
 from hf_infcl import ContrastiveCollator, ImageTextStream
@@ -37,9 +37,10 @@ def table(**columns: Any) -> datasets.Dataset:
 
 
 def embedded(source: Any, folder: Path, seed: int = 0, max_length: int | None = None, **options: Any) -> dict[str, int]:
-    collator = ContrastiveCollator(clip_processor(), max_length)
-    options = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "batch_size": 4} | options
-    return embed(source, folder, DualEncoder(models.clip(seed=seed, end=END).eval()), collator, **options)
+    model, collator = models.clip(seed=seed, end=END).eval(), ContrastiveCollator(clip_processor(), max_length)
+    form = {name: options.pop(name) for name in ("format", "half") if name in options}
+    trainer = trainer_for(folder, model, data_collator=collator, per_device_eval_batch_size=4, **options)
+    return embed(source, folder, trainer, **form)
 
 
 def read(folder: Path, kind: str) -> tuple[list[str], list[str] | None, np.ndarray]:
@@ -75,7 +76,7 @@ def _small_parts(monkeypatch):
 @pytest.mark.parametrize("form", ["parquet", "safetensors"])
 def test_every_image_and_caption_of_a_table_once_in_order(tmp_path, form):
     source = table_source(table(), "image", "caption", None, str(tmp_path))
-    counts = embedded(source, tmp_path, format=form, num_workers=1)
+    counts = embedded(source, tmp_path, format=form, dataloader_num_workers=1)
     images, texts = expected(range(21))
     assert counts == {"images": 21, "texts": len(texts), "skipped": 0}
     assert len(list(tmp_path.glob(f"*-of-00003.{form}"))) == 6
@@ -88,8 +89,7 @@ def test_every_image_and_caption_of_a_table_once_in_order(tmp_path, form):
 
 
 def test_embeddings_in_bf16_are_of_length_1_and_near_those_in_fp32(tmp_path):
-    in_bf16 = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "dtype": "bf16"}
-    embedded(table_source(table(), "image", "caption", None, "x"), tmp_path, **in_bf16)
+    embedded(table_source(table(), "image", "caption", None, "x"), tmp_path, bf16=True)
     for kind, wanted in zip(("images", "texts"), expected(range(21)), strict=True):
         _, _, vectors = read(tmp_path, kind)
         np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
@@ -144,11 +144,9 @@ def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folde
     mappings = Path("/proc/self/smaps").read_text().split(f"{tmp_path}/texts.npy")[1:]
     flags = [mapping.split("VmFlags:")[1].splitlines()[0].split() for mapping in mappings]
     assert sorted("rr" in of_one for of_one in flags) == [False, True], "only what does not fit is read at random"
-    collator, encoder = ContrastiveCollator(clip_processor()), DualEncoder(models.clip().eval(), dims=4)
-    given = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "format": "npy"}
     with pytest.raises(ValueError, match=r"holds other embeddings \(dims was None and is 4\)"):
-        embed(source, tmp_path, encoder, collator, **given)
-    embed(source, tmp_path / "cut", encoder, collator, **given, half=True)
+        embedded(source, tmp_path, format="npy", dims=4)
+    embedded(source, tmp_path / "cut", format="npy", half=True, dims=4)
     cut = np.load(tmp_path / "cut" / "images.npy")
     assert (cut.shape, cut.dtype) == ((21, 4), np.float16)
     wanted = images[:, :4] / np.linalg.norm(images[:, :4], axis=1, keepdims=True)
@@ -193,7 +191,7 @@ def test_shards_are_parts_and_their_samples_keep_their_order(tmp_path):
     broken = [("x.png", b"no image"), ("x.json", b'{"caption": ["a"]}')]
     write_tar(tmp_path / "shards/2.tar", [*broken, *pair(0, caption=["a"])])
     stream = ImageTextStream(str(tmp_path / "shards/*.tar"), on_bad_sample="skip")
-    counts = embedded(ShardSource(stream), tmp_path / "out", num_workers=2)
+    counts = embedded(ShardSource(stream), tmp_path / "out", dataloader_num_workers=2)
     assert counts == {"images": 18, "texts": 35, "skipped": 1}
     keys, _, vectors = read(tmp_path / "out", "images")
     assert keys == [*(f"{n // 9}/{n:06d}" for n in range(17)), "2/000000"]

@@ -1,8 +1,8 @@
 """The ledger of pairs: scores, probabilities, what images and texts prefer, its files, and the commands that use it."""
 
-import contextlib
 import itertools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,13 @@ def encoder_of(weights: dict[str, torch.Tensor]) -> DualEncoder:
     return DualEncoder(model.eval())
 
 
-def scored(dataset: Any, weights: dict[str, torch.Tensor], **options: Any) -> tuple[Ledger, dict[int, bytes]]:
-    given = {"prepare": dict, "autocast": contextlib.nullcontext, "batch_size": 16, "window": 64, **options}
-    return score_pairs(dataset, encoder_of(weights), collate, **given)
+def scored(
+    dataset: Any, weights: dict[str, torch.Tensor], window: int = 64, averages: Any = None, **options: Any
+) -> tuple[Ledger, dict[int, bytes]]:
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"per_device_eval_batch_size": 16, "data_collator": collate, **options}
+        trainer = trainer_for(folder, encoder_of(weights).model, **options)
+    return score_pairs(trainer, dataset, window, averages)
 
 
 def rank_scored(rank: int, world_size: int, weights: dict[str, torch.Tensor]) -> tuple[Ledger, dict[int, bytes]]:
@@ -125,7 +129,7 @@ def test_windows_on_processes_hold_each_pair_once(ranks, learned):
 def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
     sizes = [100, 20, 20, 20]  # one of two workers has more
     write_tars(tmp_path, sizes)
-    ledger, _ = scored(stream_of(tmp_path, lanes=None), learned, num_workers=num_workers)
+    ledger, _ = scored(stream_of(tmp_path, lanes=None), learned, dataloader_num_workers=num_workers)
     shards = [shard for shard, size in enumerate(sizes) for _ in range(size)]
     names = {sample_key(f"0/{shards[n]:05d}.tar", f"{n:06d}"): n for n in range(ROWS)}
     assert sorted(ledger.key.tolist()) == sorted(names)

@@ -1,6 +1,5 @@
 """Teachers: their distance as a term of the loss, compared with plain autograd; online, stored, and through a map."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -230,11 +229,13 @@ def large_teacher() -> Any:
     return models.clip_with(text, {"image_size": 32}, seed=3, width=20)
 
 
-def store(source: Any, folder: Path, teacher: Any = None, processor: Any = None, **options: Any) -> str:
-    encoder = DualEncoder((large_teacher() if teacher is None else teacher).eval())
-    collator = ContrastiveCollator.for_model(large_processor() if processor is None else processor, encoder.base.config)
-    given = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "batch_size": 4, "format": "npy"}
-    embed(source, folder, encoder, collator, **{**given, **options})
+def store(
+    source: Any, folder: Path, teacher: Any = None, processor: Any = None, format: str = "npy", half: bool = False
+) -> str:
+    model = (large_teacher() if teacher is None else teacher).eval()
+    collator = ContrastiveCollator.for_model(large_processor() if processor is None else processor, model.config)
+    trainer = trainer_for(folder, model, data_collator=collator, per_device_eval_batch_size=4)
+    embed(source, folder, trainer, format=format, half=half)
     return str(folder)
 
 

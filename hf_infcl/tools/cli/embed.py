@@ -50,7 +50,6 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             sources = {"": make_source(namespace.data, **facts, **how)}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
-        collator: Any = trainer.data_collator
         if trainer.is_world_process_zero():
             of = {f"--{name}" if name else namespace.data: " and ".join(s.kinds) for name, s in sources.items()}
             print(*conversion, *[f"Embeds the {kinds} of {name}." for name, kinds in of.items()], sep="\n")
@@ -58,21 +57,8 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     counts: dict[str, int] = {}
     for name, source in sources.items():
         with mistakes_in_one_line(parser.prog, of_libraries=False):
-            source_counts = embedded(
-                source,
-                Path(args.output_dir, name),
-                trainer.dual_encoder,
-                collator,
-                prepare=trainer._prepare_inputs,
-                autocast=trainer.accelerator.autocast,
-                dtype=trainer.accelerator.mixed_precision,
-                format=options.format,
-                half=options.half_precision,
-                licence=licence,
-                batch_size=args.per_device_eval_batch_size,
-                num_workers=args.dataloader_num_workers,
-                pin_memory=args.dataloader_pin_memory,
-            )
+            folder, form, half = Path(args.output_dir, name), options.format, options.half_precision
+            source_counts = embedded(source, folder, trainer, format=form, half=half, licence=licence)
         counts = {kind: counts.get(kind, 0) + count for kind, count in source_counts.items()}
     if trainer.is_world_process_zero():
         skipped = f"; {counts['skipped']:,} rows were left out" if counts["skipped"] else ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,26 +25,21 @@ from ...processes.collectives import Processes, failures_announced
 from .output import Rows, begin, join, write
 from .sources import Batch, ItemSource, collated
 
-logger = logging.get_logger(__name__)
+if TYPE_CHECKING:
+    from ...training.trainer import InfCLTrainer
+    from ...windows.setup import Setup
 
-Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+logger = logging.get_logger(__name__)
 
 
 def embed(
     source: ItemSource,
     folder: str | Path,
-    encoder: DualEncoder,
-    collator: ContrastiveCollator,
+    trainer: InfCLTrainer,
     *,
-    prepare: Prepare,
-    autocast: Callable[[], AbstractContextManager[object]],
-    dtype: str,
     format: str = "parquet",
     half: bool = False,
     licence: str | None = None,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    pin_memory: bool = False,
 ) -> dict[str, int]:
     """Writes the embeddings of images and texts, with their keys. Collective: every process calls it.
 
@@ -54,14 +48,11 @@ def embed(
 
     Args:
         folder: a folder that all processes can write. It also gets ``embeddings.json``, the record of the run.
-        encoder: the model, in evaluation mode.
-        prepare: moves a batch to the device and normalises its images.
-        autocast: the context of the forwards.
-        dtype: the precision of that context, for the record.
+        trainer: of the model, which is in evaluation mode; its collator is a `ContrastiveCollator`. Of its arguments,
+            ``per_device_eval_batch_size`` is the number of images, and of texts, of one forward.
         format: "parquet", "safetensors" or "npy", in which the parts become one file at the end.
         half: whether npy has fp16 instead of fp32.
         licence: of the model, for the record of npy.
-        batch_size: images, and texts, of one forward.
 
     Returns:
         The numbers of images and texts that this call has embedded and of the rows that it has left out, over all
@@ -71,7 +62,8 @@ def embed(
         ValueError: the folder holds other embeddings, a row is bad, or an embedding is not finite. The other processes
             raise an OtherRankFailedError.
     """
-    processes, place = Processes(), Path(folder)
+    processes, place, setup = Processes(), Path(folder), trainer.setup
+    encoder, collator, args, dtype = setup.encoder, setup.collator, setup.args, setup.accelerator.mixed_precision
     content = source.image_fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
     content += "" if encoder.dims is None else f" {encoder.dims} dimensions"
     record = {
@@ -100,12 +92,17 @@ def embed(
         if not all(names[kind][part].exists() or index_paths(place, kind)[-1].exists() for kind in source.kinds)
     ]
 
-    load = partial(DataLoader, collate_fn=partial(collated, collator), num_workers=num_workers, pin_memory=pin_memory)
-    parts = source.read(missing, batch_size, load)
+    load = partial(
+        DataLoader,
+        collate_fn=partial(collated, collator),
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+    )
+    parts = source.read(missing, args.per_device_eval_batch_size, load)
 
     def compute(part: int) -> None:
-        with torch.no_grad(), autocast():
-            encoded = _encoded(next(parts), encoder, prepare, batch_size, counts)
+        with torch.no_grad(), setup.accelerator.autocast():
+            encoded = _encoded(next(parts), setup, counts)
         for kind, rows in encoded.items():
             if kind in source.kinds:
                 values = rows.embeddings.astype(np.float16) if half else rows.embeddings
@@ -136,10 +133,9 @@ def _told(
     }
 
 
-def _encoded(
-    batches: Iterator[Batch], encoder: DualEncoder, prepare: Prepare, batch_size: int, counts: dict[str, int]
-) -> dict[str, Rows]:
+def _encoded(batches: Iterator[Batch], setup: Setup, counts: dict[str, int]) -> dict[str, Rows]:
     """The images and texts of a part, in the order of its rows; counts them."""
+    encoder, batch_size = setup.encoder, setup.args.per_device_eval_batch_size
     items: dict[str, list[tuple[int, str, str | None, str]]] = {"images": [], "texts": []}
     vectors: dict[str, list[Tensor]] = {"images": [], "texts": []}
     for kept, bad, images, texts in batches:
@@ -148,7 +144,7 @@ def _encoded(
         counts["skipped"] += len(bad)
         for kind, inputs, encode in (("images", images, encoder.encode_images), ("texts", texts, encoder.encode_texts)):
             if inputs is not None:
-                encoded = (encode(prepare(part)).float() for part in _split(inputs, batch_size))
+                encoded = (encode(setup.prepare_inputs(part)).float() for part in _split(inputs, batch_size))
                 vectors[kind] += [F.normalize(part, dim=-1) for part in encoded]  # in bf16, lengths are up to 0.3% off
         if images is not None:
             items["images"] += [(item["row"], item["key"], None, place) for item in kept for place in item["images"]]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,9 @@ from ...processes.collectives import Processes, failures_announced
 from . import WINDOW
 from .ledger import Ledger, make_ledger
 from .sheet import SHOWN, small_jpeg
+
+if TYPE_CHECKING:
+    from ...training.trainer import InfCLTrainer
 
 _ROWS = 1024  # of the cosines that are compared at a time
 
@@ -70,16 +72,9 @@ def _window(parts: Sequence[_Embedded]) -> _Embedded:
 
 
 def score_pairs(
+    trainer: InfCLTrainer,
     dataset: ImageTextDataset | ImageTextStream,
-    encoder: DualEncoder,
-    collate: DataCollator,
-    *,
-    prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    autocast: Callable[[], AbstractContextManager[object]],
     window: int = WINDOW,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    pin_memory: bool = False,
     averages: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Ledger, dict[int, bytes]]:
     """The ledger of a training set, read once, and pictures of its most suspicious pairs by their keys; collective.
@@ -88,27 +83,27 @@ def score_pairs(
     drawn at random from a table, or those that a stream gives one after the other. The last window is larger.
 
     Args:
+        trainer: of the model, which is in evaluation mode. ``per_device_eval_batch_size`` is the number of pairs of a
+            forward.
         dataset: the pairs. Of a stream every sample is read once.
-        encoder: the model, in evaluation mode.
-        prepare: moves a batch to the device and normalises its images.
-        autocast: the context of the forwards.
         window: the pairs of a window.
-        batch_size: the pairs of a forward.
         averages: the keys [n] int64 of pairs in ascending order, and scores [n] to take instead, such as those of a
             training; only these pairs are then in the ledger.
 
     Raises:
         ValueError: there are fewer than two pairs for a process, or a score is not finite.
     """
-    processes = Processes()
+    processes, setup = Processes(), trainer.setup
+    batch_size, num_workers = setup.args.per_device_eval_batch_size, setup.args.dataloader_num_workers
+    collate = partial(_collated, setup.collator)
     shown = None if averages is None else averages[0][averages[1].argsort(stable=True)[:SHOWN]].tolist()
-    load = partial(DataLoader, num_workers=num_workers, pin_memory=pin_memory)
+    load = partial(DataLoader, num_workers=num_workers, pin_memory=setup.args.dataloader_pin_memory)
     parts: list[Columns] = []
     waiting: list[_Embedded] = []
     with failures_announced(), torch.no_grad():
-        for inputs, columns in _read(dataset, partial(_collated, collate), processes, batch_size, num_workers, load):
-            with autocast():  # of the forwards alone: scores are products in fp32
-                embedded = _embedded(prepare(inputs), columns, encoder)
+        for inputs, columns in _read(dataset, collate, processes, batch_size, num_workers, load):
+            with setup.accelerator.autocast():  # of the forwards alone: scores are products in fp32
+                embedded = _embedded(setup.prepare_inputs(inputs), columns, setup.encoder)
             waiting.append(embedded)
             if sum(len(one.images) for one in waiting) >= 2 * window:
                 whole = -(-window // batch_size)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -21,11 +21,14 @@ from .scoring import score_pairs
 from .sheet import SHOWN, draw_suspicious
 from .words import lines_of_words
 
+if TYPE_CHECKING:
+    from ...training.trainer import InfCLTrainer
+
 logger = logging.getLogger(__name__)
 
 
 def write_ledger(
-    trainer: Any,
+    trainer: InfCLTrainer,
     dataset: ImageTextDataset | ImageTextStream,
     window: int = WINDOW,
     averages: tuple[Tensor, Tensor] | None = None,
@@ -36,33 +39,21 @@ def write_ledger(
     The main process writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``, and alone knows the file names of a
     table. With ``averages``, ``left_out`` [n] bool says of the same pairs whether they are left out.
     """
-    args = trainer.args
     trainer.dual_encoder.model.eval()
-    ledger, pictures = score_pairs(
-        dataset,
-        trainer.dual_encoder,
-        trainer.data_collator,
-        prepare=trainer._prepare_inputs,
-        autocast=trainer.accelerator.autocast,
-        window=window,
-        batch_size=args.per_device_eval_batch_size,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory,
-        averages=averages,
-    )
+    ledger, pictures = score_pairs(trainer, dataset, window, averages)
     if averages is not None and left_out is not None:
         ledger.left_out = left_out[np.isin(averages[0].numpy(), ledger.key)]  # both are in the order of the keys
     if trainer.is_world_process_zero():
         if isinstance(dataset, ImageTextDataset):
             ledger.sample = file_names(dataset, ledger.key) or []
-        folder = Path(args.output_dir)
+        folder = Path(str(trainer.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         ledger.write(folder / LEDGER_FILE)
         draw_suspicious(ledger, pictures).save(folder / SHEET_FILE)
     return ledger
 
 
-def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageTextStream) -> Ledger | None:
+def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream) -> Ledger | None:
     """Writes a ledger with the averages of a training that had ``leave_out``; None if it had not; collective.
 
     A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
@@ -87,7 +78,7 @@ def write_ledger_of_training(trainer: Any, dataset: ImageTextDataset | ImageText
         ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
         ledger.left_out = left_out
         if trainer.is_world_process_zero():
-            ledger.write(Path(trainer.args.output_dir, LEDGER_FILE))
+            ledger.write(Path(str(trainer.args.output_dir), LEDGER_FILE))
     except Exception as error:
         logger.warning("The ledger was not written. %s: %s", type(error).__name__, error)
         return None
