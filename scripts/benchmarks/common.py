@@ -10,10 +10,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ SCALE, BIAS = 100.0, -10.0
 MIB, GIB = 2**20, 2**30
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 # ---- Processes ----
@@ -225,6 +226,14 @@ def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], dev
     return list({tuple(row[key] for key in keys): row for row in rows if row["device"] == device}.values())
 
 
+def grouped(rows: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
+    """The rows with equal keys, in the order of their first ones."""
+    groups: dict[Any, list[T]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
 # ---- Plots ----
 
 OURS, MUTED = "#c1121f", ("#4a6fa5", "#6b8f71", "#a98467", "#7d6b91", "#5f7a7f", "#b08ea2", "#8a8a5c", "#737373")
@@ -243,6 +252,12 @@ def styles(names: Iterable[str]) -> dict[str, Row]:
     for i, name in enumerate(others):
         lines[name] = {"color": MUTED[i % len(MUTED)], "lw": 1.2, "marker": MARKERS[i % len(MARKERS)], "ms": 5}
     return lines
+
+
+def lines_of(rows: Iterable[Row], count: str, value: str) -> dict[str, list[tuple[float, float]]]:
+    """The points of each implementation, for `draw_lines`: the column of a count and that of a measured value."""
+    groups = grouped(rows, lambda row: row["implementation"])
+    return {name: [(int(row[count]), float(row[value])) for row in group] for name, group in groups.items()}
 
 
 def draw_lines(axis: Any, lines: dict[str, list[tuple[float, float]]], style: dict[str, Row]) -> None:
@@ -304,6 +319,15 @@ def subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, A
     import matplotlib.pyplot as plt
 
     return plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False)
+
+
+def panels(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+    """A figure and so many axes, two in a row."""
+    columns = min(2, count)
+    figure, axes = subplots(-(-count // columns), columns, size)
+    for axis in axes.flat[count:]:
+        axis.axis("off")
+    return figure, list(axes.flat[:count])
 
 
 def save(figure: Any, path: Path, rows: list[Row]) -> None:

@@ -371,24 +371,21 @@ def train(args: argparse.Namespace) -> Iterator[Row]:
 def training_arguments(args: argparse.Namespace, output: str, compiled: bool, offload: bool) -> Any:
     from hf_infcl import InfCLTrainingArguments
 
+    from . import training
+
     on_gpu = torch.cuda.is_available()
     return InfCLTrainingArguments(
         output_dir=output,
         per_device_train_batch_size=args.micro_batch_size,
         gradient_accumulation_steps=args.accumulation_steps,
         max_steps=args.warmup + args.steps,
-        learning_rate=1e-6,
-        optim="adamw_torch_fused",
         bf16=on_gpu,
         use_cpu=not on_gpu,
         torch_compile=compiled,
         offload_inputs=offload,
         dataloader_num_workers=args.workers,
         dataloader_prefetch_factor=4 if args.workers else None,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **training.ONLY_STEPS,
     )
 
 

@@ -13,64 +13,31 @@ from torch import Tensor
 
 from . import common
 
+
+def tower(width: int, hidden: int, layers: int, heads: int, **more: int) -> dict[str, int]:
+    """The config of a tower whose MLPs have so many hidden units."""
+    sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers}
+    return {**sizes, "num_attention_heads": heads, **more}
+
+
 # ViTs as OpenAI's and OpenCLIP's; tiny is for trying the benchmark out.
 MODELS: dict[str, dict[str, Any]] = {
     "vit-b-16": {
-        "vision_config": {
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "patch_size": 16,
-            "image_size": 224,
-        },
-        "text_config": {
-            "hidden_size": 512,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 8,
-            "max_position_embeddings": 77,
-        },
+        "vision_config": tower(768, 3072, 12, 12, patch_size=16, image_size=224),
+        "text_config": tower(512, 2048, 12, 8, max_position_embeddings=77),
         "projection_dim": 512,
     },
     "vit-l-14": {
-        "vision_config": {
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "patch_size": 14,
-            "image_size": 224,
-        },
-        "text_config": {
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "max_position_embeddings": 77,
-        },
+        "vision_config": tower(1024, 4096, 24, 16, patch_size=14, image_size=224),
+        "text_config": tower(768, 3072, 12, 12, max_position_embeddings=77),
         "projection_dim": 768,
     },
     "tiny": {
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "patch_size": 8,
-            "image_size": 16,
-        },
-        "text_config": {
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 8,
-        },
+        "vision_config": tower(16, 32, 1, 2, patch_size=8, image_size=16),
+        "text_config": tower(16, 32, 1, 2, max_position_embeddings=8),
         "projection_dim": 16,
     },
 }
-
 MODELS["vit-b-32"] = MODELS["vit-b-16"] | {"vision_config": MODELS["vit-b-16"]["vision_config"] | {"patch_size": 32}}
 
 Batch = dict[str, Tensor]

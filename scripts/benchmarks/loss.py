@@ -240,9 +240,7 @@ def plot(table: Path) -> None:
     rows = common.newest(table, ("objective", "dtype", "dim", "batch_size", "implementation"), lambda row: row["ms"])
     rows = [row for row in rows if not row["implementation"].endswith(tuple(filter(None, FORMS.values())))]
     style = common.styles(dict.fromkeys(row["implementation"] for row in rows))
-    settings: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        settings.setdefault(f"{row['objective']}, {row['dtype']}, D = {row['dim']}", []).append(row)
+    settings = common.grouped(rows, lambda row: f"{row['objective']}, {row['dtype']}, D = {row['dim']}")
     shown = {k: v for k, v in settings.items() if len({row["batch_size"] for row in v}) > 2}
     if not shown:
         return
@@ -251,9 +249,7 @@ def plot(table: Path) -> None:
         for axis, key, label in zip(
             panels, ("ms", "peak_mib"), ("forward + backward, ms", "peak memory, MiB"), strict=True
         ):
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for row in (row for row in group if row[key]):
-                lines.setdefault(row["implementation"], []).append((int(row["batch_size"]), float(row[key])))
+            lines = common.lines_of((row for row in group if row[key]), "batch_size", key)
             # A line needs two points.
             common.draw_lines(axis, {name: points for name, points in lines.items() if len(points) > 1}, style)
             axis.set(xlabel="pairs", ylabel=label, title=title)

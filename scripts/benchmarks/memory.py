@@ -76,15 +76,11 @@ def plot(table: Path) -> None:
     common_b = max(worlds, key=lambda b: (len(worlds[b]), int(b)))
     figure, axes = common.subplots(len(objectives), 2, (7.4, 4.6))
     for objective, (growth, scaling) in zip(objectives, axes, strict=True):
-        lines: tuple[dict[str, list[tuple[float, float]]], ...] = ({}, {})
-        for row in (row for row in rows if row["objective"] == objective):
-            name, w, peak = row["implementation"], int(row["world_size"]), float(row["peak_mib"])
-            if w == most:
-                lines[0].setdefault(name, []).append((int(row["batch_size"]), peak))
-            if row["per_gpu_batch_size"] == common_b:
-                lines[1].setdefault(name, []).append((w, peak))
-        for axis, of_axis in zip((growth, scaling), lines, strict=True):
-            common.draw_lines(axis, of_axis, style)
+        of_objective = [row for row in rows if row["objective"] == objective]
+        of_most = [row for row in of_objective if int(row["world_size"]) == most]
+        of_b = [row for row in of_objective if row["per_gpu_batch_size"] == common_b]
+        common.draw_lines(growth, common.lines_of(of_most, "batch_size", "peak_mib"), style)
+        common.draw_lines(scaling, common.lines_of(of_b, "world_size", "peak_mib"), style)
         label = "peak memory of the loss per GPU, MiB"
         growth.set(title=f"{objective}, {most} GPUs", xlabel="global batch", ylabel=label)
         scaling.set(title=f"{objective}, {int(common_b):,} pairs per GPU", xlabel="GPUs", ylabel=label)

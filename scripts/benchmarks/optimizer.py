@@ -36,22 +36,8 @@ COLUMNS = (
 IMPLEMENTATIONS = ("AdamW", "torch Muon", "hf_infcl", "hf_infcl redundant", "hf_infcl compiled")
 RATE, DECAY = 0.02, 0.1
 SO400M = {
-    "vision_config": {
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "patch_size": 14,
-        "image_size": 384,
-    },
-    "text_config": {
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "vocab_size": 32000,
-        "projection_size": 1152,
-    },
+    "vision_config": inputs.tower(1152, 4304, 27, 16, patch_size=14, image_size=384),
+    "text_config": inputs.tower(1152, 4304, 27, 16, vocab_size=32000, projection_size=1152),
 }
 MODELS = ("vit-b-32", "vit-b-16", "vit-l-14", "so400m-14", "tiny")
 

@@ -31,7 +31,7 @@ from hf_infcl.loss import OBJECTIVES
 from hf_infcl.tools.planning.costs import GIB, GPUS, LAUNCHES, Choice, Cost, Counts, loss_flops, seconds, step_cost
 from hf_infcl.tools.planning.counting import count
 
-from .common import RESULTS, STEP_SETTING, Row, newest
+from .common import RESULTS, STEP_SETTING, Row, grouped, newest
 from .inputs import prefixes, sizes_of
 
 WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
@@ -170,20 +170,17 @@ def losses() -> Iterator[Compared]:
 
 def shares(rows: list[Compared]) -> dict[tuple[str, str], float]:
     """As in `GPUS`, by GPU and kind of step: medians of the rows that it limited, and of the loss on one GPU alone."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for one in rows:
-        if not one.compiles and one.launch is None and (one.kind != "loss" or one.row.get("world_size", "1") == "1"):
-            found.setdefault((_gpu(one.row), one.kind), []).append(one.share)
-    return {key: statistics.median(values) for key, values in found.items()}
+    of_gpu = [one for one in rows if not one.compiles and one.launch is None]
+    wanted = [one for one in of_gpu if one.kind != "loss" or one.row.get("world_size", "1") == "1"]
+    groups = grouped(wanted, lambda one: (_gpu(one.row), one.kind))
+    return {key: statistics.median(one.share for one in group) for key, group in groups.items()}
 
 
 def launches(rows: list[Compared]) -> dict[str, float]:
     """As in `LAUNCHES`: medians of the rows that the host limited."""
-    found: dict[str, list[float]] = {}
-    for one in rows:
-        if not one.compiles and one.launch is not None:
-            found.setdefault(one.kind, []).append(one.launch)
-    return {kind: statistics.median(values) for kind, values in found.items()}
+    of_host = [one for one in rows if not one.compiles and one.launch is not None]
+    groups = grouped(of_host, lambda one: one.kind)
+    return {kind: statistics.median(one.launch for one in group) for kind, group in groups.items()}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -239,17 +239,12 @@ def plot(table: Path) -> None:
 
     rows = common.newest(table, (*SETTING, "implementation"), is_drawn)
     most = max((int(row["world_size"]) for row in rows), default=0)
-    settings: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        if int(row["world_size"]) == most:
-            settings.setdefault(tuple(row[key] for key in SETTING), []).append(row)
+    of_most = [row for row in rows if int(row["world_size"]) == most]
+    settings = common.grouped(of_most, lambda row: tuple(row[key] for key in SETTING))
     if not settings:
         return
-    columns = min(2, len(settings))
-    figure, axes = common.subplots(-(-len(settings) // columns), columns, (7.5, 3.8))
-    for axis in axes.flat[len(settings) :]:
-        axis.axis("off")
-    for axis, ((w, objective, dtype, dim, b), group) in zip(axes.flat, settings.items(), strict=False):
+    figure, axes = common.panels(len(settings), (7.5, 3.8))
+    for axis, ((w, objective, dtype, dim, b), group) in zip(axes, settings.items(), strict=True):
         # Shares refer to the yardstick in the picture, even if a row comes from another run.
         alone = yardstick(rows, group)
         notes = {
@@ -264,7 +259,7 @@ def plot(table: Path) -> None:
             title=f"{objective}, {w} × {int(b):,} pairs, D = {dim}, {dtype}",
             xlabel=f"forward + backward, ms; {rate}peak memory",
         )
-    common.save(figure, table.with_suffix(".png"), [row for group in settings.values() for row in group])
+    common.save(figure, table.with_suffix(".png"), of_most)
 
 
 def yardstick(rows: list[Row], group: list[Row]) -> float | None:

@@ -385,17 +385,13 @@ def plot(table: Path) -> None:
     groups.append(common.newest(table, keys, is_table))
     panels: list[tuple[str, list[Row]]] = []
     for group in filter(None, groups):
-        settings: dict[tuple[str, ...], list[Row]] = {}
-        for row in group:
-            settings.setdefault(tuple(row[key] for key in setting), []).append(row)
+        settings = common.grouped(group, lambda row: tuple(row[key] for key in setting))
         panels.append((group[0]["comparison"], max(settings.values(), key=len)))
     if not panels:
         return
     height = max(4.0, 0.33 * max(len(group) for _, group in panels))
-    figure, axes = common.subplots(-(-len(panels) // 2), min(2, len(panels)), (7.6, height))
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
-    for axis, (comparison, group) in zip(axes.flat, panels, strict=False):
+    figure, axes = common.panels(len(panels), (7.6, height))
+    for axis, (comparison, group) in zip(axes, panels, strict=True):
         first = group[-1]
         card = first["device"].removeprefix("NVIDIA ").split()[0]
         several = f"{first['accumulation_steps']} " * (comparison == "overhead")
@@ -417,9 +413,7 @@ def plot(table: Path) -> None:
             axis.set(title=title, xlabel="images per second, Trainer = 1; peak memory")
             axis.axvline(1, color="black", lw=0.8, zorder=0)
         else:
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for row in group:
-                lines.setdefault(row["implementation"], []).append((int(row["batch_size"]), float(row["peak_gib"])))
+            lines = common.lines_of(group, "batch_size", "peak_gib")
             common.draw_lines(axis, lines, common.styles(lines))
             axis.set(
                 title=f"{title},\n{first['pixel_dtype']} images",  # the names of the lines stand to its right

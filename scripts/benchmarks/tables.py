@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import RESULTS, Row, newest
+from .common import RESULTS, Row, grouped, newest
 
 K = 1024
 PAPER_MEMORY = {  # table 1: ViT-L/14, gradient cache with micro-batches of 128, AdamW; loss (peak) in GB
@@ -62,10 +62,8 @@ def of_most_devices(rows: list[Row]) -> list[Row]:
 
 def by_hardware(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows by model, number of devices and dtype of images, with the fewest devices first."""
-    found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: int(row["world_size"])):
-        found.setdefault(f"{row['model']}, {hardware_of(row)}, {row['pixel_dtype']} images", []).append(row)
-    return found
+    in_order = sorted(rows, key=lambda row: int(row["world_size"]))
+    return grouped(in_order, lambda row: f"{row['model']}, {hardware_of(row)}, {row['pixel_dtype']} images")
 
 
 def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

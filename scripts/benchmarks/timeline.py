@@ -90,9 +90,7 @@ def hidden(events: Iterable[Event]) -> float | None:
 
     The time of a transfer includes waiting for the neighbouring process, since its kernel waits on the GPU.
     """
-    by_kind: dict[str, list[Event]] = {}
-    for event in events:
-        by_kind.setdefault(kind(event.name), []).append(event)
+    by_kind = common.grouped(events, lambda event: kind(event.name))
     transfers = union(by_kind.get("transfer around the ring", []))
     if not transfers:
         return None

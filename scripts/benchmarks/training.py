@@ -31,6 +31,10 @@ from hf_infcl.windows.terms import TeacherDistance
 from . import peers
 from .inputs import Batch, Loader, Normaliser, Padded, sizes_of
 
+# Of all trainers: weights hardly change, and nothing happens but steps.
+ONLY_STEPS: dict[str, Any] = {"learning_rate": 1e-6, "optim": "adamw_torch_fused", "report_to": "none"}
+ONLY_STEPS |= {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+
 
 class Clock(transformers.TrainerCallback):
     """Records the time at which each step ended, and the memory of all steps."""
@@ -267,15 +271,10 @@ def train(
         args = (InfCLTrainingArguments if issubclass(trainer_class, InfCLTrainer) else transformers.TrainingArguments)(
             output_dir=folder,
             max_steps=steps,
-            learning_rate=1e-6,
-            optim="adamw_torch_fused",
             bf16=on_gpu or options.get("bf16_activations", False),
             use_cpu=not on_gpu,
             ddp_find_unused_parameters=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **ONLY_STEPS,
             **sizes,
             **options,
         )

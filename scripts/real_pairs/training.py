@@ -124,21 +124,9 @@ def new_model(
     vision, words = (TOY, TOY) if toy else SIZES[size]
     start, end, padding = SPECIAL.values()
     text = {"vocab_size": data["vocabulary"], "max_position_embeddings": LENGTH}
-    config = CLIPConfig(
-        text_config={
-            **words,
-            **text,
-            "bos_token_id": start,
-            "eos_token_id": end,
-            "pad_token_id": padding,
-        },
-        vision_config={
-            **vision,
-            "image_size": data["images"].shape[-1],
-            "patch_size": 16 if toy else 8,
-        },
-        projection_dim=256,
-    )
+    text |= {"bos_token_id": start, "eos_token_id": end, "pad_token_id": padding}
+    image = {"image_size": data["images"].shape[-1], "patch_size": 16 if toy else 8}
+    config = CLIPConfig(text_config={**words, **text}, vision_config={**vision, **image}, projection_dim=256)
     torch.manual_seed(seed)
     model = CLIPModel(config)
     if objective == "sigmoid":  # arXiv 2303.15343, section 3.3
