@@ -157,10 +157,6 @@ class ColumnOptions:
         short_help=HelpPlace("Data", 60),
     )
 
-    @property
-    def of_pairs(self) -> dict[str, str | None]:
-        return {column.name: getattr(self, column.name) for column in fields(self)}
-
 
 # The options that say which pairs a training has, and how they are read.
 OF_PAIRS = {one.name for options in (DataOptions, ColumnOptions) for one in fields(options)} - {"overwrite_output_dir"}

@@ -37,8 +37,8 @@ def training_set(
 ) -> ImageTextDataset | ImageTextStream:
     """The pairs to train on: a table, or a stream of shards. ``option`` is how the user has given its name."""
     facts = facts_of(data.dataset[0])
-    named = {name: facts[name] for name in (*columns.of_pairs, "negative_caption_column") if name in facts}
-    options = {**_options_of_items(data, args), **columns.of_pairs, **named}
+    named = {name: facts[name] for name in (*vars(columns), "negative_caption_column") if name in facts}
+    options = {**_options_of_items(data, args), **vars(columns), **named}
     place = {"split": facts.get("split", data.split), "name": facts.get("name", data.dataset_name)}
     weights = mixture_weights(data)
     if data.streaming:
@@ -256,7 +256,7 @@ def what_was_measured(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) ->
 
 def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> None:
     """Raises a ValueError if no set has a column that the user has named."""
-    for option, column in columns.of_pairs.items():
+    for option, column in vars(columns).items():
         if column != getattr(ColumnOptions, option) and all(column not in s.columns.values() for s in sets.values()):
             raise ValueError(f"No data set has a column {column!r}, which --{option} names.")
 
