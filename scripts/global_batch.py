@@ -144,27 +144,20 @@ def train(method: str, learning_rate: float, seed: int) -> list[Row]:
             "disable_tqdm": True,
             **of_method,
         }
+        parts: Any = {"train_dataset": splits["train"], "callbacks": [measure]}
         trainer: Trainer
         if method.startswith("InfCLTrainer"):
-            trainer = InfCLTrainer(
-                model,
-                InfCLTrainingArguments(**options),
-                default_data_collator,
-                train_dataset=splits["train"],
-                callbacks=[measure],
-            )
+            trainer = InfCLTrainer(model, InfCLTrainingArguments(**options), default_data_collator, **parts)
         else:
-            # With return_loss CLIPModel itself computes the loss, over the micro-batch.
-            trainer = Trainer(
-                model,
-                TrainingArguments(**options),
-                lambda batch: {**default_data_collator(batch), "return_loss": True},
-                train_dataset=splits["train"],
-                callbacks=[measure],
-            )
+            trainer = Trainer(model, TrainingArguments(**options), with_loss, **parts)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return measure.rows
+
+
+def with_loss(batch: list[dict[str, torch.Tensor]]) -> Row:
+    """A batch of whose pairs, those of a micro-batch, CLIPModel itself computes the loss."""
+    return {**default_data_collator(batch), "return_loss": True}
 
 
 class Measure(TrainerCallback):

@@ -125,8 +125,9 @@ def main() -> None:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    """A table; empty without rows."""
+    lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def global_batch(rows: list[Row]) -> str:
@@ -198,7 +199,7 @@ def steps_and_batch(rows: list[Row], figure: str) -> str:
         ]
         for name, steps in sorted({(name, steps) for name, steps, _ in found})
     ]
-    return markdown(["optimizer", "steps", *(f"{batch:,} pairs" for batch in batches)], body) if body else ""
+    return markdown(["optimizer", "steps", *(f"{batch:,} pairs" for batch in batches)], body)
 
 
 def directions(rows: list[Row]) -> str:
@@ -208,7 +209,7 @@ def directions(rows: list[Row]) -> str:
         for optimizer, name in OPTIMIZERS.items()
         for setting, c in of_every_size(rows, optimizer)
     ]
-    return markdown(["", "optimizer", "steps", "samples", *COLUMNS, *DIRECTIONS], body) if body else ""
+    return markdown(["", "optimizer", "steps", "samples", *COLUMNS, *DIRECTIONS], body)
 
 
 def optimizers(rows: list[Row]) -> str:
@@ -238,7 +239,7 @@ def rates_of_muon(rows: list[Row]) -> str:
     for samples in FIXED_SAMPLES:
         for setting, c in at_fixed_samples(rows, samples, "muon").items():
             body += of_each_rate([f"{samples:,}", label(setting)], c, STYLE, CONCEPTS)
-    return markdown(["samples", "", *COLUMNS, VALIDATION, STYLE, CONCEPTS], body) if body else ""
+    return markdown(["samples", "", *COLUMNS, VALIDATION, STYLE, CONCEPTS], body)
 
 
 def growing_batches(rows: list[Row]) -> str:
@@ -298,7 +299,7 @@ def losses_of_optimizers(rows: list[Row]) -> str:
                 body.append(
                     [name, f"{c.steps:,}", f"{samples:,.0f}", OPTIMIZERS[setting.optimizer], *c.cells(STYLE, CONCEPTS)]
                 )
-    return markdown(["", "steps", "samples", "optimizer", *COLUMNS, STYLE, CONCEPTS], body) if body else ""
+    return markdown(["", "steps", "samples", "optimizer", *COLUMNS, STYLE, CONCEPTS], body)
 
 
 def objectives(rows: list[Row]) -> str:
@@ -311,7 +312,7 @@ def objectives(rows: list[Row]) -> str:
         for setting, c in found.items():
             ids = "yes" if setting.pair_ids else "no"
             body.append([f"{c.batch:,}", f"{c.steps:,}", setting.objective, ids, *c.cells()])
-    return markdown(["batch", "steps", "loss", "`pair_ids`", *COLUMNS, *FIGURES], body) if body else ""
+    return markdown(["batch", "steps", "loss", "`pair_ids`", *COLUMNS, *FIGURES], body)
 
 
 def positives(setting: Setting) -> str:
@@ -332,7 +333,7 @@ def several_captions(rows: list[Row]) -> str:
     body = []
     for setting, c in configurations(rows, "6_several_captions").items():
         body += of_each_rate([positives(setting)], c, *FIGURES)
-    return markdown(["per image", *COLUMNS, VALIDATION, *FIGURES], body) if body else ""
+    return markdown(["per image", *COLUMNS, VALIDATION, *FIGURES], body)
 
 
 def hard_negatives(rows: list[Row]) -> str:
@@ -344,7 +345,7 @@ def hard_negatives(rows: list[Row]) -> str:
         if setting._replace(negatives=True) in found:
             body += of_each_rate([positives(setting), "yes" if setting.negatives else "no"], c, *figures)
     head = ["per image", "swapped captions in training", *COLUMNS, VALIDATION, *figures]
-    return markdown(head, body) if body else ""
+    return markdown(head, body)
 
 
 def fine_tuning(rows: list[Row]) -> str:
@@ -356,7 +357,7 @@ def fine_tuning(rows: list[Row]) -> str:
             name = "before the fine-tuning" if setting.way == "base" else name_of_way(setting)
             body += of_each_rate([base, name], c, *figures)
     heads = ["clip art: validation", "clip art: new concepts, R@5", "emoji: other style, R@1", "emoji: zero-shot"]
-    return markdown(["base", "", *COLUMNS, *heads], body) if body else ""
+    return markdown(["base", "", *COLUMNS, *heads], body)
 
 
 def averages(rows: list[Row]) -> str:
@@ -394,8 +395,6 @@ def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping
 
 def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, str]]]) -> str:
     """The means over the seeds of each setting of wrong_and_taught.py."""
-    if not found:
-        return ""
     body, figures = [], ("vendor_recall@1", "concepts_recall@5", "validation")
     for setting, rows in sorted(found.items()):
         means_of = (statistics.mean(float(row[name]) for row in rows.values()) for name in figures)
@@ -458,7 +457,7 @@ def cost(rows: list[Row], experiment: str = "5_cost") -> str:
             name = [label(setting), OPTIMIZERS[setting.optimizer], f"{int(row['micro_batch']):,}"]
             body.append([*name, milliseconds, f"{rate:,.0f}", f"{row['peak_gib']:.1f} GiB"])
     head = ["", "optimizer", "micro-batch", "a step", "pairs per second", "peak memory"]
-    return markdown(head, body) if body else ""
+    return markdown(head, body)
 
 
 if __name__ == "__main__":
