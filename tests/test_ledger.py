@@ -11,10 +11,10 @@ from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import trainer_for
 
-from hf_infcl import ImageTextDataset
+from hf_infcl import ImageTextDataset, ImageTextStream, load_pairs
 from hf_infcl.tools.checking.findings import _named, findings_of_ledger
-from hf_infcl.tools.publishing.facts import FACTS_FILE, has_learned
-from hf_infcl.tools.scoring.ledger import LEDGER_FILE, Ledger, make_ledger
+from hf_infcl.tools.publishing.facts import FACTS_FILE, content_of, has_learned
+from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
 from hf_infcl.tools.scoring.writing import file_names, ledger_lines, write_ledger_of_training
 
 
@@ -29,11 +29,39 @@ def test_scores_that_mean_nothing_advise_to_exclude_none(tmp_path):
     (line,) = ledger_lines(some, tmp_path, waits_for="pairs score 0.6")
     assert line.startswith("Do not exclude pairs by the scores")
     none = make_ledger("data", np.arange(50), np.full(50, 5.0))
-    (line,) = ledger_lines(none, tmp_path, waits_for="0.0% of the pairs score below 0")
+    line, *_ = ledger_lines(none, tmp_path, waits_for="0.0% of the pairs score below 0")
     assert "None of 50 pairs seems wrong, but this model was trained on all of them, and may know wrong ones" in line
     first, second, *_ = ledger_lines(some, tmp_path, learned=True)
     assert first.startswith("This model was trained on these pairs")
     assert second.startswith("At least 1 of 50 pairs")
+
+
+def test_a_model_that_knows_all_pairs_by_heart_is_told_how_to_go_on(tmp_path):
+    """Hardly any score is below 0, so the rule of `leave_out` waits; the lowest ones may be those of wrong pairs."""
+    waits_for, share = "0.5% of the pairs score below 0, and the rule begins at 1%", f"{tmp_path / LEDGER_FILE}:5%`"
+    for wrong in (0, 2):
+        scores, captions = np.array([-1.0] * wrong + [5.0] * (400 - wrong)), ["a fox"] * 400
+        ledger = make_ledger("data", np.arange(400), scores, caption=captions)
+        for of in ({"waits_for": waits_for}, {"learned": True}):
+            *lines, sheet, advice = ledger_lines(ledger, tmp_path, **of)
+            assert any(line.startswith("At least 2 of 400" if wrong else "None of 400") for line in lines)
+            assert str(tmp_path / SHEET_FILE) in sheet
+            assert f"`infcl train --exclude {share}" in advice
+        assert not any(share in line for line in ledger_lines(ledger, tmp_path)), "of a model that has not seen them"
+    many = make_ledger("data", np.arange(400), np.array([-1.0] * 40 + [5.0] * 360), caption=["a fox"] * 400)
+    assert not any(share in line for line in ledger_lines(many, tmp_path, learned=True))
+
+
+def test_where_no_pairs_were_drawn_nobody_is_sent_to_look_at_a_sheet(tmp_path):
+    """As after the training on a stream."""
+    ledger = make_ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
+    *_, line = ledger_lines(ledger, tmp_path)
+    assert "no captions, and no pairs were drawn. `infcl score`, of the same data, writes both" in line
+    (finding,) = findings_of_ledger(ledger, tmp_path / LEDGER_FILE)
+    assert "look at them, which `infcl score` draws. Then" in finding.text
+    (tmp_path / SHEET_FILE).touch()
+    (finding,) = findings_of_ledger(ledger, tmp_path / LEDGER_FILE)
+    assert f"look at {tmp_path / SHEET_FILE}. Then" in finding.text
 
 
 def test_a_check_tells_what_the_training_of_a_ledger_left_out(tmp_path):
@@ -50,27 +78,34 @@ def test_a_check_tells_what_the_training_of_a_ledger_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "split", "learned"),
+    ("settings", "content", "learned"),
     [
-        ({}, "train", True),
-        ({}, "test", False),
-        ({"pairs left out": "none, because"}, "train", True),
-        ({"pairs left out": "the worst 0.1"}, "train", False),
-        ({"pairs excluded before": "wrong"}, "train", False),
+        ({}, "these", True),
+        ({}, "others", False),
+        ({}, "", False),  # of an earlier version
+        ({"pairs left out": "none, because"}, "these", True),
+        ({"pairs left out": "the worst 0.1"}, "these", False),
+        ({"pairs excluded before": "wrong"}, "these", False),
     ],
 )
-def test_the_record_of_a_model_says_what_it_has_learned(tmp_path, settings, split, learned):
-    data = tmp_path / "pictures"
-    data.mkdir()
-    sources = [{"dataset": "pictures", "on_hub": False, "split": split}]
+def test_the_record_of_a_model_says_what_it_has_learned(tmp_path, settings, content, learned):
+    sources = [{"dataset": "pictures", "on_hub": False, "split": "train"}]
     names = ("name", "location", "model_class", "start", "objective", "strategy", "device")
     numbers = ("per_device_batch_size", "accumulation_steps", "processes", "steps", "seconds")
     facts = {**dict.fromkeys(names, "x"), **dict.fromkeys(numbers, 1), "start_on_hub": False, "versions": {}}
-    facts |= {"sources": sources, "evaluations": [], "settings": settings}
+    facts |= {"sources": sources, "evaluations": [], "settings": settings, "content": content}
     (tmp_path / FACTS_FILE).write_text(json.dumps(facts))
-    assert has_learned(str(tmp_path), str(data), "train") == learned
-    assert has_learned(str(tmp_path / "checkpoint-3"), str(data), "train") == learned
-    assert not has_learned(str(data), str(data), "train"), "it has no record"
+    assert has_learned(str(tmp_path), "these") == learned
+    assert has_learned(str(tmp_path / "checkpoint-3"), "these") == learned
+    assert not has_learned(str(tmp_path.parent), "these"), "it has no record"
+
+
+def test_other_shards_of_a_folder_and_of_the_same_sizes_are_other_data(tmp_path):
+    write_tars(tmp_path / "shards", [20] * 4)
+    streams = [ImageTextStream(f"{tmp_path}/shards/0000{shards}.tar") for shards in ("{0..1}", "{2..3}", "{0..1}")]
+    first, second, again = map(content_of, streams)
+    assert streams[0].content_fingerprint() == streams[1].content_fingerprint()
+    assert first == again != second
 
 
 def test_a_ledger_is_of_the_shards_that_were_trained(tmp_path, caplog):
@@ -107,3 +142,10 @@ def test_selected_rows_have_the_names_of_their_files(last):
     pairs = ImageTextDataset(selected)
     assert file_names(pairs, np.array([0, 2])) == (["b/3.png", "a/0.png"] if last else None)
     assert list(pairs.file_sizes()) == [(1, 3), (2, 3)], "of images that are there"
+
+
+def test_files_in_tar_files_are_named_after_them(tmp_path):
+    write_tars(tmp_path / "a%20b", [20] * 2)
+    table = load_pairs(str(tmp_path / "a%20b"), split="train", image_column="png")
+    pairs = ImageTextDataset(table, image_column="png", caption_column="txt")
+    assert file_names(pairs, np.array([0, 25])) == ["00000.tar 000000.png", "00001.tar 000025.png"]

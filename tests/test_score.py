@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
@@ -30,7 +31,7 @@ from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept, words_of_excluded
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, RATHER_WRONG, SHEET_FILE, Ledger, make_ledger, probability_wrong
-from hf_infcl.tools.scoring.scoring import score_pairs
+from hf_infcl.tools.scoring.scoring import _Embedded, _scored, score_pairs
 from hf_infcl.tools.scoring.sheet import draw_suspicious, letters_of, small_jpeg
 from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
 from hf_infcl.tools.scoring.writing import ledger_lines, sample_names, write_ledger_of_training
@@ -117,6 +118,20 @@ def test_a_window_of_all_pairs_has_their_scores_and_preferences(learned):
     assert set(WRONG) <= set(pictures)
 
 
+@pytest.mark.parametrize("copy", [None, "image", "caption", "id"])
+def test_a_pair_with_a_copy_of_what_it_prefers_prefers_itself(copy):
+    """Another caption of its image, or the same caption in another row, is no wrong one."""
+    columns = {name: np.array([1, 2, 3], object) for name in ("caption", "image", "name")}
+    columns |= {"key": np.array([10, 11, 12]), "picture": np.array([b"1", b"2", b"3"], object)}
+    ids = torch.tensor([5, 5, 6]) if copy == "id" else None
+    if copy in columns:
+        columns[copy][1] = 1
+    images = torch.eye(3)
+    texts = images[[1, 0, 2]]  # those of the first two pairs are swapped
+    pairs = _scored(_Embedded(columns, images, texts, torch.arange(3), ids), None)
+    assert pairs["text_key"].tolist() == pairs["image_key"].tolist() == ([10, 11, 12] if copy else [11, 10, 12])
+
+
 def test_windows_on_processes_hold_each_pair_once(ranks, learned):
     for world_size in (1, 2):
         for ledger, pictures in ranks.run(rank_scored, world_size, learned):
@@ -196,6 +211,23 @@ def test_files_that_are_no_ledgers(tmp_path):
     for name in ("other", "text"):
         with pytest.raises(ValueError, match="is not a ledger that `infcl score` has written"):
             Ledger.read(tmp_path / f"{name}.parquet")
+
+
+def test_a_copy_that_a_person_has_edited_excludes_what_he_judged(tmp_path):
+    data, path, edited = numbered(range(10)), tmp_path / "ledger.parquet", tmp_path / "edited.parquet"
+    make_ledger(data.content_fingerprint(), np.arange(10), np.full(10, 5.0)).write(path)
+    frame = pandas.read_parquet(path)
+    frame.loc[[2, 7], "p_wrong"] = 1.0
+    frame.to_parquet(edited)
+    assert b"infcl" not in pq.read_schema(edited).metadata
+    assert rows_kept(data, f"{edited}:0.5").tolist() == [0, 1, 3, 4, 5, 6, 8, 9]
+    assert Ledger.read(edited).wrong(0.5).tolist() == [2, 7]
+    with pytest.raises(ValueError, match="is of other data"):
+        rows_kept(numbered(range(11)), f"{edited}:0.5")
+    for part, cause in ((frame.drop(columns="content"), "content"), (frame[:0], "it has no rows")):
+        part.to_parquet(edited)
+        with pytest.raises(ValueError, match=f"{cause}.*An edited copy has to be a parquet file with the columns key"):
+            rows_kept(data, f"{edited}:0.5")
 
 
 def test_excluding(tmp_path):
@@ -282,6 +314,13 @@ def test_the_sheet_shows_pictures_and_captions(tmp_path):
     assert (sheet[140:, :260] < 250).any(), "its captions"
 
 
+def test_wide_letters_stay_in_their_cell():
+    ledger = make_ledger("data", np.arange(2), np.array([1.0, 2.0]), None, ["W" * 36, ""], ["W" * 18, ""])
+    sheet = np.asarray(draw_suspicious(ledger, {}))
+    assert (sheet[:, 250:260] < 250).any(), "as far as its right end"
+    assert (sheet[:, 260:268] == 255).all()
+
+
 def test_pictures_have_letters_with_accents():
     pytest.importorskip("matplotlib")
     letters = letters_of(12)
@@ -312,6 +351,19 @@ def test_scores_under_bf16_are_products_in_fp32(folder, tmp_path):
         infcl("score", folder / "model", folder / "pictures", *words)
         scores.append(Ledger.read(tmp_path / name / LEDGER_FILE).score)
     assert np.corrcoef(scores)[0, 1] > 0.99, "what bf16 rounds are the embeddings"
+
+
+def test_only_the_shards_of_a_folder_that_were_trained_are_known(folder, capsys, tmp_path):
+    write_tars(tmp_path / "shards", [24] * 4)
+    shards, model = [f"{tmp_path}/shards/0000{numbers}.tar" for numbers in ("{0..1}", "{2..3}")], tmp_path / "model"
+    batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--save_strategy", "no", "--streaming", *PLAIN]
+    infcl("train", "--model", folder / "model", "--dataset", shards[0], "--output_dir", model, *batch)
+    for data, learned in zip(shards, (True, False), strict=True):
+        capsys.readouterr()
+        infcl("score", model, data, "--streaming", "--output_dir", tmp_path / "scores", *PLAIN)
+        printed = capsys.readouterr().out
+        assert ("This model was trained on these pairs, as its record says" in printed) == learned
+        assert ("A model that was trained on these pairs may know wrong ones" in printed) != learned
 
 
 def test_score_check_and_exclude(folder, capsys, caplog, tmp_path):

@@ -33,6 +33,11 @@ def member_size(url: str) -> int:
     return _parts(url)[1]
 
 
+def member_file(path: str) -> str:
+    """The tar file of a `member_url`, and the name of the file in it behind a space; any other path as it is."""
+    return " ".join(map(unquote, path.split("/", 4)[3:])) if is_member(path) else path
+
+
 def read_member(url: str) -> bytes:
     """The contents of a file in a tar file.
 

@@ -63,7 +63,8 @@ class WithoutNoisyPairs(PairSelection):
     at that moment: 0.6, or 0.7 if a tenth or more are below 0.
 
     With a share, nothing is passed over, the begin needs no averages below 0, and in each window the pairs with the
-    lowest averages are left out: that share of those that could be, rounded down.
+    lowest averages are left out: that share of those that could be, rounded down; the next window takes the rest of
+    the share over.
 
     Never left out are pairs that were seen fewer than three times, old pairs of a replay, pairs that replace bad
     samples, and the best one of those that would leave a process without new pairs. All processes exchange keys and
@@ -86,6 +87,7 @@ class WithoutNoisyPairs(PairSelection):
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
         self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
         self._fingerprint = None if rows is None else fingerprint
+        self._owed = 0.0  # the part of a pair that the share would have left out, too, but for rounding
         self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
         self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
         self._takes_turns = False  # whether the epochs of this training pass rows over
@@ -135,14 +137,16 @@ class WithoutNoisyPairs(PairSelection):
             self._begin(mean_of_trained(known, BORDER))
         if self.border is None:
             return torch.ones_like(keys, dtype=torch.bool)
-        left = self._left(average.flatten(), visits.flatten(), keys.flatten()).view_as(keys)
+        left = self._left(average.flatten(), visits.flatten(), keys.flatten(), self._owed).view_as(keys)
+        if self._share is not None:
+            self._owed += self._share * int((visits >= LEAST_VISITS).sum()) - int(left.sum())
         # ---- At least one new pair stays on each process ----
         for none_stays, row, averages in zip((left | (keys == NO_KEY)).all(1), left, average, strict=True):
             if none_stays and bool(row.any()):
                 row[averages.masked_fill(~row, -torch.inf).argmax()] = False
         return ~left
 
-    def _left(self, average: Tensor, visits: Tensor, keys: Tensor) -> Tensor:
+    def _left(self, average: Tensor, visits: Tensor, keys: Tensor, owed: float = 0.0) -> Tensor:
         """Which pairs the rule leaves out once it has begun, [n] bool, by their averages fp64, visits and keys [n]."""
         assert self.border is not None
         candidates = visits >= LEAST_VISITS
@@ -153,7 +157,7 @@ class WithoutNoisyPairs(PairSelection):
         order = order[average[order].argsort(stable=True)]
         order = order[candidates[order]]
         left = torch.zeros(len(keys), dtype=torch.bool)
-        left[order[: int(self._share * len(order))]] = True
+        left[order[: int(self._share * len(order) + owed)]] = True
         return left
 
     def left_out(self) -> Tensor:
@@ -221,7 +225,7 @@ class WithoutNoisyPairs(PairSelection):
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
-        numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing}
+        numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing, "owed": self._owed}
         rows = {"passed_over": self._passed_over, "trained": self._trained}
         if self._fingerprint is not None and self._rows is not None:
             numbers["fingerprint"] = self._fingerprint(self._rows)
@@ -238,7 +242,7 @@ class WithoutNoisyPairs(PairSelection):
         self.border, self._counts = state["border"] or None, list(state["counts"])
         # ---- What earlier checkpoints lack ----
         self._logged = list(state.get("logged", self._logged))
-        self._look = tuple(state.get("look", self._look))
+        self._look, self._owed = tuple(state.get("look", self._look)), state.get("owed", 0.0)
         if state.get("epoch", -1) > self._epoch:  # not in a training that rolls back, whose epoch goes on
             self._epoch, self._passed_over = state["epoch"], self._fitted(state["passed_over"], False)
             self._missing = state["missing"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.pairs import REPEATED
-from ..scoring.ledger import CERTAIN, RATHER_WRONG, Ledger
+from ..scoring.ledger import CERTAIN, RATHER_WRONG, SHEET_FILE, Ledger
 from .copies import copies
 from .faults import FAULTS
 from .set_facts import SetFacts
@@ -119,9 +119,11 @@ def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     captions = [f" ({_short(caption)})" if (caption := ledger.find_caption(key)) else "" for key in wrong[:3]]
     shown = ", ".join(f"{kind} {name}{caption}" for name, caption in zip(rows, captions, strict=False))
     option = f"--exclude {path}:{RATHER_WRONG:g}"
+    sheet = Path(path).with_name(SHEET_FILE)
+    look = f"at {sheet}" if sheet.is_file() else "at them, which `infcl score` draws"
     text = (
         f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {CERTAIN:g}: {shown}. "
-        f"Right pairs of rare things look wrong, too, so look at the sheet beside the ledger. Then pass {option}, "
+        f"Right pairs of rare things look wrong, too, so look {look}. Then pass {option}, "
         "which leaves out all that are likelier wrong than right."
     )
     if ledger.left_out is not None:

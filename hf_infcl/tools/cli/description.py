@@ -19,7 +19,7 @@ from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
 from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
-from ..publishing.facts import Evaluation, Source, TrainingFacts, source_name, training_facts
+from ..publishing.facts import Evaluation, Source, TrainingFacts, content_of, source_name, training_facts
 from ..publishing.markdown import code, escaped, joined
 from ..scoring.excluding import words_of_excluded
 from .command_options import ColumnOptions, DataOptions
@@ -60,6 +60,7 @@ def describe_run(
         start=(base or model.model).removeprefix("hf-hub:"),
         random_start=encoder.looks_random(),
         sources=describe_sources(data),
+        content=content_of(pairs),
         replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),

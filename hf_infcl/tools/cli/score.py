@@ -6,7 +6,7 @@ import argparse
 
 from ...conversion.models import load
 from ...training.trainer import InfCLTrainer
-from ..publishing.facts import has_learned
+from ..publishing.facts import content_of, has_learned
 from ..scoring.writing import ledger_lines, write_ledger
 from .command_options import DataOptions
 from .datasets import training_set
@@ -31,7 +31,7 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         ledger = write_ledger(trainer, dataset, options.window)
     if trainer.is_world_process_zero():
-        learned = has_learned(namespace.model, namespace.data, options.split)
+        learned = has_learned(namespace.model, content_of(dataset))
         print(*ledger_lines(ledger, str(args.output_dir), learned=learned), sep="\n")
         if not learned:
             print(

@@ -19,11 +19,12 @@ from transformers import TrainerState
 from ... import __version__
 from ...checkpoints.average_search import Averaged, Measured
 from ...checkpoints.record import Stage
+from ...data import ImageTextDataset, ImageTextStream
 from ...evaluation.metrics import score_if_measured
 from ...loading.replay import Replayed
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_schedule import divided_batch
-from ...options.sets import facts_of
+from ...shards.opening import digest
 from ...shards.urls import Url, without_secrets
 from ...training.progress import trained_seconds
 from .settings import highest_rates, training_settings
@@ -135,6 +136,7 @@ class TrainingFacts:
     planned_steps: int | None = None  # to which shares in ``settings`` apply, if the training has not made all of them
     stages: Sequence[Stage] = field(default_factory=list)  # those after the first
     rates: Mapping[str, float] = field(default_factory=dict)  # see `settings.highest_rates`
+    content: str = ""  # `content_of` the training set without old pairs; empty if it is not known
 
     @property
     def global_batch_size(self) -> int:
@@ -356,17 +358,20 @@ def _metrics(
             yield entry["step"], {name.removeprefix(prefix): entry[name] for name in names}
 
 
-def has_learned(model: str, dataset: str, split: str) -> bool:
+def content_of(dataset: ImageTextDataset | ImageTextStream) -> str:
+    """The `content_fingerprint` of a training set, and one of the names of its shards, whose sizes may be equal."""
+    return f"{dataset.content_fingerprint()} {digest([shard.name for shard in getattr(dataset, 'shards', ())])}"
+
+
+def has_learned(model: str, content: str) -> bool:
     """Whether the record of a checkpoint in a folder says that it was trained on a data set, and left or excluded none.
 
-    Data sets are known by the names that cards give them. It is False without a record that can be read.
+    Data sets are known by their `content_of`. It is False without a record that can be read, or that tells it.
     """
     folder = Path(model)
     try:
         facts = TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
     except ValueError:
         return False
-    wanted = source_name(dataset)[0], facts_of(dataset, split=split)["split"]
-    trained = any((source.dataset, source.split) == wanted for source in facts.sources)
     left_none_out = facts.settings.get("pairs left out", "none").startswith("none")
-    return trained and left_none_out and "pairs excluded before" not in facts.settings
+    return facts.content == content and left_none_out and "pairs excluded before" not in facts.settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from ...data import ImageTextDataset, ImageTextStream
 from ...processes.collectives import Processes
-from .ledger import RECORD, check_data, read_as_ledger
+from .ledger import check_data, read_as_ledger, recorded_content
 
 
 def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
@@ -60,7 +59,7 @@ def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
             f"or the share with the lowest scores, such as _ledger.parquet:0.5 or _ledger.parquet:5%, got {asked!r}."
         )
     with read_as_ledger(path), pq.ParquetFile(path) as file:
-        recorded = json.loads((file.schema_arrow.metadata or {})[RECORD])["content"]
+        recorded = recorded_content(file)
         keys = _with_lowest_scores(file, least) if is_share else _probably_wrong(file, least)
         count = int(file.metadata.num_rows)
     return keys, count, recorded

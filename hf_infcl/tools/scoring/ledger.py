@@ -73,7 +73,8 @@ class Ledger:
     def write(self, path: str | Path) -> None:
         """Writes a parquet file with these columns, and ``prefers_text`` and ``prefers_image`` as captions.
 
-        A ledger without names has no column ``sample``, and one that no training has written no ``left_out``.
+        A ledger without names has no column ``sample``, and one that no training has written no ``left_out``. The
+        column ``content`` is for copies: most programs that edit them drop the metadata.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -86,6 +87,8 @@ class Ledger:
             columns["sample"] = pa.array(self.sample, pa.string())
         if self.left_out is not None:
             columns["left_out"] = self.left_out
+        zeros = np.zeros(len(self), np.int8)
+        columns["content"] = pa.DictionaryArray.from_arrays(zeros, pa.array([self.content]))
         table = pa.table(columns).replace_schema_metadata({RECORD: json.dumps({"content": self.content})})
         partial = Path(path).with_name(f"_{os.getpid()}.{Path(path).name}")
         pq.write_table(table, partial)
@@ -96,13 +99,21 @@ class Ledger:
         """The ledger in a file; see `read_as_ledger` for errors."""
         import pyarrow.parquet as pq
 
-        with read_as_ledger(path):
-            table = pq.read_table(path)
-            content = json.loads((table.schema.metadata or {})[RECORD])["content"]
+        with read_as_ledger(path), pq.ParquetFile(path) as file:
+            content, table = recorded_content(file), file.read()
             arrays = {name: table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items()}
             words = {name: table[name].to_pylist() for name in ("caption", "sample") if name in table.column_names}
             left_out = table["left_out"].to_numpy() if "left_out" in table.column_names else None
         return cls(content, **arrays, **words, left_out=left_out)
+
+
+def recorded_content(file: Any) -> str:
+    """The `content_fingerprint` of the data of a ledger that is open as a ``pyarrow.parquet.ParquetFile``."""
+    if (record := (file.schema_arrow.metadata or {}).get(RECORD)) is not None:
+        return str(json.loads(record)["content"])
+    for batch in file.iter_batches(1, columns=["content"]):  # of a copy
+        return str(batch["content"][0].as_py())
+    raise ValueError("it has no rows")
 
 
 @contextmanager
@@ -116,7 +127,8 @@ def read_as_ledger(path: str | Path) -> Iterator[None]:
         raise ValueError(f"There is no ledger {path}. `infcl score` writes one.") from None
     except (OSError, KeyError, ValueError, pa.ArrowInvalid) as error:
         raise ValueError(
-            f"{path} is not a ledger that `infcl score` has written: {type(error).__name__}: {error}"
+            f"{path} is not a ledger that `infcl score` has written: {type(error).__name__}: {error}. An edited copy "
+            "has to be a parquet file with the columns key, score, p_wrong and content."
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _ROWS = 1024  # of the cosines that are compared at a time
 
-# [n] of each pair: its key, a caption, a small JPEG and the name of a stream's sample; then what it scores.
+# [n] of each pair: its key, a caption, checksum and small JPEG of the image, the name of a stream's sample; its scores.
 Columns = dict[str, np.ndarray]
 
 
@@ -37,6 +38,7 @@ def _collated(collate: DataCollator, items: list[KeyedItem]) -> tuple[dict[str, 
     plain = [one.item for one in items]
     words = {
         "caption": [item["caption"][0] for item in plain],
+        "image": [zlib.crc32(item["image"].tobytes()) for item in plain],
         "picture": [small_jpeg(item["image"]) for item in plain],
         "name": [one.name for one in items],
     }
@@ -170,15 +172,24 @@ def _scored(window: _Embedded, shown: Collection[int] | None) -> Columns:
     """The pairs of a window, with the pictures of some: those that are shown, or else those with the lowest scores."""
     columns, images, texts, belongs, pair_ids = window
     score = pair_scores(images, texts, belongs, pair_ids, Processes(alone=True))
-    key = torch.from_numpy(columns["key"]).to(images.device)
     # ---- What each image and each text prefers, a part of the rows at a time ----
-    text_key = key[belongs[torch.cat([(rows @ texts.T).argmax(1) for rows in images.split(_ROWS)])]]
+    of_images = belongs[torch.cat([(rows @ texts.T).argmax(1) for rows in images.split(_ROWS)])]
     of_texts = torch.cat([(rows @ images.T).argmax(1) for rows in texts.split(_ROWS)])
-    first = torch.full_like(key, len(texts)).scatter_reduce(
-        0, belongs, torch.arange(len(texts), device=key.device), "amin"
+    first = torch.full_like(of_images, len(texts)).scatter_reduce(
+        0, belongs, torch.arange(len(texts), device=images.device), "amin"
     )
-    scores = {"score": score, "text_key": text_key, "image_key": key[of_texts[first]]}  # of the first text of each pair
-    every = columns | {name: values.cpu().numpy() for name, values in scores.items()}
+    own = [columns["key"], columns["caption"], columns.pop("image")]
+    own += [] if pair_ids is None else [pair_ids.cpu().numpy()]
+
+    def keys_of(preferred: Tensor) -> np.ndarray:
+        """The keys of pairs of the window; a pair that prefers one with its image, caption or id prefers itself."""
+        places = preferred.cpu().numpy()
+        is_copy = np.any([values[places] == values for values in own], 0)
+        return np.where(is_copy, columns["key"], columns["key"][places])
+
+    # Of the texts, the first of each pair.
+    every = columns | {"text_key": keys_of(of_images), "image_key": keys_of(of_texts[first])}
+    every["score"] = score.cpu().numpy()
     pairs = {name: values[every["key"] != NO_KEY] for name, values in every.items()}
     wanted = pairs["key"][pairs["score"].argsort()[:SHOWN]] if shown is None else list(shown)
     pairs["picture"][~np.isin(pairs["key"], wanted)] = b""

@@ -37,23 +37,24 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
     font = letters_of(11)
     rows = -(-len(places) // _COLUMNS)
     sheet = Image.new("RGB", (_COLUMNS * _WIDTH, max(1, rows) * _HEIGHT), "white")
-    pen = ImageDraw.Draw(sheet)
     for number, place in enumerate(places):
-        left, top = number % _COLUMNS * _WIDTH + 8, number // _COLUMNS * _HEIGHT + 8
+        cell = Image.new("RGB", (_WIDTH, _HEIGHT), "white")  # beyond which no wide letters are drawn
+        pen = ImageDraw.Draw(cell)
         key = int(ledger.key[place])
         if key in pictures:
-            sheet.paste(Image.open(io.BytesIO(pictures[key])), (left, top))
+            cell.paste(Image.open(io.BytesIO(pictures[key])), (8, 8))
         name = f"sample {ledger.sample[place]}" if ledger.sample else f"row {key}"
         facts = [f"score {ledger.score[place]:.2f}", f"wrong {ledger.p_wrong[place]:.0%}", *lines_of(name, _BESIDE, 5)]
-        pen.text((left + _SIDE + 8, top), "\n".join(facts), "#555555", font)
+        pen.text((_SIDE + 16, 8), "\n".join(facts), "#555555", font)
         lines = [("black", ledger.caption[place])]
         if ledger.text_key[place] != key and (instead := ledger.find_caption(int(ledger.text_key[place]))):
             lines.append(("#b03000", f"prefers: {instead}"))
-        below = top + _SIDE + 6
+        below = _SIDE + 14
         for colour, text in lines:
             wrapped = lines_of(text, _LETTERS, 2) or [""]
-            pen.text((left, below), "\n".join(wrapped), colour, font)
+            pen.text((8, below), "\n".join(wrapped), colour, font)
             below += 16 * len(wrapped) + 4
+        sheet.paste(cell, (number % _COLUMNS * _WIDTH, number // _COLUMNS * _HEIGHT))
     return sheet
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...data import ImageTextDataset, ImageTextStream
 from ...processes.collectives import Processes
+from ...shards.members import member_file
 from ...shards.names import sample_key
-from ...windows.selection import WithoutNoisyPairs
+from ...windows.selection import LEAST_BELOW, WithoutNoisyPairs
 from . import WINDOW
 from .ledger import CERTAIN, LEDGER_FILE, RATHER_WRONG, SHEET_FILE, Ledger, make_ledger
 from .scoring import score_pairs
@@ -117,13 +118,11 @@ def file_names(dataset: ImageTextDataset, keys: np.ndarray) -> list[str] | None:
 
     ``keys`` [n] int64 are the rows.
     """
-    import pyarrow.compute as pc
-
     paths = dataset.computed("path")
     if paths.null_count:
         return None
-    names: list[str] = paths.take(keys).to_pylist()
-    folders = pc.replace_substring_regex(paths, r"[^/\\]*$", "").unique().to_pylist()
+    files = [member_file(path) for path in paths.to_pylist()]
+    names, folders = [files[row] for row in keys], {os.path.dirname(file) for file in files}
     if all(map(os.path.isabs, folders)):
         shared = os.path.commonpath(folders)
         names = [os.path.relpath(name, shared) for name in names]
@@ -138,6 +137,7 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
         learned: whether the model was trained on these pairs, wrong ones included.
     """
     wrong, expected = len(ledger.wrong(CERTAIN)), float(ledger.p_wrong.sum())
+    few = expected < max(0.5, LEAST_BELOW * len(ledger))
     file = Path(folder, LEDGER_FILE)
     if learned:
         yield (
@@ -153,17 +153,25 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
     if not wrong and expected < 0.5:
         by_heart = ", but this model was trained on all of them, and may know wrong ones by heart" if waits_for else ""
         yield f"None of {len(ledger):,} pairs seems wrong{by_heart}. The score of each is in {file}."
-    elif waits_for:
+    elif waits_for and not few:
         yield f"Do not exclude pairs by the scores in {file}, because the rule of --leave_out has not begun."
         return
     else:
         exclude = (
             f" `infcl train --exclude {file}:{RATHER_WRONG:g}` trains without all that are likelier wrong than right."
         )
+        about = "At least" if learned or waits_for else "About"
         yield (
-            f"{'At least' if learned else 'About'} {expected:,.0f} of {len(ledger):,} pairs do not seem to belong "
-            f"together, {wrong:,} of them with a probability of at least {CERTAIN:g}.{exclude if wrong else ''}"
+            f"{about} {expected:,.0f} of {len(ledger):,} pairs do not seem to belong together, {wrong:,} of them with "
+            f"a probability of at least {CERTAIN:g}.{exclude if wrong else ''}"
         )
     if any(ledger.caption):
         yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
         yield f"The {min(SHOWN, len(ledger))} pairs with the lowest scores are drawn in {Path(folder, SHEET_FILE)}."
+    else:
+        yield "This ledger has no captions, and no pairs were drawn. `infcl score`, of the same data, writes both."
+    if few and (learned or waits_for):
+        yield (
+            "Wrong pairs that a model knows by heart may still have the lowest scores. Look at these: if they are "
+            f"wrong, `infcl train --exclude {file}:5%` trains without the lowest 5%."
+        )
