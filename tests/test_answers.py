@@ -96,7 +96,8 @@ def test_the_answer_that_fits(options, facts, name):
 def test_the_answer_for_a_set_that_was_checked(options, known, name):
     facts: Any = types.SimpleNamespace(pairs=known, looks=10_000, tokens=[5] * 20_000, caption_ids=range(10_000))
     pairs = known or options.get("samples_per_epoch")
-    expected = answer_line(ANSWERS[name], options, pairs=pairs or 10_000, at_least=pairs is None)
+    expected = answer_line(ANSWERS[name], options, pairs=pairs or 10_000, at_least=pairs is None, texts=2)
+    assert "--captions_per_image 3" not in expected, "they have two"
     assert line_of_answer(options, (), facts, []) == expected
 
 
@@ -131,7 +132,7 @@ def test_the_answer_for_a_set_that_was_checked(options, known, name):
         ("many pairs", {"samples_per_epoch": 2_000_000}, 3_000_000, "--samples_per_epoch 2000000 --torch_compile"),
         ("many pairs", {"dataset": ["a/table"]}, 1_000_000, "--recipe finetune_clip --torch_compile"),
         ("old pairs", {"replay_dataset": ["my old"]}, 500, "--guard_dataset 'my old' --num_train_epochs 7\n"),
-        ("several captions", {"captions_per_image": 2}, None, "--captions_per_image 2\n"),
+        ("several captions", {"captions_per_image": 2}, None, "image you have written: --captions_per_image 2\n"),
         ("few pairs", {"num_train_epochs": 200}, 500, "--global_batch_size 64 --num_train_epochs 200 --early"),
         ("frozen images", {"num_train_epochs": 200}, 20_000, "--recipe lit --global_batch_size 4096\n"),  # a quarter
         # From random weights a thousand steps in the epochs that were measured, and the batch that leaves two.

@@ -325,8 +325,8 @@ def test_auto_measures_all_averages_chooses_one_and_saves_it(tuned, auto):
     assert "with the greatest gain at which no guard loses more than 0.05" in card
     gained, rest = best.gained, best.rest["guard1_old_classes"]
     assert f"| {best.alpha:g} | {gained:.4f} | {rest:.4f} |" in card
-    assert "| α | trained for | kept: `old_classes`, test |" in card
-    assert "“Trained for” is measured on `new`, test (57 images) and `new_classes`, test (" in card
+    assert "| α | trained for | kept: `old_classes`, split test |" in card
+    assert "“Trained for” is measured on `new`, split test (57 images) and `new_classes`, split test (" in card
     assert "![Averages of the weights of both models: what they gain and what they keep](average.png)" in card
     assert 'model = CLIPModel.from_pretrained("out")' in card
     assert str(tuned) not in card
@@ -366,7 +366,7 @@ def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, 
     row = rf"{100 * before:.2f}% +{100 * after:.2f}% +\{100 * (after - before):+.2f}  guard"
     assert re.search(row, printed)
     card = (out / "README.md").read_text()
-    assert f"| `old_classes`, test | guard | {before:.4f} | {after:.4f} | {after - before:+.4f} |" in card
+    assert f"| `old_classes`, split test | guard | {before:.4f} | {after:.4f} | {after - before:+.4f} |" in card
     assert f"at α = {results['alpha']:g}" in card
     assert "](average.png)" in card
     measured = json.loads((out / "eval_results.json").read_text())

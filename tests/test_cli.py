@@ -669,12 +669,12 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
     ):
         assert row in card, row
     interval = r"[\d.]+ to [\d.]+"
-    row = rf"^\| `(\w+)`, test \| 12 \| (.*?) \| [\d.]+ \| (?:{interval})? \| [\d.]+ \|"
+    row = rf"^\| `(\w+)`, split test \| 12 \| (.*?) \| [\d.]+ \| (?:{interval})? \| [\d.]+ \|"
     results = re.findall(row, card, re.MULTILINE)
     assert re.search(rf"top-1 accuracy \| [\d.]+ \| {interval} \|", card)
     assert {("classes", "top-1 accuracy"), ("classes", "mean per class recall")} <= set(results)
     assert ("pairs", "contrastive loss of the whole set as one batch") in results
-    assert "`classes`, test is a guard set" in card
+    assert "`classes`, split test is a guard set" in card
 
 
 # ---- How often to log, save and evaluate ----
@@ -706,6 +706,14 @@ def test_what_was_not_said_is_chosen_for_few_large_steps(words, expected):
     namespace, given = PARSERS["train"]().read(["--model", "m", "--dataset", "d", *words.split()])
     vars(namespace).update(defaults.intervals(namespace, given))
     assert {name: getattr(namespace, name) for name in expected} == expected
+
+
+def test_no_interval_is_told_of_a_batch_that_the_set_does_not_fill(tmp_path, capsys):
+    args = InfCLTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", global_batch_size=8)
+    defaults.tell_choices(args, {"logging_steps": 0.01}, range(8))
+    assert "Chosen by default: --logging_steps 1\n" in capsys.readouterr().out
+    defaults.tell_choices(args, {"logging_steps": 0.01}, range(7))
+    assert "Chosen by default" not in capsys.readouterr().out
 
 
 def test_chosen_intervals_are_told_in_steps():
@@ -883,6 +891,19 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--model m --dataset d --learning_rate fast", "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", "strategy must be one of"),
         ("--model m more --dataset d", "'more' belongs to no option: --model takes one value."),
+        (
+            "--model m --dataset d --caption_column en de",
+            "takes one value. Join several columns into one of lists: rows.",
+        ),
+        (
+            "c.yaml: model: m\ndataset: d\ncaption_column: [en, de]\n",
+            "not a list. Join several columns into one of lists",
+        ),
+        ("c.yaml: model: m\ndataset: d\nsamples_per_epoch: many\n", "c.yaml: argument --samples_per_epoch"),
+        (
+            "c.yaml: model: m\ndataset: d\ndataset_weights: [1, x]\n",
+            "c.yaml: dataset_weights: could not convert string",
+        ),
         ("m/a d/plain", "'m/a' 'd/plain' belong to no option. Every value follows its option: --NAME VALUE."),
         ("missing.yaml", "There is no file"),
         ("--recipe nothing", "no recipe 'nothing'. The recipes are distill, finetune_alone, "),

@@ -174,6 +174,13 @@ def test_zero_shot_evaluation_on_any_number_of_ranks(ranks, tmp_path):
                 assert metrics[f"eval_colours_{name}"] == pytest.approx(value), (world_size, name)
 
 
+def test_compute_metrics_has_to_return_a_dict(tmp_path):
+    for wrong, kind in ((0.5, "float"), (None, "NoneType")):
+        trainer = trainer_for(tmp_path, compute_metrics=lambda prediction, wrong=wrong: wrong)
+        with pytest.raises(ValueError, match=rf"compute_metrics must return a dict, .* got a {kind}\."):
+            trainer.evaluate(models.Pairs(8))
+
+
 # ---- Several captions ----
 
 

@@ -249,6 +249,14 @@ def test_rates_that_are_too_high_and_pretrained_weights_are_told(tmp_path, caplo
     assert "was loaded from someone/clip and was trained" in caplog.text
 
 
+def test_a_resumed_training_is_not_told_that_its_weights_were_trained(tmp_path, caplog):
+    for resume in (None, f"{tmp_path}/checkpoint-1"):
+        model = models.clip()
+        model.config.name_or_path = "someone/clip"
+        trainer_for(tmp_path, model, **{**MUON, **SHORT, "max_steps": 2}).train(resume_from_checkpoint=resume)
+    assert "was loaded" not in caplog.text
+
+
 def rank_refused(rank: int, world_size: int, folder: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trainer_for(folder, use_cpu=False, **MUON, **options)

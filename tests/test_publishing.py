@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerState
 from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.checkpoints.average_search import Averaged
 from hf_infcl.tools.cli import main
+from hf_infcl.tools.cli.evaluate import other_loss
 from hf_infcl.tools.publishing import CardCallback, Evaluation, Source, pictures, training_facts
 from hf_infcl.tools.publishing.callback import write_publication
 from hf_infcl.tools.publishing.cards import model_card
@@ -95,7 +96,7 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
         "licence cc-by-4.0",
         "| frozen | image tower |",
         "| time | 1 h 6 min 40 s with 1 process on CPU |",
-        "| `someone/labelled`, validation | 300 | top-1 accuracy | 0.5123 |",
+        "| `someone/labelled`, split validation | 300 | top-1 accuracy | 0.5123 |",
         "`a photo of a {}.`",
         '["cat", "dog"]',
         "](curves.png)",
@@ -139,6 +140,31 @@ def test_positives_and_negatives_of_several_captions_are_told(tmp_path):
     assert "| negatives | all other captions of the batch; for all images also one of `swapped` of each image" in text
     text = read(facts(equal_ids="positive", pair_id_column="label"), tmp_path).text
     assert "| positives | the caption of the image, and those with equal `label` |" in text
+
+
+def test_the_captions_of_a_training_in_python_are_told(tmp_path):
+    rows = datasets.Dataset.from_dict({"image": ["a.png"] * 8, "caption": [["a", "b"]] * 8, "wrong": ["c"] * 8})
+    trainer: Any = trainer_for(tmp_path, equal_ids="positive")
+    trainer.state.log_history = [{"step": 1, "texts_per_image": 2.0}]
+    assert "| positives | all captions of the image |" in read(training_facts(trainer, **DESCRIBED), tmp_path).text
+    trainer.train_dataset = ImageTextDataset(rows, captions_per_image=2, negative_caption_column="wrong")
+    text = read(training_facts(trainer, **DESCRIBED), tmp_path).text
+    assert "| positives | up to 2 captions of the image, drawn anew each epoch |" in text
+    assert "for all images also one of `wrong`" in text
+
+
+def test_an_evaluation_says_if_its_loss_is_not_that_of_the_training(tmp_path):
+    trainer: Any = trainer_for(tmp_path / "run")
+    assert not [*other_loss(trainer, "someone/clip", SimpleNamespace(pair_id_column="id"))]
+    facts(equal_ids="positive", pair_id_column="id").save(tmp_path)
+    for ids, had in ((None, "--equal_ids positive and --pair_id_column id"), ("id", "--equal_ids positive")):
+        told = f"The loss of pairs is not that of the training, which had {had}. Recalls are the same."
+        assert [*other_loss(trainer, f"{tmp_path}/checkpoint-3", SimpleNamespace(pair_id_column=ids))] == [told]
+    assert not [*other_loss(trainer, str(tmp_path), None)], "no pairs are measured"
+    facts().save(tmp_path)
+    assert not [*other_loss(trainer, str(tmp_path), SimpleNamespace(pair_id_column=None))]
+    (told,) = other_loss(trainer, str(tmp_path), SimpleNamespace(pair_id_column="id"))
+    assert "which had no --pair_id_column." in told
 
 
 def test_the_augmentation_is_that_of_the_training_set(tmp_path):
@@ -440,7 +466,7 @@ def test_every_set_is_told_as_it_was_before_and_after(tmp_path):
     assert [e.before for e in TrainingFacts.load(tmp_path).evaluations] == [{"loss": 1.0}, {"loss": 9.0}, {}]
     text = read(made, tmp_path).text
     assert "| 2.0000 | 1.0000 |" in text
-    assert "`old`, test is a guard set" in text
+    assert "`old`, split test is a guard set" in text
     assert "| 8.0000 | 9.0000 |" in text
     trainer.state.log_history = history[:1]
     begun = training_facts(trainer, **DESCRIBED, evaluations=made.evaluations)
@@ -649,7 +675,7 @@ def test_pairs_and_classes_of_the_same_images_are_told_apart(tmp_path):
     names = {"templates": ["a {}"], "class_names": ["cat", "dog"]}
     classes = dataclasses.replace(pairs, key="zero_shot", before={"acc1": 0.3}, metrics={"acc1": 0.4}, **names)
     made = facts(evaluations=[pairs, classes])
-    place = f"{pairs.dataset}, {pairs.split}"
+    place = f"{pairs.dataset}, split {pairs.split}"
     lines = list(lines_of_changes(made))
     assert [line[: len(place) + 12].strip() for line in lines[1:3]] == [f"{place} (captions)", f"{place} (classes)"]
     assert "recall@1 of pairs" in lines[-1]
@@ -657,7 +683,9 @@ def test_pairs_and_classes_of_the_same_images_are_told_apart(tmp_path):
     assert "average precision" not in lines[-1]
     assert "In brackets" not in lines[-1], "no interval was measured"
     card = read(made, tmp_path).text
-    assert all(f"`{pairs.dataset}`, {pairs.split} ({kind}) | evaluation |" in card for kind in ("captions", "classes"))
+    assert all(
+        f"`{pairs.dataset}`, split {pairs.split} ({kind}) | evaluation |" in card for kind in ("captions", "classes")
+    )
     assert next(iter(lines_of_changes(facts(evaluations=[pairs])))).startswith(" " * len(place) + "   before")
 
 

@@ -58,8 +58,6 @@ def outcome(read: Any) -> Any:
 
 def of_table(source: str, **columns: Any) -> list[Any]:
     rows = load_pairs(source, split="train", image_column=columns.get("image_column", "image"))
-    columns["image_column"] = opening.find_image_column(rows.features, columns.get("image_column", "image"))
-    columns["caption_column"] = opening.find_caption_column(rows.features, columns.get("caption_column", "caption"))
     table = ImageTextDataset(rows, **columns)
     return [outcome(lambda row=row: table[row]) for row in range(len(table))]
 
@@ -156,6 +154,14 @@ def test_pair_ids_are_the_same_to_both(tmp_path, ids):
     good = [row for row, value in enumerate(ids) if type(value) is type(ids[0])]
     assert [table[row] for row in good] == [stream[row] for row in good]
     assert all(isinstance(table[row], tuple) == (row in good) for row in range(len(ids)))
+
+
+def test_usual_columns_need_not_be_named(tmp_path):
+    source = shards(tmp_path, [("1.jpg", png(1)), ("1.txt", b"a"), ("1.cls", b"0")])
+    rows = load_pairs(source, split="train")
+    columns = {"image_column": "jpg", "caption_column": "txt", "pair_id_column": "txt"}
+    assert ImageTextDataset(rows, pair_id_column="caption").columns == columns
+    assert ZeroShotDataset(rows, class_names=["a"]).columns == {"image_column": "jpg", "label_column": "cls"}
 
 
 def test_an_image_may_be_named_by_its_extension(tmp_path):

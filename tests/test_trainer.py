@@ -301,7 +301,7 @@ def in_uint8(rows: list) -> dict[str, torch.Tensor]:
         ({"data_collator": in_uint8}, r"a function, returns pixel_values in uint8.*method normalise"),
         (
             {"data": Captioned(30), "data_collator": collate_captions},
-            r"has \d captions, and equal_ids is 'exclude'.*ImageTextDataset",
+            r"has \d captions, and equal_ids is 'exclude'.*ImageTextDataset.* a Dataset or collator of your own",
         ),
         ({"model": models.clip().requires_grad_(False)}, "no parameter of the model requires a gradient"),
     ],

@@ -39,6 +39,15 @@ def find_label_column(features: datasets.Features, wanted: str = "label") -> str
     return _only(wanted, features, labels or [name for name in ("cls",) if name in features])
 
 
+FIND = {"image": find_image_column, "caption": find_caption_column, "label": find_label_column}
+
+
+def usual_column(kind: str, column: str, dataset: object) -> str:
+    """The column that was named, or where that is the default, ``kind`` itself, what `FIND` finds in its place."""
+    features = getattr(dataset, "features", None) or {}  # what is no table is refused elsewhere
+    return FIND[kind](features) if column == kind else column
+
+
 def _usual(names: tuple[str, ...], features: datasets.Features, fits: Callable[[object], bool]) -> list[str]:
     return [name for name in names if name in features and fits(features[name])]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..shards.values import ERRORS
+from .columns import usual_column
 from .images import ImageDataset, is_integer
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class ZeroShotDataset(ImageDataset):
         class_names: Sequence[str] | None = None,
         templates: Sequence[str] = ("a photo of a {}.",),
     ) -> None:
-        super().__init__(dataset, image_column, {"label_column": label_column})
+        label_column = usual_column("label", label_column, dataset)
+        super().__init__(dataset, usual_column("image", image_column, dataset), {"label_column": label_column})
         feature = dataset.features[label_column]
         several = is_integer(getattr(feature, "feature", None))
         if not (several or is_integer(feature)):

@@ -16,6 +16,7 @@ import torch
 
 from ..shards.values import check_on_bad_sample, is_unicode, shortened
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
+from .columns import usual_column
 from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is_string
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ class ImageTextDataset(PairSource, ImageDataset):
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
-        image_column: a column of images, paths (strings) or encoded images (binary).
+        image_column: a column of images, paths (strings) or encoded images (binary). Where there is no "image" or
+            "caption", the default is the only column of a usual name, such as "jpg" or "text".
         caption_column: a column of strings, or of lists of strings from which each epoch draws one.
         captions_per_image: the number of different captions to draw from a list; a row with fewer returns all of them.
         negative_caption_column: a column of strings, or of lists of strings from which each epoch draws one, that
@@ -193,6 +195,9 @@ class ImageTextDataset(PairSource, ImageDataset):
         min_side: int | None = None,
         text_dropout: float = 0.0,
     ) -> None:
+        image_column, named = usual_column("image", image_column, dataset), caption_column
+        caption_column = usual_column("caption", named, dataset)
+        pair_id_column = caption_column if pair_id_column == named else pair_id_column
         check_on_bad_sample(on_bad_sample)
         if on_bad_sample == "skip" and all_captions:
             raise ValueError(

@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
-from ..data.wrapped import all_parts, check_has_end, has_epochs, most_captions, set_epoch
+from ..data.wrapped import all_parts, check_has_end, has_epochs, most_captions, negative_caption_columns, set_epoch
 from ..encoders.dual_encoder import images_of
 from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
@@ -176,6 +176,11 @@ def check_keyed(dataset: object, args: InfCLTrainingArguments) -> None:
 def needed_ids(args: InfCLTrainingArguments, data: object) -> str:
     """``equal_ids``, or else what the training set needs."""
     return args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
+
+
+def drawn_texts(data: object) -> tuple[int, str | None]:
+    """The most captions that a training set draws of an image, and the column of its negative captions, if any."""
+    return most_captions(data), next(iter(negative_caption_columns(data)), None)
 
 
 def described_rows(data: object) -> tuple[int | None, Callable[[int], str] | None]:

@@ -31,7 +31,7 @@ from ..loading.notices import CaptionNotices
 from ..loss import local_contrastive_loss
 from ..passes.random_state import random_state_kept
 from ..processes.batches import AnnouncingDataLoader
-from ..processes.collectives import Processes
+from ..processes.collectives import Processes, failures_announced
 from ..refusals import check_tokens
 from ..windows.setup import Setup
 from .loop_events import replaced
@@ -258,6 +258,14 @@ class Evaluator:
 
     def _on_device(self, array: object) -> Tensor:
         return torch.as_tensor(array, device=self._args.device)
+
+
+@failures_announced()
+def checked_metrics(compute_metrics: Callable[..., object], *args: object) -> dict[str, Any]:
+    """What a function of the user returns, which has to be a dict; the other processes learn of its errors."""
+    if isinstance(metrics := compute_metrics(*args), dict):
+        return metrics
+    raise ValueError(f"compute_metrics must return a dict, {{'name': number}}, got a {type(metrics).__name__}.")
 
 
 def rows_to_keep(batch_size: int, rank: int) -> int:

@@ -41,8 +41,8 @@ logger = logging.get_logger(__name__)
 class Optimization:
     """The optimizer of a training and its schedule: creates them, and knows where they come from."""
 
-    def __init__(self, args: InfCLTrainingArguments) -> None:
-        self._args = args
+    def __init__(self, args: InfCLTrainingArguments, checkpoint: Callable[[], object]) -> None:
+        self._args, self._checkpoint = args, checkpoint  # the latter returns that of a resumed training, or None
         # Whether Trainer created them from the arguments. Otherwise they were passed, or come from DeepSpeed's config.
         self.creates_optimizer = self.creates_scheduler = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optimizers`
@@ -74,6 +74,12 @@ class Optimization:
         _check_beside(user_optimizer, beside)
         if is_muon:
             optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
+            start = getattr(getattr(model, "config", None), "_name_or_path", "")
+            if start and not self._checkpoint() and not encoder.has_first_temperature():  # it is for random weights
+                logger.warning(
+                    f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, "
+                    "compare the result with that of AdamW, which others found better (arXiv 2605.10468)."
+                )
         else:
             with errors_of_options(args, "optim", "optim_args", "optimizer"):
                 optimizer = create()
@@ -269,12 +275,6 @@ def _create_muon(
         to_muon=args.muon_parameters or (),
         to_adamw=args.adamw_parameters or (),
     )
-    start = getattr(getattr(encoder.model, "config", None), "_name_or_path", "")
-    if start and not encoder.has_first_temperature():  # Muon is meant for random weights
-        logger.warning(
-            f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, compare "
-            "the result with that of AdamW, which others found better (arXiv 2605.10468)."
-        )
     return MuonAdamW(
         groups,
         args.learning_rate,

@@ -29,7 +29,6 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..options.metric_sums import with_sum
 from ..processes.batches import gather_rows
-from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted
 from ..windows.extensions import Extension
@@ -38,7 +37,7 @@ from ..windows.start import Start
 from ..windows.step import WindowStep
 from .construction import check_overrides, checked_arguments, make_collator
 from .ending import saved_early
-from .evaluating import Evaluator
+from .evaluating import Evaluator, checked_metrics
 from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
@@ -96,7 +95,7 @@ class InfCLTrainer(Trainer):
         self.caption_notices = CaptionNotices()
         self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
-        self._pushes, self.optimization = pushes.Pushes(args), Optimization(args)
+        self._pushes, self.optimization = pushes.Pushes(args), Optimization(args, lambda: self.resumption.checkpoint)
         self._extensions: tuple[Extension, ...] = tuple(kwargs.pop("extensions", ()))
         teacher = kwargs.pop("teacher", None)
         super().__init__(model, args, data_collator, **kwargs)
@@ -358,7 +357,7 @@ class InfCLTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Computes the same exact metrics of the whole set on every process; see `Evaluator.run`."""
         self.gather_function, evaluator, loop = gather_rows, self._evaluator, super().evaluation_loop
-        compute = None if self.compute_metrics is None else failures_announced()(self.compute_metrics)
+        compute = None if self.compute_metrics is None else partial(checked_metrics, self.compute_metrics)
         more: Any = description, False, ignore_keys, metric_key_prefix
         with replaced(self, compute_metrics=compute, _evaluating=evaluator):
             output = evaluator.run(lambda batches: loop(batches, *more), dataloader, metric_key_prefix)

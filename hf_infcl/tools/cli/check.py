@@ -162,7 +162,7 @@ def line_of_answer(
     pairs = known or facts.looks  # a stream has those that were read, or more
     foreign = any(finding.kind == "foreign" and finding.spoils for finding in findings)
     answer = choose_answer(options, pairs=pairs, texts=texts, foreign=foreign)
-    return answer_line(answer, options, decided, pairs=pairs, at_least=not known)
+    return answer_line(answer, options, decided, pairs=pairs, at_least=not known, texts=texts)
 
 
 def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, data: DataOptions) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from ...checkpoints.average_search import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
-from ...data.columns import find_caption_column, find_image_column, find_label_column
+from ...data.columns import FIND, find_caption_column, find_label_column
 from ...data.images import few_names, is_string
 from ...data.labelled import captions_of_classes, names_by_label, read_lines
 from ...data.tables import Table
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import datasets
 
 _CLASSES = ("label_column", "class_names", "templates")  # facts of a set of classes, not of pairs
-_FIND = {"image_column": find_image_column, "caption_column": find_caption_column, "label_column": find_label_column}
 
 
 def training_set(
@@ -69,10 +68,6 @@ def training_set(
             templates = read_lines(data.caption_templates)
             rows = captions_of_classes(rows, templates, label_column=labels, class_names=class_names)
             options |= {"caption_column": "caption", "pair_id_column": options["pair_id_column"] or labels}
-        for option in ("image_column", "caption_column"):
-            # The default, not what the user has named.
-            if option not in named and options[option] == getattr(ColumnOptions, option):
-                options[option] = _FIND[option](rows.features)
         if columns.pair_id_column == columns.caption_column and "pair_id_column" not in named:
             options["pair_id_column"] = options["caption_column"]
         dataset = whole = ImageTextDataset(rows, **options)
@@ -310,7 +305,7 @@ def _columns_of_pairs(
 
 def _column(rows: datasets.Dataset, of: str, fact: str, facts: Mapping[str, Any], of_training: object) -> str:
     """The column that the set or an option names; else the one of the training set, else one of a usual name."""
-    column: str = facts.get(fact) or _FIND[fact](rows.features, getattr(of_training, fact))
+    column: str = facts.get(fact) or FIND[fact.removesuffix("_column")](rows.features, getattr(of_training, fact))
     if column not in rows.column_names:
         raise ValueError(
             f"It has no column {column!r}. Its columns are {few_names(rows.column_names)}. Name the right one with "

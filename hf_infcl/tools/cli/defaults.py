@@ -152,9 +152,9 @@ def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
 def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pairs: object) -> None:
     """Prints the options that `intervals` has chosen, and how the global batch of the training set is divided."""
     plan = None if args.global_batch_schedule is None else make_plan(args, pairs)
-    if chosen:
-        epoch = len(pairs) if has_length(pairs) else 0
-        print("Chosen by default:", in_steps(chosen, count_steps(args, epoch) if plan is None else plan.steps))
+    steps = count_steps(args, len(pairs) if has_length(pairs) else 0) if plan is None else plan.steps
+    if chosen and steps:  # else the training refuses the batch
+        print("Chosen by default:", in_steps(chosen, steps))
     if plan is not None:
         stages = (f"{size:,} pairs for {number(n, 'step')}" for size, n in plan.stages())
         print("The global batch grows:", ", ".join(stages))

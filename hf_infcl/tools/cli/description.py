@@ -64,8 +64,6 @@ def describe_run(
         replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
-        captions_per_image=data.captions_per_image,
-        negative_caption_column=getattr(pairs, "negative_caption_column", data.negative_caption_column),
         evaluations=describe_evaluations(evaluation, guards, eval_datasets),
         caption_limit=getattr(collator, "max_length", None),
         settings=settings,

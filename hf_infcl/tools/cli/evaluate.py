@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ...conversion.models import load
 from ...training.set_by_set import evaluate_sets
 from ...training.trainer import InfCLTrainer
 from ..benchmarks.summary import lines_of_scores, means_of_groups
+from ..publishing.facts import TrainingFacts
 from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
 from ..publishing.telling import make_rows, quieten, table_lines
 from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
+
+
+def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str]:
+    """A line if the loss of pairs is another than that of a training, as the record in the model's folder says."""
+    folder, ids = Path(model), getattr(pairs, "pair_id_column", None)
+    with suppress(ValueError):  # a model from elsewhere has no record
+        facts = TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
+        there = facts.objective, facts.equal_ids, facts.pair_id_column
+        here = trainer.setup.objective, trainer.setup.equal_ids, ids and (facts.pair_id_column or ids)
+        compared = zip(("objective", "equal_ids", "pair_id_column"), there, here, strict=True)
+        had = [f"--{name} {value}" if value else f"no --{name}" for name, value, now in compared if value != now]
+        if had and pairs is not None:
+            yield f"The loss of pairs is not that of the training, which had {' and '.join(had)}. Recalls are the same."
 
 
 def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
@@ -29,7 +45,8 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
         trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
     quieten(trainer)
     if trainer.is_world_process_zero():
-        print(*conversion, *describe_sets(datasets), sep="\n")
+        of_loss = other_loss(trainer, of_model.model, datasets.get("pairs"))
+        print(*conversion, *describe_sets(datasets), *of_loss, sep="\n")
     if evaluation.eval_pictures:
         PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
     with mistakes_in_one_line(parser.prog, of_libraries=False):

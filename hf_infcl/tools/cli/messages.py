@@ -48,4 +48,10 @@ def about_words(left: Sequence[str], words: Sequence[str], places: Mapping[str, 
         return f"{told}. Before the options stand {meanings}"
     if "=" in option:  # of a file, or none
         return f"{told}. Every value follows its option: --NAME VALUE."
-    return f"{told}: {option} takes one value."
+    return f"{told}: {option} takes one value.{to_one_column(option)}"
+
+
+def to_one_column(option: str) -> str:
+    """What to do with several columns of captions, as the end of a message; empty for other options."""
+    joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"
+    return f" Join several columns into one of lists: {joined} in Python." if option.endswith("caption_column") else ""

@@ -28,7 +28,7 @@ from ...options.declaring import HEADINGS
 from ...options.facts import check_values, facts_by_name
 from ...options.files import FILES, RECIPES, options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
-from .messages import about_words, missing_package, tell
+from .messages import about_words, missing_package, tell, to_one_column
 
 # What other programs call an option whose name has no word in common with theirs.
 ELSEWHERE = {
@@ -209,7 +209,9 @@ class Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, which only one of several processes prints."""
-        tell(self.prog, message)
+        option = re.match(r"argument --(\w+)", message)  # argparse knows the words, not the file that they are of
+        file = self.file_of(option[1]) if option else ""
+        tell(self.prog, f"{file}: {message}" if file else message)
         sys.exit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -421,9 +423,12 @@ class Parser(HfArgumentParser):
             elif isinstance(value, list):
                 if not lists or any(item is None or isinstance(item, (dict, list)) for item in value):
                     what = "a list of single values" if lists else "a single value, not a list"
-                    raise ValueError(f"{path}: {name} must be {what}.")
+                    raise ValueError(f"{path}: {name} must be {what}.{to_one_column(name)}")
                 (item_kind,) = typing.get_args(lists[0])
-                values[name] = [item_kind(item) for item in text]
+                try:
+                    values[name] = [item_kind(item) for item in text]
+                except ValueError as error:
+                    raise ValueError(f"{path}: {name}: {error}.") from None
             else:
                 words.append(f"--{name}={text if str in choices else value}")
         return values, words

@@ -241,18 +241,22 @@ def answer_line(
     *,
     pairs: int | None = None,
     at_least: bool = False,
+    texts: float = 3,
 ) -> str:
     """The answer as a line of a command's output; empty if it would contradict what the user has decided.
 
     Args:
-        options, pairs: as for `choose_answer`.
+        options, pairs, texts: as for `choose_answer`.
         decided: the names of the options that the user has written himself, in place of a recipe.
         at_least: whether it has these pairs or more.
     """
     values = _words(answer, options or {}, decided, pairs)
     if not values:
         return ""
+    if "captions_per_image" in values.keys() - set(decided):
+        values["captions_per_image"] = f"{min(3, max(2, round(texts)))}"
     values |= _batch_and_epochs(values, options or {}, decided, None if at_least else pairs)
+    is_written = all(name in decided and value == str((options or {}).get(name)) for name, value in values.items())
     words = " ".join(f"--{name} {value}".rstrip() for name, value in values.items())
     write = answer.write.partition("--")[0] + words  # torchrun stands before the first option
     have, gain, price = (
@@ -264,7 +268,8 @@ def answer_line(
     if answer.figures:
         arrow = "before → after" if answer.figures == OLD_AND_NEW else "without → with"
         measured += f" with small CLIPs ({answer.figures}{f'; {arrow}' if '→' in gain else ''})"
-    return f"For {have}: {write}\n  {measured}: {gain}. Price: {price}. All answers: {PAGE}."
+    written = " you have written" if is_written else ""
+    return f"For {have}{written}: {write}\n  {measured}: {gain}. Price: {price}. All answers: {PAGE}."
 
 
 def _words(answer: Answer, options: Mapping[str, Any], decided: Collection[str], pairs: int | None) -> dict[str, str]:

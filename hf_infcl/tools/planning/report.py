@@ -91,13 +91,12 @@ def _premises(planner: Planner, old: int, *, has_adapters: bool) -> Iterator[str
     )
     is_known = options.gpu_memory is None
     rates = "" if is_known or options.use_cpu else f" Times are predicted with the rates of an {name}."
-    yield (
-        f"A global batch of {choice.global_batch:,} pairs on {choice.gpus} × {name if is_known else 'GPU'} with "
-        f"{planner.memory_gib:g} GiB is {choice.rows:,} per GPU.{rates}"
-    )
+    gpu = f"{name if is_known else 'GPU'} with {planner.memory_gib:g} GiB"
+    where, each = ("", "process") if options.use_cpu else (f" on {choice.gpus} × {gpu}", "GPU")
+    yield f"A global batch of {choice.global_batch:,} pairs{where} is {choice.rows:,} per {each}.{rates}"
     if options.use_cpu:
         how = "" if options.measure else ", and no time is predicted. --measure times a micro-batch on this machine"
-        yield f"With --use_cpu the memory below is still that of a GPU in bf16{how}."
+        yield f"With --use_cpu the memory below is still that in bf16 of one {gpu}{how}."
     values = {name: getattr(options, name) for name in LEFT_OUT}
     left_out = [f"--{name} {value}" for name, value in values.items() if value and value in (LEFT_OUT[name] or [value])]
     if left_out := [*left_out, *["the adapters of the model"] * has_adapters]:

@@ -151,9 +151,9 @@ def _captions(limit: int, cut: Mapping[str, float]) -> str:
 def _positives_and_negatives(facts: TrainingFacts) -> Iterator[tuple[str, str]]:
     with_equal = f"those with equal {code(facts.pair_id_column)}" if facts.pair_id_column else ""
     if facts.equal_ids == "positive":
-        positives = "the caption of the image"
-        if facts.captions_per_image > 1:
-            positives = f"up to {facts.captions_per_image} captions of the image, drawn anew each epoch"
+        drawn = f"up to {facts.captions_per_image} captions of the image, drawn anew each epoch"
+        exact = {1: "the caption of the image", None: "all captions of the image"}
+        positives = exact.get(facts.captions_per_image, drawn)
         yield "positives", f"{positives}, and {with_equal}" if with_equal else positives
         negatives = "all other captions of the batch"
     else:
@@ -260,7 +260,7 @@ def how_averaged(average: Averaged) -> Iterator[str]:
 
 
 def set_and_split(evaluation: Evaluation) -> str:
-    return f"{code(evaluation.dataset)}, {escaped(evaluation.split)}"
+    return f"{code(evaluation.dataset)}, split {escaped(evaluation.split)}"
 
 
 def _results(facts: TrainingFacts) -> str:

@@ -21,6 +21,7 @@ from ...checkpoints.average_search import Averaged, Measured
 from ...checkpoints.record import Stage
 from ...data import ImageTextDataset, ImageTextStream
 from ...evaluation.metrics import score_if_measured
+from ...loading.loaders import drawn_texts
 from ...loading.replay import Replayed
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_schedule import divided_batch
@@ -116,7 +117,7 @@ class TrainingFacts:
     adapter: bool = False  # whether the repository holds an adapter (LoRA) instead of the whole model
     pair_id_column: str | None = None  # pairs with equal values in this column were not each other's negatives
     equal_ids: str = "exclude"  # "positive" if pairs with equal values, and all captions of an image, were positives
-    captions_per_image: int = 1  # drawn per image and epoch, at most
+    captions_per_image: int | None = 1  # drawn per image and epoch, at most; None for all that each item has
     negative_caption_column: str | None = None  # of captions that were negatives of all images
     caption_limit: int | None = None  # the tokens of a caption that the model reads, if known; the rest is cut off
     cut_captions: Mapping[str, float] = field(default_factory=dict)  # the shares of longer ones, by their dataset
@@ -162,7 +163,7 @@ class TrainingFacts:
                 average["measured"] = [Measured(**one) for one in average["measured"]]
                 values["average"] = Averaged(**average)
             return cls(**values)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             above = Path(folder).absolute().parent
             hint = f" {above}, the folder above, has one." if (above / FACTS_FILE).is_file() else ""
             raise ValueError(
@@ -206,6 +207,8 @@ def training_facts(
     best = holds_best(args, state)
     batch = trainer.batch_plan.size(max(0, state.global_step - 1))  # a run may end before its last size
     micro_batch, accumulation = divided_batch(batch, args.per_device_train_batch_size, args.world_size)
+    drawn, negatives = drawn_texts(trainer.train_dataset)
+    takes_all = drawn == 1 and negatives is None and _last(state, "texts_per_image", 1) > 1  # that an item has
     return TrainingFacts(
         name=name,
         location=repository if on_hub else f"path/to/{name}",
@@ -219,6 +222,8 @@ def training_facts(
         processes=args.world_size,
         pair_id_column=pair_id_column,
         equal_ids=trainer.setup.equal_ids,
+        captions_per_image=None if takes_all else drawn,
+        negative_caption_column=negatives,
         cut_captions=dict(trainer.caption_notices.cut),
         replayed=trainer.train_dataset.old_pairs(batch) if isinstance(trainer.train_dataset, Replayed) else 0,
         replay_as=args.replay_as or "negatives",

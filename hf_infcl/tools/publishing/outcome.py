@@ -58,9 +58,9 @@ def earlier_best(history: Sequence[Mapping[str, Any]], facts: TrainingFacts) -> 
         if best > high:
             last = score_if_measured(evaluation.metrics)
             return (
-                f"The best score of {evaluation.dataset}, {evaluation.split}, was {best:.2%} after step {-step:,}, and "
-                f"{last:.2%} at the end, which the 95% interval does not explain. With --load_best_model_at_end a "
-                "training saves the best one."
+                f"The best score of {evaluation.dataset}, split {evaluation.split}, was {best:.2%} after step {-step:,}"
+                f", and {last:.2%} at the end, which the 95% interval does not explain. With --load_best_model_at_end "
+                "a training saves the best one."
             )
     return ""
 
