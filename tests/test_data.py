@@ -541,6 +541,11 @@ class TestZeroShot:
         dataset = ZeroShotDataset(self.rows([0, 1], Value("int64")), class_names=("crane", "crane"))
         assert dataset.prompts() == ["a photo of a crane."] * 2
 
+    @pytest.mark.parametrize("kind", [ClassLabel(names=["cat", "dog"]), Value("int64"), datasets.List(Value("int8"))])
+    def test_names_may_come_from_what_is_read_once(self, kind):
+        labels = [[0, 1], [1, 0]] if isinstance(kind, datasets.List) else [0, 1]
+        assert ZeroShotDataset(self.rows(labels, kind), class_names=iter(["cat", "dog"])).class_names == ["cat", "dog"]
+
     def test_a_bad_image_is_named(self, broken):
         dataset = ZeroShotDataset(broken.add_column("label", [0] * 10), class_names=["only"])
         assert row_of(dataset[1]) == 1

@@ -72,7 +72,7 @@ class ZeroShotDataset(ImageDataset):
                 f"class_names must list the names of the classes, got {names!r}. It can only be omitted if the "
                 f"label_column {label_column!r} is a ClassLabel, but it is {feature}."
             )
-        self.class_names = list(names)
+        self.class_names = names = list(names)  # which may be read but once
         if known is not None:
             _check_names(self.class_names, known, label_column)
         self.templates = tuple(_with_braces(templates))

@@ -28,8 +28,15 @@ from .table_rows import TableRows
 Source = SizedDataset | ImageTextStream  # of pairs, new or old
 # Apart from the seeds of the new pairs' epochs, or sets of one length would always meet in pairs; torch uses 32 bits.
 _SEED_OF_OLD = 2**31
-# Keys that all items of a batch must have or none, and the values that a table without them gets.
-_FILLED: dict[str, Callable[[str], object]] = {"pair_id": as_pair_id, "skipped": lambda place: 0}
+
+
+def _none_skipped(place: str) -> int:
+    return 0
+
+
+# Keys that all items of a batch must have or none, and the values that a table without them gets. Workers that are not
+# forked get these functions by their names.
+_FILLED: dict[str, Callable[[str], object]] = {"pair_id": as_pair_id, "skipped": _none_skipped}
 
 
 class Replayed(IterableDataset[Any]):
