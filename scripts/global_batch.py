@@ -144,20 +144,20 @@ def train(method: str, learning_rate: float, seed: int) -> list[Row]:
             "disable_tqdm": True,
             **of_method,
         }
-        parts: Any = {"train_dataset": splits["train"], "callbacks": [measure]}
+        both: Any = {"train_dataset": splits["train"], "callbacks": [measure]}  # of both trainers
         trainer: Trainer
         if method.startswith("InfCLTrainer"):
-            trainer = InfCLTrainer(model, InfCLTrainingArguments(**options), default_data_collator, **parts)
+            trainer = InfCLTrainer(model, InfCLTrainingArguments(**options), default_data_collator, **both)
         else:
-            trainer = Trainer(model, TrainingArguments(**options), with_loss, **parts)
+            trainer = Trainer(model, TrainingArguments(**options), collate_with_loss, **both)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return measure.rows
 
 
-def with_loss(batch: list[dict[str, torch.Tensor]]) -> Row:
-    """A batch of whose pairs, those of a micro-batch, CLIPModel itself computes the loss."""
-    return {**default_data_collator(batch), "return_loss": True}
+def collate_with_loss(items: list[dict[str, torch.Tensor]]) -> Row:
+    """A micro-batch, over which CLIPModel itself then computes the loss."""
+    return {**default_data_collator(items), "return_loss": True}
 
 
 class Measure(TrainerCallback):

@@ -227,7 +227,7 @@ def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], dev
 
 
 def grouped(rows: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
-    """The rows with equal keys, in the order of their first ones."""
+    """The rows of each key, with the keys in the order in which they first occur."""
     groups: dict[Any, list[T]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -255,7 +255,7 @@ def styles(names: Iterable[str]) -> dict[str, Row]:
 
 
 def lines_of(rows: Iterable[Row], count: str, value: str) -> dict[str, list[tuple[float, float]]]:
-    """The points of each implementation, for `draw_lines`: the column of a count and that of a measured value."""
+    """The points of each implementation, for `draw_lines`, by the names of the columns of a count and of a value."""
     groups = grouped(rows, lambda row: row["implementation"])
     return {name: [(int(row[count]), float(row[value])) for row in group] for name, group in groups.items()}
 
@@ -322,7 +322,7 @@ def subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, A
 
 
 def panels(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """A figure and so many axes, two in a row."""
+    """A figure with ``count`` axes, two in a row, of this size in inches."""
     columns = min(2, count)
     figure, axes = subplots(-(-count // columns), columns, size)
     for axis in axes.flat[count:]:

@@ -15,7 +15,7 @@ from . import common
 
 
 def tower(width: int, hidden: int, layers: int, heads: int, **more: int) -> dict[str, int]:
-    """The config of a tower whose MLPs have so many hidden units."""
+    """The config of a tower with this width, and so many ``hidden`` units in its MLPs."""
     sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers}
     return {**sizes, "num_attention_heads": heads, **more}
 

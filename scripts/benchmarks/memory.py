@@ -78,9 +78,9 @@ def plot(table: Path) -> None:
     for objective, (growth, scaling) in zip(objectives, axes, strict=True):
         of_objective = [row for row in rows if row["objective"] == objective]
         of_most = [row for row in of_objective if int(row["world_size"]) == most]
-        of_b = [row for row in of_objective if row["per_gpu_batch_size"] == common_b]
+        of_common = [row for row in of_objective if row["per_gpu_batch_size"] == common_b]
         common.draw_lines(growth, common.lines_of(of_most, "batch_size", "peak_mib"), style)
-        common.draw_lines(scaling, common.lines_of(of_b, "world_size", "peak_mib"), style)
+        common.draw_lines(scaling, common.lines_of(of_common, "world_size", "peak_mib"), style)
         label = "peak memory of the loss per GPU, MiB"
         growth.set(title=f"{objective}, {most} GPUs", xlabel="global batch", ylabel=label)
         scaling.set(title=f"{objective}, {int(common_b):,} pairs per GPU", xlabel="GPUs", ylabel=label)

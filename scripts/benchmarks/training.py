@@ -31,9 +31,15 @@ from hf_infcl.windows.terms import TeacherDistance
 from . import peers
 from .inputs import Batch, Loader, Normaliser, Padded, sizes_of
 
-# Of all trainers: weights hardly change, and nothing happens but steps.
-ONLY_STEPS: dict[str, Any] = {"learning_rate": 1e-6, "optim": "adamw_torch_fused", "report_to": "none"}
-ONLY_STEPS |= {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+# Options of all trainers, which do nothing but steps, and hardly change the weights.
+ONLY_STEPS: dict[str, Any] = {
+    "learning_rate": 1e-6,
+    "optim": "adamw_torch_fused",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
 
 
 class Clock(transformers.TrainerCallback):

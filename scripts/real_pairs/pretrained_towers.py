@@ -44,7 +44,7 @@ SAMPLES, BATCH, WIDTH = 294_912, 512, 384
 PLAIN: dict[str, Any] = {"trained": "lit", "optimizer": "adamw", "rate": 1e-3, "text": 0.2, "image": 1.0, "seed": 0}
 PLAIN |= {"weights": "pretrained", "samples": SAMPLES, "way": "", "options": {}}
 TUNED = {"way": "tuned", "rate": 3e-4, "samples": 65_536}
-SOURCES = {"": None, "base": EMOJI, "tuned": CLIP_ART}  # of the pairs that are trained
+SOURCES = {"": None, "base": EMOJI, "tuned": CLIP_ART}  # by ``way``, the sources of the pairs; None for all
 KEEP = {"options": {"keep_features": 3.0}}
 REPLAY = {"samples": 131_072, "options": {"replay_share": 0.5}}  # of the emoji; as many pairs of clip art as without
 

@@ -441,7 +441,7 @@ def means(path: Path, setting: Mapping[str, str]) -> str:
 
 
 def _mean(rows: Sequence[Mapping[str, str]], name: str) -> str:
-    """Of the rows that have a value; recalls and seconds with one digit after the point, shares with three."""
+    """The mean of the rows that have a value: recalls and seconds with one digit after the point, shares with three."""
     values = [float(row[name]) for row in rows if row[name]]
     digits = 3 if name in ("right_left_out", "wrong_among_kept", "auc") else 1
     return f"{statistics.mean(values):.{digits}f}" if values else ""

@@ -123,8 +123,13 @@ def new_model(
     """A CLIP with random weights; with the sigmoid objective it has SigLIP's temperature and bias at their start."""
     vision, words = (TOY, TOY) if toy else SIZES[size]
     start, end, padding = SPECIAL.values()
-    text = {"vocab_size": data["vocabulary"], "max_position_embeddings": LENGTH}
-    text |= {"bos_token_id": start, "eos_token_id": end, "pad_token_id": padding}
+    text = {
+        "vocab_size": data["vocabulary"],
+        "max_position_embeddings": LENGTH,
+        "bos_token_id": start,
+        "eos_token_id": end,
+        "pad_token_id": padding,
+    }
     image = {"image_size": data["images"].shape[-1], "patch_size": 16 if toy else 8}
     config = CLIPConfig(text_config={**words, **text}, vision_config={**vision, **image}, projection_dim=256)
     torch.manual_seed(seed)

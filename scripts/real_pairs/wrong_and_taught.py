@@ -7,19 +7,18 @@ Each run is a CLIP of the experiments (``size``), 1,024 pairs × 576 steps (589,
 at 5e-4. ``wrong`` is the share of the training pairs that have the captions of another pair, the same ones in all runs,
 or "titles": drawings of Open Clip Art have the titles of their files, also where these are those of their collections,
 such as "lemon svg theme".
-With ``oracle`` these are removed before the training; with ``cleaned`` those are that a ledger calls wrong with at
-least this probability: that of a training with ``leave_out`` and the same captions, or before a fine-tuning, that of
-its start. ``teacher`` says how a teacher teaches:
+With ``oracle`` these are removed before the training; with ``cleaned``, those that a ledger calls wrong with at least
+this probability: the ledger of a training with ``leave_out`` and the same captions or, for a fine-tuning, of its start.
+``teacher`` says how a teacher teaches:
 "stored" are its embeddings of the images as they are, "online" those of the augmented images. "wider" are the stored
 ones rotated into half as many dimensions more, which the student reaches through a trained linear map. "similarities"
 replace the distance to the stored ones by the cross-entropy of the batch's similarities, with this ``weight`` λ beside
 1 − λ of the contrastive loss, as OpenCLIP distils. ``taught_by`` is the teacher, which knows the right captions: a
 model of this size after this many times the samples, perhaps without the pairs of a vendor. What is ``trained_on``
 emoji is the base of the fine-tunings on clip art, for which new concepts and the validation set are those of clip art.
-``batch`` are the pairs of a step, of which Trainer as ``method`` makes losses over 256, and ``captions`` are drawn per
-image. "bf16 activations" compares
-that option with autocast. The parts that begin with "icons" are for a corpus --with_icons and need a folder of their
-own: "icons" are the batches at 2,359,296 samples.
+``batch`` are the pairs of a step, of which Trainer as ``method`` makes losses over 256; ``captions`` is the number that
+an image gets in a step. "bf16 activations" compares that option with autocast. The parts that begin with "icons" are
+for a corpus --with_icons and need a folder of their own: "icons" are the batches at 2,359,296 samples.
 The columns are those of experiments.py: recall in another style (vendor), on new concepts, on the validation set, on
 icons of a set that is not trained on (icon_set) and on new concepts of icons, in per cent, both directions averaged;
 ``auc`` and ``auc_of_ledger`` tell how well the averages of the rule and of the ledger separate right from wrong pairs
