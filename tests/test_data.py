@@ -516,7 +516,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS.select([]), {}, "no rows"),
         (PAIRS.with_transform(lambda batch: batch), {}, "has a transform"),
         (DatasetDict(train=PAIRS, test=PAIRS), {}, r"is a DatasetDict\. Pass one of its splits: \['train', 'test'\]"),
-        (PAIRS.to_iterable_dataset(), {}, "got IterableDataset. Pass your own to InfCLTrainer"),
+        (PAIRS.to_iterable_dataset(), {}, "got IterableDataset. Pass a dataset of your own to InfCLTrainer"),
     ],
 )
 def test_a_wrong_dataset_or_option_is_refused_at_once(dataset, options, message):

@@ -56,9 +56,9 @@ def test_where_no_pairs_were_drawn_nobody_is_sent_to_look_at_a_sheet(tmp_path):
     """As after the training on a stream."""
     ledger = make_ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
     *_, line = ledger_lines(ledger, tmp_path)
-    assert "no captions, and no pairs were drawn. `infcl score`, of the same data, writes both" in line
+    assert "no captions, and no pairs were drawn. `infcl score` of the same data writes both" in line
     (finding,) = findings_of_ledger(ledger, tmp_path / LEDGER_FILE)
-    assert "look at them, which `infcl score` draws. Then" in finding.text
+    assert "look at the sheet that `infcl score` draws. Then" in finding.text
     (tmp_path / SHEET_FILE).touch()
     (finding,) = findings_of_ledger(ledger, tmp_path / LEDGER_FILE)
     assert f"look at {tmp_path / SHEET_FILE}. Then" in finding.text

@@ -426,7 +426,7 @@ def test_no_time_of_a_cpu_is_told_unless_it_is_measured(small_model, capsys):
     said = planned(capsys, small_model, *words)
     assert "Choose  --global_batch_size 64 --use_cpu --max_steps 20\n" in said
     assert "A global batch of 64 pairs is 64 per process.\n" in said
-    assert "in bf16 of one H100 with 79.6 GiB, and no time is predicted. --measure times a micro-batch" in said
+    assert "of one H100 with 79.6 GiB, in bf16, and no time is predicted. --measure times a micro-batch" in said
     assert "An epoch of 640 pairs takes 10 steps." in said
     assert not re.search(r"\d m?s\b|Time of a step|images per second|torch_compile", said)
     said = planned(capsys, small_model, *words, "--measure")

@@ -43,7 +43,7 @@ FIND = {"image": find_image_column, "caption": find_caption_column, "label": fin
 
 
 def usual_column(kind: str, column: str, dataset: object) -> str:
-    """The column that was named, or where that is the default, ``kind`` itself, what `FIND` finds in its place."""
+    """``column``, unless it is the default, which is called as its ``kind``: then the one that `FIND` finds."""
     features = getattr(dataset, "features", None) or {}  # what is no table is refused elsewhere
     return FIND[kind](features) if column == kind else column
 

@@ -35,8 +35,10 @@ class ZeroShotDataset(ImageDataset):
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
-        image_column: a column of images, paths (strings) or encoded images (binary).
-        label_column: a `ClassLabel` column, or integers; or lists with 0 or 1 for each class.
+        image_column: a column of images, paths (strings) or encoded images (binary). Where there is no column "image",
+            the default is the only one of images or, if there is none, with a usual name, such as "jpg".
+        label_column: a `ClassLabel` column, or integers; or lists with 0 or 1 for each class. Where there is no column
+            "label", the default is the only `ClassLabel` column, or else "cls".
         class_names: one name per class in the order of the labels; names may repeat. By default, the names of the
             `ClassLabel`; a warning says if these are numbers.
         templates: prompts, each with one ``{c}`` (or ``{}``) for the class name.
@@ -72,7 +74,7 @@ class ZeroShotDataset(ImageDataset):
                 f"class_names must list the names of the classes, got {names!r}. It can only be omitted if the "
                 f"label_column {label_column!r} is a ClassLabel, but it is {feature}."
             )
-        self.class_names = names = list(names)  # which may be read but once
+        self.class_names = names = list(names)  # an iterator can be read only once
         if known is not None:
             _check_names(self.class_names, known, label_column)
         self.templates = tuple(_with_braces(templates))

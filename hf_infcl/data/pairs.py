@@ -145,9 +145,10 @@ class ImageTextDataset(PairSource, ImageDataset):
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
-        image_column: a column of images, paths (strings) or encoded images (binary). Where there is no "image" or
-            "caption", the default is the only column of a usual name, such as "jpg" or "text".
-        caption_column: a column of strings, or of lists of strings from which each epoch draws one.
+        image_column: a column of images, paths (strings) or encoded images (binary). Where there is no column "image",
+            the default is the only one of images or, if there is none, with a usual name, such as "jpg".
+        caption_column: a column of strings, or of lists of strings from which each epoch draws one. Where there is no
+            column "caption", the default is the only one with a usual name, such as "text".
         captions_per_image: the number of different captions to draw from a list; a row with fewer returns all of them.
         negative_caption_column: a column of strings, or of lists of strings from which each epoch draws one, that
             describe the image almost correctly, such as captions with two words swapped. In training they are negatives

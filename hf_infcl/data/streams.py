@@ -111,8 +111,13 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         check_captions_per_image(captions_per_image)
         check_negative_captions(caption_column, negative_caption_column)
         check_on_bad_sample(on_bad_sample)
-        numbers = {"shuffle_buffer": shuffle_buffer, "open_shards": open_shards, "lanes": lanes}
-        numbers |= {"samples_per_epoch": samples_per_epoch, "min_side": min_side}
+        numbers = {
+            "shuffle_buffer": shuffle_buffer,
+            "open_shards": open_shards,
+            "lanes": lanes,
+            "samples_per_epoch": samples_per_epoch,
+            "min_side": min_side,
+        }
         for option, value in numbers.items():
             if value is not None and value < 1:
                 raise ValueError(f"{option} must be at least 1, got {value}.")
@@ -231,7 +236,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             view = self._seed_of_view(full_name, passes)
             if self._number is not None:
                 item["place"] = (self._number, sample_place(url, key), view)
-            return augment(decode_rgb(encoded, least_side(self._min_side, side)), self._augmentation, view) | item
+            image = decode_rgb(encoded, least_side(self._min_side, side))
+            return augment(image, self._augmentation, view) | item
 
     def image_and_captions(self, shard: int, key: str, sample: Sample) -> tuple[np.ndarray | None, list[str]]:
         """The image of a raw sample and all its captions, of which it need not have any.

@@ -47,6 +47,6 @@ def check_batch(batch: object, equal_ids: str) -> None:
     if equal_ids == "exclude" and (captions > 1).any():
         raise ValueError(
             f"Image {captions.argmax()} of a training batch has {captions.max()} captions, and equal_ids is 'exclude'. "
-            "Pass equal_ids='positive', which trains on all of them, or give each image one. An ImageTextDataset draws "
-            "it anew each epoch, from the rows of a datasets.Dataset; a Dataset or collator of your own has to choose."
+            "Pass equal_ids='positive', which trains on all of them, or give each image one. An ImageTextDataset, of "
+            "a datasets.Dataset, draws it anew in each epoch; a Dataset or collator of your own has to choose it."
         )

@@ -87,7 +87,8 @@ def cached(
 
     Args:
         content: a fingerprint of the inputs.
-        args: of which ``cache_features`` can be read by all processes, and shared by datasets and models.
+        args: ``cache_features`` is a folder that all processes can read. Any number of datasets and models share it:
+            `fingerprint` tells them apart.
         tower: what is frozen.
         encode: maps a batch of the collator to the features of its rows, in host memory.
         dtype: of the tower's computation.

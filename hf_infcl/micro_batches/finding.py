@@ -38,7 +38,7 @@ def find_micro_batches(
     record: RunRecord | None,
     batches_of: Callable[[], Iterable[Mapping[str, Tensor]]],
 ) -> int:
-    """Sets accumulation, ``texts_at_once``, ``retain_graphs`` and the micro-batch, which it returns; collective.
+    """Sets ``texts_at_once``, ``retain_graphs``, accumulation and micro-batch, and returns the last; collective.
 
     Where a run resumes on the same machines, they are those of the checkpoint. Otherwise, values that the user has not
     set are found by trying, if the memory of the device is known and the model is not sharded. The micro-batch of a

@@ -28,7 +28,7 @@ class HasWindow(Protocol):
 def run_repeating(
     step: WindowStep, model: nn.Module, data: HasWindow, number: int, args: InfCLTrainingArguments
 ) -> Tensor:
-    """Runs the step of a window, again as long as memory runs out, and returns the loss; collective.
+    """Runs the step of a window, repeats it as long as memory runs out, and returns the loss; collective.
 
     Each time it keeps one graph fewer or, if it keeps only one, has halved micro-batches.
 

@@ -88,7 +88,7 @@ class LaneSource:
         cursor: dict[str, Any] | None,
     ) -> None:
         self._shards, self._pieces, self._order, self._lane, self._source = shards, pieces, order, lane, source
-        self._start = cursor or _begun(0, 0)
+        self._start = cursor or _begin_of_pass(0, 0)
         self._taken, self._reached = self._start["taken"], self._start.get("reached", 0)
 
     def cursor(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class LaneSource:
                 if empty_passes == _MAX_EMPTY_PASSES:
                     urls = sorted({self._shards[piece.shard].url for piece in self._pieces})
                     raise ValueError(f"There are no samples in {len(urls)} shards such as {urls[0]!r}.")
-                following = _begun(start["pass"] + 1, start["opened"] + len(turns.pieces))
+                following = _begin_of_pass(start["pass"] + 1, start["opened"] + len(turns.pieces))
                 turns = self._turns(following)
             places = list(range(len(buffer)))
             self._order.random(self._source, self._lane, start["pass"], start["buffer"]).shuffle(places)
@@ -132,9 +132,9 @@ class LaneSource:
         return _Turns(self._shards, mine, self._order.open_shards, cursor["next"], cursor["open"])
 
 
-def _begun(passes: int, opened: int) -> dict[str, Any]:
-    """The cursor at the beginning of a pass."""
-    return {"pass": passes, "buffer": 0, "next": 0, "open": [], "taken": 0, "opened": opened}
+def _begin_of_pass(number: int, opened: int) -> dict[str, Any]:
+    """The cursor at the beginning of a pass, after so many ``opened`` pieces."""
+    return {"pass": number, "buffer": 0, "next": 0, "open": [], "taken": 0, "opened": opened}
 
 
 class _Turns:

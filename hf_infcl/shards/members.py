@@ -34,8 +34,11 @@ def member_size(url: str) -> int:
 
 
 def member_file(path: str) -> str:
-    """The tar file of a `member_url`, and the name of the file in it behind a space; any other path as it is."""
-    return " ".join(map(unquote, path.split("/", 4)[3:])) if is_member(path) else path
+    """The tar file of a `member_url`, a space, and the name of the file in it; any other path as it is."""
+    if not is_member(path):
+        return path
+    _, shard, name = path.removeprefix(_SCHEME).split("/", 2)
+    return f"{unquote(shard)} {unquote(name)}"
 
 
 def read_member(url: str) -> bytes:

@@ -79,7 +79,7 @@ class TarReader:
             problem = f"{missing} {there}{dots_in(key, sample)}"
             if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
-        with suppress(DamagedShardError):  # the keys up to where it is damaged
+        with suppress(DamagedShardError):  # the keys are looked at up to where the shard is damaged
             problem += apart(self.names(urls[0]))
         raise ValueError(problem)
 

@@ -106,7 +106,7 @@ class CompleteWindows(TrainerCallback):
         self._training_stop |= control.should_training_stop
         control.should_epoch_stop = control.should_training_stop = False
 
-    on_substep_end = on_step_begin
+    on_substep_end = on_step_begin  # what was asked for within the window waits as well
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         control.should_epoch_stop |= self._epoch_stop

@@ -32,7 +32,7 @@ from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
 
 ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
-_MUON_RATE = 4.0  # of Muon's rate to AdamW's; see the guide to the trainer for what was measured
+_MUON_RATE = 4.0  # the ratio of Muon's rate to AdamW's; see the guide to the trainer for what was measured
 _HIGHEST_MUON_RATE = 0.1  # that is probably meant
 
 logger = logging.get_logger(__name__)
@@ -42,7 +42,7 @@ class Optimization:
     """The optimizer of a training and its schedule: creates them, and knows where they come from."""
 
     def __init__(self, args: InfCLTrainingArguments, checkpoint: Callable[[], object]) -> None:
-        self._args, self._checkpoint = args, checkpoint  # the latter returns that of a resumed training, or None
+        self._args, self._checkpoint = args, checkpoint  # returns the one that is resumed from, if any
         # Whether Trainer created them from the arguments. Otherwise they were passed, or come from DeepSpeed's config.
         self.creates_optimizer = self.creates_scheduler = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optimizers`
@@ -75,7 +75,7 @@ class Optimization:
         if is_muon:
             optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
             start = getattr(getattr(model, "config", None), "_name_or_path", "")
-            if start and not self._checkpoint() and not encoder.has_first_temperature():  # it is for random weights
+            if start and not self._checkpoint() and not encoder.has_first_temperature():  # Muon is for random weights
                 logger.warning(
                     f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, "
                     "compare the result with that of AdamW, which others found better (arXiv 2605.10468)."

@@ -63,8 +63,8 @@ class WithoutNoisyPairs(PairSelection):
     at that moment: 0.6, or 0.7 if a tenth or more are below 0.
 
     With a share, nothing is passed over, the begin needs no averages below 0, and in each window the pairs with the
-    lowest averages are left out: that share of those that could be, rounded down; the next window takes the rest of
-    the share over.
+    lowest averages are left out: that share of those that could be, rounded down. What rounding leaves over is added
+    to the share of the next window.
 
     Never left out are pairs that were seen fewer than three times, old pairs of a replay, pairs that replace bad
     samples, and the best one of those that would leave a process without new pairs. All processes exchange keys and
@@ -87,7 +87,7 @@ class WithoutNoisyPairs(PairSelection):
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
         self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
         self._fingerprint = None if rows is None else fingerprint
-        self._owed = 0.0  # the part of a pair that the share would have left out, too, but for rounding
+        self._owed = 0.0  # the pairs, less than one, that the share would also have left out but for rounding
         self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
         self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
         self._takes_turns = False  # whether the epochs of this training pass rows over

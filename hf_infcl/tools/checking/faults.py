@@ -40,7 +40,7 @@ def make_limits(config: PretrainedConfig, collator: ContrastiveCollator) -> Limi
 class Fault:
     """A fault of single pairs."""
 
-    words: str  # what such pairs do, with the `Limits`; they follow their number
+    words: str  # what such pairs do, for `str.format` with the `Limits`; it follows their number
     spoils: float  # the share of the pairs above which they spoil a training
     cure: str  # a sentence
 

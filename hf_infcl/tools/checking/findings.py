@@ -116,14 +116,14 @@ def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     if not rows:
         return []
     kind = "sample" if ledger.sample else "row"
-    captions = [f" ({_short(caption)})" if (caption := ledger.find_caption(key)) else "" for key in wrong[:3]]
-    shown = ", ".join(f"{kind} {name}{caption}" for name, caption in zip(rows, captions, strict=False))
+    examples = [(name, ledger.find_caption(key)) for name, key in zip(rows[:3], wrong, strict=False)]
+    shown = ", ".join(f"{kind} {name}" + (f" ({_short(caption)})" if caption else "") for name, caption in examples)
     option = f"--exclude {path}:{RATHER_WRONG:g}"
     sheet = Path(path).with_name(SHEET_FILE)
-    look = f"at {sheet}" if sheet.is_file() else "at them, which `infcl score` draws"
+    drawn = sheet if sheet.is_file() else "the sheet that `infcl score` draws"
     text = (
         f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {CERTAIN:g}: {shown}. "
-        f"Right pairs of rare things look wrong, too, so look {look}. Then pass {option}, "
+        f"Right pairs of rare things look wrong, too, so look at {drawn}. Then pass {option}, "
         "which leaves out all that are likelier wrong than right."
     )
     if ledger.left_out is not None:

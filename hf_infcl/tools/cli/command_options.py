@@ -121,7 +121,7 @@ class DataOptions:
     exclude: list[str] | None = command_option(
         "Train without the pairs that a ledger calls wrong. Give the file that `infcl score` has written and the least "
         "probability of what is left out, such as _ledger.parquet:0.5, or the share with the lowest scores, such as "
-        "_ledger.parquet:5%%. A second ledger must come from a training that excluded by the first.",
+        "_ledger.parquet:5%%. A second ledger must come from a training without what the first one excludes.",
         short_help=HelpPlace("Data", 115),
     )
     check_samples: int | None = command_option(

@@ -284,10 +284,8 @@ def _pairs(rows: datasets.Dataset, of: str, facts: Mapping[str, Any], columns: C
 def _labelled(
     rows: datasets.Dataset, of: str, facts: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
 ) -> ZeroShotDataset:
-    images, labels = (
-        _column(rows, of, "image_column", facts, columns),
-        _column(rows, "", "label_column", facts, options),
-    )
+    images = _column(rows, of, "image_column", facts, columns)
+    labels = _column(rows, "", "label_column", facts, options)
     class_names = None if facts.get("class_names") is None else read_lines(facts["class_names"])
     if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
         class_names = names_by_label(class_names, known)

@@ -153,17 +153,17 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pai
     """Prints the options that `intervals` has chosen, and how the global batch of the training set is divided."""
     plan = None if args.global_batch_schedule is None else make_plan(args, pairs)
     steps = count_steps(args, len(pairs) if has_length(pairs) else 0) if plan is None else plan.steps
-    if chosen and steps:  # else the training refuses the batch
+    if chosen and steps:  # without steps, the training refuses the batch
         print("Chosen by default:", in_steps(chosen, steps))
     if plan is not None:
         stages = (f"{size:,} pairs for {number(n, 'step')}" for size, n in plan.stages())
         print("The global batch grows:", ", ".join(stages))
         return
-    steps = args.gradient_accumulation_steps
+    accumulation = args.gradient_accumulation_steps
     if not (args.divides_by_itself and memory_is_known(args.device)):  # otherwise it is not divided yet
         print(
             f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
-            f"{steps} accumulation step{'s' if steps > 1 else ''} × "
+            f"{accumulation} accumulation step{'s' if accumulation > 1 else ''} × "
             f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
         )
     if isinstance(pairs, Replayed):

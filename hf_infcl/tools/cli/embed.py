@@ -43,11 +43,17 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         else:
             if options.views is not None:
                 raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
-            how = {"key_column": options.key_column, "streaming": data.streaming, "on_bad_sample": data.on_bad_sample}
-            how["named"] = sorted(user_options | getattr(namespace.data, "facts", {}).keys())
             usual = {"image_column": columns.image_column, "caption_column": columns.caption_column}
             facts = facts_of(namespace.data, split=data.split, name=None, **usual)
-            sources = {"": make_source(namespace.data, **facts, **how)}
+            source = make_source(
+                namespace.data,
+                **facts,
+                key_column=options.key_column,
+                named=sorted(user_options | getattr(namespace.data, "facts", {}).keys()),
+                streaming=data.streaming,
+                on_bad_sample=data.on_bad_sample,
+            )
+            sources = {"": source}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         if trainer.is_world_process_zero():
@@ -57,8 +63,14 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     counts: dict[str, int] = {}
     for name, source in sources.items():
         with mistakes_in_one_line(parser.prog, of_libraries=False):
-            folder, form, half = Path(args.output_dir, name), options.format, options.half_precision
-            source_counts = embedded(source, folder, trainer, format=form, half=half, licence=licence)
+            source_counts = embedded(
+                source,
+                Path(args.output_dir, name),
+                trainer,
+                format=options.format,
+                half=options.half_precision,
+                licence=licence,
+            )
         counts = {kind: counts.get(kind, 0) + count for kind, count in source_counts.items()}
     if trainer.is_world_process_zero():
         skipped = f"; {counts['skipped']:,} rows were left out" if counts["skipped"] else ""

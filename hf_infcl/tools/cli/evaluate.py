@@ -21,11 +21,12 @@ from .parser import Parser
 
 
 def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str]:
-    """A line if the loss of pairs is another than that of a training, as the record in the model's folder says."""
+    """A line if the loss of pairs is computed otherwise than in the training whose record is in the model's folder."""
     folder, ids = Path(model), getattr(pairs, "pair_id_column", None)
     with suppress(ValueError):  # a model from elsewhere has no record
         facts = TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
         there = facts.objective, facts.equal_ids, facts.pair_id_column
+        # The columns of two sets may have different names: it only counts whether there is one.
         here = trainer.setup.objective, trainer.setup.equal_ids, ids and (facts.pair_id_column or ids)
         compared = zip(("objective", "equal_ids", "pair_id_column"), there, here, strict=True)
         had = [f"--{name} {value}" if value else f"no --{name}" for name, value, now in compared if value != now]

@@ -161,8 +161,8 @@ def save_results(
 ) -> Averaged | None:
     """Writes the model, the metrics of the training and of the final evaluation, and the trainer's state; collective.
 
-    With ``average``, the model has the weights that it finds, between those of ``start`` and those of the training. It
-    returns what was found.
+    With ``average``, the weights are those that it finds between ``start``, a Hub id or folder, and the end of the
+    training. Returns what it has found; None without it.
     """
     if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
         resumed = trainer.state.global_step - trainer.steps_trained  # the step since which the metrics count

@@ -119,7 +119,7 @@ def _differences(before: Mapping[str, object], record: Mapping[str, object]) -> 
 
 
 def begin(folder: Path, record: Mapping[str, object]) -> None:
-    """Writes the record of what is embedded into the folder, or raises a ValueError if the one there is of another."""
+    """Writes the record of what is embedded; raises a ValueError if the folder has another one, or a damaged one."""
     path = folder / RECORD
     if path.exists():
         try:

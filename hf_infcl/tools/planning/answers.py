@@ -253,7 +253,7 @@ def answer_line(
     values = _words(answer, options or {}, decided, pairs)
     if not values:
         return ""
-    if "captions_per_image" in values.keys() - set(decided):
+    if "captions_per_image" in values.keys() - set(decided):  # as many as the pairs have
         values["captions_per_image"] = f"{min(3, max(2, round(texts)))}"
     values |= _batch_and_epochs(values, options or {}, decided, None if at_least else pairs)
     is_written = all(name in decided and value == str((options or {}).get(name)) for name, value in values.items())

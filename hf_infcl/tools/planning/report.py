@@ -96,7 +96,7 @@ def _premises(planner: Planner, old: int, *, has_adapters: bool) -> Iterator[str
     yield f"A global batch of {choice.global_batch:,} pairs{where} is {choice.rows:,} per {each}.{rates}"
     if options.use_cpu:
         how = "" if options.measure else ", and no time is predicted. --measure times a micro-batch on this machine"
-        yield f"With --use_cpu the memory below is still that in bf16 of one {gpu}{how}."
+        yield f"With --use_cpu the memory below is still that of one {gpu}, in bf16{how}."
     values = {name: getattr(options, name) for name in LEFT_OUT}
     left_out = [f"--{name} {value}" for name, value in values.items() if value and value in (LEFT_OUT[name] or [value])]
     if left_out := [*left_out, *["the adapters of the model"] * has_adapters]:

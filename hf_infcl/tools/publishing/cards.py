@@ -68,9 +68,9 @@ def model_card(
 def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``."""
     for evaluation in (one for one in facts.evaluations if one.on_hub):
-        known = {"dataset_revision": evaluation.commit, "notes": f"split {evaluation.split}"}
+        of_set = {"dataset_revision": evaluation.commit, "notes": f"split {evaluation.split}"}
         entries = [
-            EvalResultEntry(evaluation.dataset, metric, round(value, 4), **known)
+            EvalResultEntry(evaluation.dataset, metric, round(value, 4), **of_set)
             for metric, value in _defined(evaluation)
         ]
         path = Path(folder, ".eval_results", evaluation.dataset.replace("/", "_") + ".yaml")
@@ -151,9 +151,12 @@ def _captions(limit: int, cut: Mapping[str, float]) -> str:
 def _positives_and_negatives(facts: TrainingFacts) -> Iterator[tuple[str, str]]:
     with_equal = f"those with equal {code(facts.pair_id_column)}" if facts.pair_id_column else ""
     if facts.equal_ids == "positive":
-        drawn = f"up to {facts.captions_per_image} captions of the image, drawn anew each epoch"
-        exact = {1: "the caption of the image", None: "all captions of the image"}
-        positives = exact.get(facts.captions_per_image, drawn)
+        if facts.captions_per_image is None:
+            positives = "all captions of the image"
+        elif facts.captions_per_image == 1:
+            positives = "the caption of the image"
+        else:
+            positives = f"up to {facts.captions_per_image} captions of the image, drawn anew each epoch"
         yield "positives", f"{positives}, and {with_equal}" if with_equal else positives
         negatives = "all other captions of the batch"
     else:

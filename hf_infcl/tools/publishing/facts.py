@@ -364,14 +364,14 @@ def _metrics(
 
 
 def content_of(dataset: ImageTextDataset | ImageTextStream) -> str:
-    """The `content_fingerprint` of a training set, and one of the names of its shards, whose sizes may be equal."""
+    """The `content_fingerprint` of a training set and, as shards may be equally large, a digest of their names."""
     return f"{dataset.content_fingerprint()} {digest([shard.name for shard in getattr(dataset, 'shards', ())])}"
 
 
 def has_learned(model: str, content: str) -> bool:
-    """Whether the record of a checkpoint in a folder says that it was trained on a data set, and left or excluded none.
+    """Whether the record of a checkpoint in a folder says that it was trained on all pairs of a data set.
 
-    Data sets are known by their `content_of`. It is False without a record that can be read, or that tells it.
+    ``content`` is the `content_of` the data set. It is False without a record that can be read, or that tells it.
     """
     folder = Path(model)
     try:

@@ -57,6 +57,7 @@ class Ledger:
         return self._find(self.caption, key)
 
     def _find(self, words: list[str], key: int) -> str:
+        """What ``words``, one for each pair or none at all, say of the pair with a key; empty if they lack it."""
         place = int(np.searchsorted(self.key, key))
         return words[place] if place < len(words) and self.key[place] == key else ""
 
@@ -111,7 +112,7 @@ def recorded_content(file: Any) -> str:
     """The `content_fingerprint` of the data of a ledger that is open as a ``pyarrow.parquet.ParquetFile``."""
     if (record := (file.schema_arrow.metadata or {}).get(RECORD)) is not None:
         return str(json.loads(record)["content"])
-    for batch in file.iter_batches(1, columns=["content"]):  # of a copy
+    for batch in file.iter_batches(1, columns=["content"]):  # of a copy without the metadata; every row has the same
         return str(batch["content"][0].as_py())
     raise ValueError("it has no rows")
 

@@ -178,11 +178,12 @@ def _scored(window: _Embedded, shown: Collection[int] | None) -> Columns:
     first = torch.full_like(of_images, len(texts)).scatter_reduce(
         0, belongs, torch.arange(len(texts), device=images.device), "amin"
     )
+    # What pairs have in common that are not told apart: the key, a caption, an image or an id.
     own = [columns["key"], columns["caption"], columns.pop("image")]
     own += [] if pair_ids is None else [pair_ids.cpu().numpy()]
 
     def keys_of(preferred: Tensor) -> np.ndarray:
-        """The keys of pairs of the window; a pair that prefers one with its image, caption or id prefers itself."""
+        """The keys of these pairs; a pair that prefers one with its own image, caption or id prefers itself."""
         places = preferred.cpu().numpy()
         is_copy = np.any([values[places] == values for values in own], 0)
         return np.where(is_copy, columns["key"], columns["key"][places])

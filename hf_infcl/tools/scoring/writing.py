@@ -169,7 +169,7 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
         yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
         yield f"The {min(SHOWN, len(ledger))} pairs with the lowest scores are drawn in {Path(folder, SHEET_FILE)}."
     else:
-        yield "This ledger has no captions, and no pairs were drawn. `infcl score`, of the same data, writes both."
+        yield "This ledger has no captions, and no pairs were drawn. `infcl score` of the same data writes both."
     if few and (learned or waits_for):
         yield (
             "Wrong pairs that a model knows by heart may still have the lowest scores. Look at these: if they are "
