@@ -169,9 +169,16 @@ def make_micro_batches(
     """
     if isinstance(dataset, ImageTextStream):
         return dataset.batches(share, collate, states=states, **where)
-    seed = args.seed_of_data + share.is_old * _SEED_OF_OLD
-    where |= {"shuffle": share.is_old or args.train_sampling_strategy == "random", "seed": seed, "filled": filled}
-    return TableRows(dataset, share, collate, state=states[0] if states else None, **where)
+    return TableRows(
+        dataset,
+        share,
+        collate,
+        shuffle=share.is_old or args.train_sampling_strategy == "random",
+        seed=args.seed_of_data + share.is_old * _SEED_OF_OLD,
+        filled=filled,
+        state=states[0] if states else None,
+        **where,
+    )
 
 
 class MixedRows(MicroBatches):

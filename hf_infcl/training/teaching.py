@@ -103,7 +103,7 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
             "embeddings first (`infcl embed --format npy`), or leave cache_features out."
         )
     encoder = DualEncoder(module.to(args.device))
-    make = partial(OnlineTeacher, encoder, setup.accelerator, number=number, sides=sides, licence=licence)
+    make_teacher = partial(OnlineTeacher, encoder, setup.accelerator, number=number, sides=sides, licence=licence)
     tokens = setup.encoder.vocabulary if processor is None else len(processor.tokenizer)
     if encoder.vocabulary is not None and tokens is not None and tokens > encoder.vocabulary:
         raise ValueError(
@@ -112,7 +112,7 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
             "the processor that it was trained with."
         )
     if processor is None:
-        return make(ModelInputs(None, number=number), None)
+        return make_teacher(ModelInputs(None, number=number), None)
     student = training_collator(setup.collator, args)
     if not isinstance(student, ContrastiveCollator):
         raise ValueError(
@@ -128,4 +128,4 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
         "images": "image" in sides and images[0] != images[1],
         "texts": "text" in sides and texts[0] != texts[1],
     }
-    return make(ModelInputs(collator, **differences, number=number), collator.normalise)
+    return make_teacher(ModelInputs(collator, **differences, number=number), collator.normalise)

@@ -116,6 +116,7 @@ class NumberChecks:
         if not last or finite:
             return
         first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
+        # A feature without a gradient, as of a frozen tower, has no rows.
         gradients = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
         places = describe_rows(window.in_order(finite_rows(gradients)), window.sizes, self._rows_of_dataset)
         places = places or of_all_ranks("" if first is None else f"micro-batch {first}")

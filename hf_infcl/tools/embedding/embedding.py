@@ -63,7 +63,8 @@ def embed(
             raise an OtherRankFailedError.
     """
     processes, place, setup = Processes(), Path(folder), trainer.setup
-    encoder, collator, args, dtype = setup.encoder, setup.collator, setup.args, setup.accelerator.mixed_precision
+    encoder, collator, args = setup.encoder, setup.collator, setup.args
+    dtype = setup.accelerator.mixed_precision
     content = source.image_fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
     content += "" if encoder.dims is None else f" {encoder.dims} dimensions"
     record = {
