@@ -411,7 +411,7 @@ SIDE_BY_SIDE = {
     "icons_recall@5": "new icons, R@5",
     "validation": VALIDATION,
     "averaged_vendor_recall@1": f"averaged with the start: {STYLE}",
-    "averaged_concepts_recall@5": CONCEPTS,
+    "averaged_concepts_recall@5": f"averaged with the start: {CONCEPTS}",
     "right_left_out": "right pairs left out",
     "wrong_among_kept": "wrong among the others",
     "auc": "AUC",
