@@ -1,4 +1,4 @@
-"""What is read from the Hub: it is asked once, and without an answer, what was downloaded before is used."""
+"""Reads from the Hub, which is asked once. If it does not answer, earlier downloads are used."""
 
 from __future__ import annotations
 

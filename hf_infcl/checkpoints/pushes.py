@@ -307,7 +307,7 @@ def has_own_card(output_dir: str) -> bool:
 def checkpoint_of_hub_if_named(
     resumes: str | bool | None, args: InfCLTrainingArguments, repository: str | None
 ) -> str | bool | None:
-    """What to resume from: for ``last-checkpoint``, its folder, downloaded once per machine; collective.
+    """Returns ``resumes``, or for ``last-checkpoint`` its folder, which is downloaded once per machine; collective.
 
     Raises:
         ValueError: on every process, if no repository is named, it has no such folder, or it is unreachable.

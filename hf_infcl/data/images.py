@@ -151,7 +151,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 yield row, size
 
     def computed(self, name: str, compute: Callable[[Any], Any] = lambda values: values) -> Any:
-        """What pyarrow computes of the ``"bytes"`` or the ``"path"`` of all images, [rows]; it copies no image."""
+        """The result of ``compute`` for the ``"bytes"`` or the ``"path"`` of all images, [rows]; copies no image."""
         import pyarrow.compute
 
         values = compute(pyarrow.compute.struct_field(self.table.data.column(self.image_column), name))

@@ -168,7 +168,7 @@ ORDER = "image sizes", "image names"  # what tells the order of all rows; tables
 def described_table(
     rows: int, images: ImageDataset | None, captions: Callable[[int], list[str]] | None
 ) -> dict[str, Any]:
-    """By what a table is recognised: its length, hashes of a few images and of the captions of a few rows.
+    """The facts by which a table is recognised: its length, hashes of a few images and of the captions of a few rows.
 
     A hash of the sizes of all images, or of the names of their files if the table does not hold these, tells whether
     the rows were put into another order. Neither is read: of 10 million rows that takes less than a second, or four.

@@ -196,7 +196,7 @@ class _DataSet:
 
 
 def _rows_without_captions(part: ImageTextDataset, stored: StoredEmbeddings) -> int:
-    """How many rows of a table have a caption without an embedding. A million captions take six seconds."""
+    """The number of rows of a table that have a caption without an embedding. A million captions take six seconds."""
     table, first, lacking = part.table.select_columns([part.caption_column]).with_format(None), 0, 0
     numbers = part.numbers if part.places_of_whole and part.numbers is not None else np.arange(len(part))
     for batch in table.iter(10_000):

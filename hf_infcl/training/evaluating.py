@@ -262,7 +262,7 @@ class Evaluator:
 
 @failures_announced()
 def checked_metrics(compute_metrics: Callable[..., object], *args: object) -> dict[str, Any]:
-    """What a function of the user returns, which has to be a dict; the other processes learn of its errors."""
+    """Calls a function of the user, which has to return a dict; the other processes learn of its errors."""
     if isinstance(metrics := compute_metrics(*args), dict):
         return metrics
     raise ValueError(f"compute_metrics must return a dict, {{'name': number}}, got a {type(metrics).__name__}.")

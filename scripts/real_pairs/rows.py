@@ -263,3 +263,9 @@ def name_of_way(setting: Setting) -> str:
     optimizer = [] if setting.way == "base" else [OPTIMIZERS[setting.optimizer]]
     others = ["of Twemoji"] if setting.replay == "twemoji" else []
     return ", ".join([setting.way, *(text for text in told if text != "weight_decay 0"), *others, *optimizer])
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; empty without rows."""
+    lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines) if len(lines) > 2 else ""

@@ -25,13 +25,14 @@ def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str
     folder, ids = Path(model), getattr(pairs, "pair_id_column", None)
     with suppress(ValueError):  # a model from elsewhere has no record
         facts = TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
-        there = facts.objective, facts.equal_ids, facts.pair_id_column
+        trained = facts.objective, facts.equal_ids, facts.pair_id_column
         # The columns of two sets may have different names: it only counts whether there is one.
-        here = trainer.setup.objective, trainer.setup.equal_ids, ids and (facts.pair_id_column or ids)
-        compared = zip(("objective", "equal_ids", "pair_id_column"), there, here, strict=True)
-        had = [f"--{name} {value}" if value else f"no --{name}" for name, value, now in compared if value != now]
-        if had and pairs is not None:
-            yield f"The loss of pairs is not that of the training, which had {' and '.join(had)}. Recalls are the same."
+        measured = trainer.setup.objective, trainer.setup.equal_ids, ids and (facts.pair_id_column or ids)
+        compared = zip(("objective", "equal_ids", "pair_id_column"), trained, measured, strict=True)
+        other = [f"--{name} {value}" if value else f"no --{name}" for name, value, now in compared if value != now]
+        if other and pairs is not None:
+            had = " and ".join(other)
+            yield f"The loss of pairs is not that of the training, which had {had}. Recalls are the same."
 
 
 def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:

@@ -52,6 +52,6 @@ def about_words(left: Sequence[str], words: Sequence[str], places: Mapping[str, 
 
 
 def to_one_column(option: str) -> str:
-    """What to do with several columns of captions, as the end of a message; empty for other options."""
+    """Advice for several columns of captions, as the end of a message; empty for other options."""
     joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"
     return f" Join several columns into one of lists: {joined} in Python." if option.endswith("caption_column") else ""

@@ -53,7 +53,7 @@ def explained(set_changes: Sequence[Change]) -> str:
 
 
 def words_of_scores(measured: Sequence[Mapping[str, float]]) -> str:
-    """What the scores of sets with these metrics are, in a sentence."""
+    """A sentence that says which metrics the scores of these sets are."""
     kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
     return f"The score is {joined([words for kind, words in _SCORE_OF.items() if kind in kinds])}."
 

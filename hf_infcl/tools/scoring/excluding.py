@@ -80,7 +80,7 @@ def _probably_wrong(file: Any, least: float) -> np.ndarray:
 
 
 def words_of_excluded(asked: str) -> tuple[str, str]:
-    """How many pairs of a ledger are left out and which they are, and the name of its file."""
+    """A phrase that says how many pairs of a ledger are left out, and which; and the name of its file."""
     path, _, number = asked.rpartition(":")
     keys, count, _ = _wrong(asked)
     lowest = number.endswith("%")

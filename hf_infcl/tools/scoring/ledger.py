@@ -57,7 +57,7 @@ class Ledger:
         return self._find(self.caption, key)
 
     def _find(self, words: list[str], key: int) -> str:
-        """What ``words``, one for each pair or none at all, say of the pair with a key; empty if they lack it."""
+        """The entry of a pair in ``words``, which has one for each pair or is empty; "" if there is none."""
         place = int(np.searchsorted(self.key, key))
         return words[place] if place < len(words) and self.key[place] == key else ""
 

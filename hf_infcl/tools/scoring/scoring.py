@@ -178,17 +178,17 @@ def _scored(window: _Embedded, shown: Collection[int] | None) -> Columns:
     first = torch.full_like(of_images, len(texts)).scatter_reduce(
         0, belongs, torch.arange(len(texts), device=images.device), "amin"
     )
-    # What pairs have in common that are not told apart: the key, a caption, an image or an id.
-    own = [columns["key"], columns["caption"], columns.pop("image")]
-    own += [] if pair_ids is None else [pair_ids.cpu().numpy()]
+    # Pairs that share one of these are not told apart: the key, a caption, an image or an id.
+    identities = [columns["key"], columns["caption"], columns.pop("image")]
+    identities += [] if pair_ids is None else [pair_ids.cpu().numpy()]
 
     def keys_of(preferred: Tensor) -> np.ndarray:
         """The keys of these pairs; a pair that prefers one with its own image, caption or id prefers itself."""
         places = preferred.cpu().numpy()
-        is_copy = np.any([values[places] == values for values in own], 0)
+        is_copy = np.any([values[places] == values for values in identities], 0)
         return np.where(is_copy, columns["key"], columns["key"][places])
 
-    # Of the texts, the first of each pair.
+    # Each pair has the preferences of its image and of the first of its texts.
     every = columns | {"text_key": keys_of(of_images), "image_key": keys_of(of_texts[first])}
     every["score"] = score.cpu().numpy()
     pairs = {name: values[every["key"] != NO_KEY] for name, values in every.items()}
