@@ -226,7 +226,8 @@ def test_a_copy_that_a_person_has_edited_excludes_what_he_judged(tmp_path):
         rows_kept(numbered(range(11)), f"{edited}:0.5")
     for part, cause in ((frame.drop(columns="content"), "content"), (frame[:0], "it has no rows")):
         part.to_parquet(edited)
-        with pytest.raises(ValueError, match=f"{cause}.*An edited copy has to be a parquet file with the columns key"):
+        advice = "An edited copy has to be a parquet file that keeps the ledger's columns"
+        with pytest.raises(ValueError, match=f"{cause}.*{advice}"):
             rows_kept(data, f"{edited}:0.5")
 
 

@@ -129,7 +129,7 @@ def read_as_ledger(path: str | Path) -> Iterator[None]:
     except (OSError, KeyError, ValueError, pa.ArrowInvalid) as error:
         raise ValueError(
             f"{path} is not a ledger that `infcl score` has written: {type(error).__name__}: {error}. An edited copy "
-            "has to be a parquet file with the columns key, score, p_wrong and content."
+            "has to be a parquet file that keeps the ledger's columns."
         ) from error
 
 
