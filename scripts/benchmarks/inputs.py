@@ -146,3 +146,7 @@ class Padded:
     """The part of `ContrastiveCollator` that says that all texts have one length."""
 
     text_options: ClassVar = {"padding": "max_length"}
+
+
+class PaddedNormaliser(Padded, Normaliser):
+    """Both parts."""

@@ -40,8 +40,8 @@ to FOLDER together with a trace of one step without synchronisation.
 Inputs come from a pool of a few micro-batches of random images in pinned memory, which is used over and over: data
 loading is not measured, and host memory need not hold a window of a million images. On the device every micro-batch is
 a separate tensor, except with offload_inputs, which holds two at a time. Images are fp32, as processors return them,
-unless --pixel-dtype is given. uint8, which InfCLTrainer normalises on the device, is only for rows of
---global-batch-sizes.
+unless --pixel-dtype is given. "hf_infcl by default, uint8" has images as InfCLTrainer's own collator returns them, in
+uint8, which it normalises on the device; --pixel-dtype uint8 is only for rows of --global-batch-sizes.
 """
 
 from __future__ import annotations
@@ -90,6 +90,10 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl texts at once": {"retain_graphs": "1", "texts_at_once": "all"},
     "hf_infcl texts at once, retain auto": {"retain_graphs": "auto", "texts_at_once": "all"},
     "hf_infcl by default": {"global_batch_size": "all"},  # as if the user had said nothing else
+    "hf_infcl by default, uint8": {
+        "global_batch_size": "all",
+        "pixels": torch.uint8,
+    },  # as its own collator returns them
 }
 LOSSES: dict[str, Any] = {
     OURS: contrastive_loss,
@@ -216,7 +220,11 @@ def implementations(
         all_of["matryoshka_dims"] = inputs.prefixes(args.model)
         numbers = {name: all_of.get(name, steps) if value == "all" else value for name, value in options.items()}
         options = ({} if "global_batch_size" in numbers else {"texts_at_once": 1}) | numbers | common_options
-        yield name, trains(args, pool, training.PooledInfCLTrainer, **options), steps
+        images = pool
+        if pixels := options.pop("pixels", None):
+            shape = {"image_size": args.image_size, "tokens": args.text_tokens}
+            images = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **shape)
+        yield name, trains(args, images, training.PooledInfCLTrainer, **options), steps
     yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
     if importlib.util.find_spec("open_clip_train") is None or common.world_size() > 1:
         return

@@ -29,7 +29,7 @@ from hf_infcl.windows.teachers import teacher_prefix
 from hf_infcl.windows.terms import TeacherDistance
 
 from . import peers
-from .inputs import Batch, Loader, Normaliser, Padded, sizes_of
+from .inputs import Batch, Loader, Normaliser, Padded, PaddedNormaliser, sizes_of
 
 # Options of all trainers, which do nothing but steps, and hardly change the weights.
 ONLY_STEPS: dict[str, Any] = {
@@ -293,10 +293,10 @@ def train(
         callbacks = [clock, *([phases] if phases else []), *callbacks]
         trainer = trainer_class(model=model, args=args, callbacks=callbacks, **taught)
         trainer.pool = pool
-        if pool[0]["pixel_values"].dtype == torch.uint8:
-            trainer.data_collator = Normaliser()
-        elif "global_batch_size" in options:
-            trainer.data_collator = Padded()
+        in_uint8, by_default = pool[0]["pixel_values"].dtype == torch.uint8, "global_batch_size" in options
+        if in_uint8 or by_default:
+            parts = {(True, False): Normaliser, (False, True): Padded, (True, True): PaddedNormaliser}
+            trainer.data_collator = parts[in_uint8, by_default]()
         trainer.remove_callback(transformers.PrinterCallback)
         if loss is not None:
             window = hf_infcl.windows.window

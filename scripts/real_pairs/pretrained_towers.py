@@ -51,23 +51,23 @@ REPLAY = {"samples": 131_072, "options": {"replay_share": 0.5}}  # of the emoji;
 
 def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
     """The runs of the chosen parts, the most important first."""
-    optimizers, seeds = ("adamw", "muon"), (0, 1, 2)
+    optimizers, seeds, both = ("adamw", "muon"), (0, 1, 2), {"trained": "both"}
     parts: dict[str, list[dict[str, Any]]] = {
         "lit": [{"optimizer": o, "seed": s} for s in seeds for o in optimizers],
         "both": [{"optimizer": o, "seed": s, "trained": "both", "image": 0.2} for s in seeds for o in optimizers],
         "rates": [
-            *({"optimizer": o, "text": t} for t in (0.05, 0.5, 1.0) for o in optimizers),
-            *({"optimizer": o, "rate": r} for r in (5e-4, 2e-3) for o in optimizers),
-            *({"optimizer": o, "trained": "both", "image": i} for i in (0.05, 1.0) for o in optimizers),
-            *({"optimizer": o, "trained": "both", "image": 0.2, "rate": 5e-4} for o in optimizers),
+            *({"optimizer": o, "seed": s, "text": t} for s in seeds for t in (0.5, 1.0, 0.05) for o in optimizers),
+            *({"optimizer": o, "seed": s, "rate": r} for s in seeds for r in (5e-4, 2e-3) for o in optimizers),
+            *({"optimizer": o, "seed": s, **both, "image": i} for s in seeds for i in (0.05, 1.0) for o in optimizers),
+            *({"optimizer": o, "seed": s, **both, "image": 0.2, "rate": 5e-4} for s in seeds for o in optimizers),
         ],
         "less": [
             *({"optimizer": o, "trained": t} for o in optimizers for t in ("heads", "text lora")),
             *({"optimizer": o, "trained": "both", "weights": "random", "text": 1.0} for o in optimizers),
         ],
         "keeping": [
-            *({"optimizer": o, "way": "base"} for o in optimizers),
-            *({"optimizer": o, **TUNED, **more} for more in ({}, KEEP, REPLAY) for o in optimizers),
+            *({"optimizer": o, "seed": s, "way": "base"} for s in seeds for o in optimizers),
+            *({"optimizer": o, "seed": s, **TUNED, **m} for s in seeds for m in ({}, KEEP, REPLAY) for o in optimizers),
         ],
         "short": [{"optimizer": o, "seed": s, "samples": 46_080} for s in seeds for o in optimizers],
     }

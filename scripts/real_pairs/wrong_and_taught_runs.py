@@ -16,6 +16,8 @@ PLAIN: dict[str, Any] = {
     **{"method": "InfCLTrainer", "batch": BATCH, "pair_ids": False, "captions": 1},
 }
 NOISY = {"leave_out": "noisy"}
+PATCHES = {"patch_dropout": 0.5, "full_tokens_last": 0.1}
+SIZES = {"image_size_schedule": ["32:0.5", "48:0.4", "64"]}
 IN_BF16 = {"bf16": True, "bf16_activations": True}  # "bf16" for a CPU, which trains in fp32 otherwise
 
 
@@ -46,6 +48,7 @@ def of_teachers() -> dict[str, list[dict[str, Any]]]:
             *({"seed": s, **adamw} for s in (1, 2)),
             {"seed": 2, **stored_by(same), **adamw},
             *({"seed": s, **stored_by(same), **tiny, "teacher": "online"} for s in seeds),
+            *({"seed": s, "wrong": 0.5, **stored_by(same), "options": NOISY} for s in (1, 2)),
         ],
         "taught by large, more seeds": [
             {"seed": 2, **stored_by("large 4")},
@@ -87,7 +90,7 @@ def with_icons() -> dict[str, list[dict[str, Any]]]:
 
     # In turn, so that on four GPUs the runs of 256 pairs, which are the slowest, are on different ones.
     orders = {0: (256, 16_384, 4096, 1024), 1: (16_384, 256, 1024, 4096), 2: (256, 16_384, 4096, 1024)}
-    both = ("muon", "adamw")
+    both, seeds = ("muon", "adamw"), (0, 1, 2)
     batches = {seed: [of(o, batch, seed) for batch in order for o in both] for seed, order in orders.items()}
     taught = stored_by("icons 4")
     losses_over_256, no_icons = {"method": "Trainer"}, {"trained_on": "all but icons"}
@@ -95,18 +98,17 @@ def with_icons() -> dict[str, list[dict[str, Any]]]:
         "icons": [*batches[0], *batches[1]],
         "icons or not": [
             *(of("muon", 1024, s, **no_icons) for s in (0, 1)),
-            *(of("muon", 4096, s, **losses_over_256) for s in (0, 1)),
+            *(of("muon", 4096, s, **losses_over_256) for s in seeds),
             *(of(o, 4096, 0, **no_icons) for o in both),
             of("adamw", 4096, 0, **losses_over_256),
             of("adamw", 1024, 0, **no_icons),
         ],
         "icons wrong": [
-            *(of("muon", 1024, 0, wrong=0.2, options=options) for options in (NOISY, {})),
-            of("muon", 1024, 0, wrong=0.2, oracle=True),
+            of("muon", 1024, s, wrong=0.2, **more) for s in seeds for more in ({"options": NOISY}, {}, {"oracle": True})
         ],
         "icons taught": [
             of("muon", 1024, 100, save="icons 4"),
-            *({"seed": s, **on, **more} for s in (0, 1) for on in (no_icons, {}) for more in (taught, {})),
+            *({"seed": s, **on, **more} for s in seeds for on in (no_icons, {}) for more in (taught, {})),
         ],
         "icons third seed": [job for job in batches[2] if job["batch"] in (1024, 4096)],
         "icons third seed, 256 and 16,384": [job for job in batches[2] if job["batch"] in (256, 16_384)],
@@ -115,17 +117,20 @@ def with_icons() -> dict[str, list[dict[str, Any]]]:
             *(of("adamw", 256, 0, rate) for rate in (2.5e-4, 1e-3)),
         ],
         "icons rates": [
-            *(of("muon", batch, 0, 2 * muon[batch]) for batch in (16_384, 1024, 4096)),
+            *(of("muon", batch, 0, 2 * muon[batch]) for batch in (16_384, 4096)),
+            *(of("muon", 1024, s, 2 * muon[1024]) for s in seeds),
             *(of("adamw", batch, 0, 2 * adamw[batch]) for batch in (16_384, 4096)),
         ],
         "icons pair_ids": [of("muon", batch, 0, pair_ids=True) for batch in (16_384, 4096)],
-        "icons growing": [of("muon", 4096, s, options={"global_batch_schedule": ["1024:0.5", "4096"]}) for s in (0, 1)],
+        "icons growing": [of("muon", 4096, s, options={"global_batch_schedule": ["1024:0.5", "4096"]}) for s in seeds],
         "icons patches and sizes": [
-            of("muon", 1024, 0, options={"patch_dropout": 0.5, "full_tokens_last": 0.1}),
-            of("muon", 1024, 0, options={"image_size_schedule": ["32:0.5", "48:0.4", "64"]}),
+            of("muon", 1024, s, options=options) for s in seeds for options in (PATCHES, SIZES)
         ],
         "icons captions": [of("muon", 1024, 0, captions=3)],
-        "icons 9.4 million": [of(o, batch, 0, times=16) for o in both for batch in (1024, 4096, 16_384)],
+        "icons 9.4 million": [
+            *(of(o, batch, 0, times=16) for o in both for batch in (1024, 4096, 16_384)),
+            *(of("muon", 4096, s, times=16) for s in (1, 2)),
+        ],
     }
 
 
