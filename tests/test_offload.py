@@ -1,7 +1,6 @@
 """The inputs of a window reach the device one micro-batch ahead, and leave it after their use."""
 
 import weakref
-from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +36,3 @@ def test_two_micro_batches_are_on_the_device_at_a_time(count):
         assert alive == [False] * index + [True] * min(2, count - index)
         seen += 1
     assert seen == count
-
-
-def test_what_is_no_dict_stays_where_it_is():
-    batches = [UserDict({"x": torch.ones(1)}), torch.ones(2)]
-    assert [*map(id, Watched().fetch(batches))] == [*map(id, batches)]

@@ -25,19 +25,16 @@ class Fetcher:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def fetch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yields each batch on the device, ready for the current stream, after starting to copy the next one.
-
-        What is no dict, or has no tensors, stays as it is.
-        """
+    def fetch(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields each batch on the device, ready for the current stream, after starting to copy the next one."""
         # A reference here to a yielded batch would keep it on the device together with the next two.
-        arriving: deque[Any] = deque()
+        arriving: deque[dict[str, Any]] = deque()
         try:
             for following in chain(batches, [None]):
                 if arriving:
                     self._wait()  # before the next copy is queued behind it
                 if following is not None:
-                    arriving.append(self.send(following) if type(following) is dict else following)
+                    arriving.append(self.send(following))
                 if len(arriving) == (1 if following is None else 2):
                     yield arriving.popleft()
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,18 +44,12 @@ class AnnouncingDataLoader:
     Args:
         dataloader: torch's or accelerate's loader.
         each: is given each batch when it is asked for, and returns what takes its place.
-        ahead: yields the batches that the workers have loaded, for example after it began to copy the next one.
     """
 
-    def __init__(
-        self,
-        dataloader: Any,
-        each: Callable[[Any], Any],
-        ahead: Callable[[Iterable[Any]], Iterator[Any]] = iter,
-    ) -> None:
+    def __init__(self, dataloader: Any, each: Callable[[Any], Any]) -> None:
         self._dataloader, self._each = dataloader, each
         self._is_of_accelerate = hasattr(dataloader, "base_dataloader")  # it has torch's within
-        self._workers = _EarlyLoader(dataloader.base_dataloader if self._is_of_accelerate else dataloader, ahead)
+        self._workers = _EarlyLoader(dataloader.base_dataloader if self._is_of_accelerate else dataloader)
 
     def begin(self) -> None:
         """Starts the workers of the next iteration, and does not wait for a batch of theirs.
@@ -96,8 +90,8 @@ class AnnouncingDataLoader:
 class _EarlyLoader:
     """A loader of torch whose workers can be started before it is iterated over."""
 
-    def __init__(self, loader: DataLoader[object], ahead: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
-        self._loader, self._ahead = loader, ahead
+    def __init__(self, loader: DataLoader[object]) -> None:
+        self._loader = loader
         self._begun: Iterator[Any] | None = None
 
     def begin(self) -> None:
@@ -113,7 +107,7 @@ class _EarlyLoader:
             self.begin()
         begun, self._begun = self._begun, None
         assert begun is not None
-        return self._ahead(begun)
+        return begun
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

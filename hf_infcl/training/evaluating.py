@@ -29,7 +29,6 @@ from ..evaluation.metrics import CEILING, KS
 from ..evaluation.score_changes import ScoreChanges
 from ..loading.notices import CaptionNotices
 from ..loss import local_contrastive_loss
-from ..passes.offload import Fetcher
 from ..passes.random_state import random_state_kept
 from ..processes.batches import AnnouncingDataLoader
 from ..processes.collectives import Processes, failures_announced
@@ -112,9 +111,7 @@ class Evaluator:
         # Other processes wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         if isinstance(dataloader, DataLoaderDispatcher):
             return dataloader
-        # The next batch is copied while one is encoded.
-        ahead = Fetcher(self._args.device).fetch if self._args.device.type == "cuda" else iter
-        batches = AnnouncingDataLoader(dataloader, self._take_apart, ahead)
+        batches = AnnouncingDataLoader(dataloader, self._take_apart)
         if isinstance(dataloader.dataset, ZeroShotDataset):
             batches.begin()
         return batches
