@@ -25,7 +25,7 @@ def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCL
         raise ExclusiveOptionsError(
             "--average_with_start saves an average in place of the weights at the end, which only a checkpoint then "
             f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps.",
-            *("average_with_start", "save_strategy"),
+            ("average_with_start", "save_strategy"),
         )
     return alpha
 

@@ -32,8 +32,12 @@ NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
 SNAPSHOT = "_push-"  # the prefix of the snapshots of output_dir, which lie in it
 # The files of the model in a checkpoint, in any of save_formats.
 MODEL_FILES = (
-    *("config.json", "generation_config.json", "adapter_config.json", folders.CONFIG),
-    *("*.safetensors", "*.safetensors.index.json"),
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    folders.CONFIG,
+    "*.safetensors",
+    "*.safetensors.index.json",
 )
 
 logger = logging.get_logger(__name__)

@@ -21,10 +21,12 @@ from ..options.combinations import WITHOUT_WARM_UP
 from ..options.facts import facts_by_name
 
 # Options that decide what is trained, but are compared in another form: see `options_of_arguments` and `Run`.
-_IN_ANOTHER_FORM = {
-    *("bf16", "bf16_full_eval", "fp16", "fp16_opt_level", "fp16_full_eval", "max_steps", "num_train_epochs"),
-    *("warmup_ratio", "objective", "equal_ids", "train_sampling_strategy", "data_seed"),
-}
+_IN_ANOTHER_FORM = set(
+    """
+    bf16 bf16_full_eval fp16 fp16_opt_level fp16_full_eval max_steps num_train_epochs warmup_ratio objective equal_ids
+    train_sampling_strategy data_seed
+    """.split()
+)
 # Schedules whose learning rate does not depend on the number of steps of the run.
 _ENDLESS = (*WITHOUT_WARM_UP, "constant_with_warmup", "inverse_sqrt")
 # In the groups of an optimizer: how it computes.

@@ -19,19 +19,22 @@ def refusal(what: str) -> ValueError:
 
 
 # Fields of a tower in OpenCLIP that change what it computes, all of which are off in transformers' towers.
-OFF = {
-    *("ls_init_value", "attentional_pool", "no_ln_pre", "final_ln_after_pool", "qk_norm", "scaled_cosine_attn"),
-    *("scale_heads", "scale_attn_inner", "scale_attn", "scale_fc", "embed_cls", "output_tokens"),
-}
+OFF = set(
+    """
+    ls_init_value attentional_pool no_ln_pre final_ln_after_pool qk_norm scaled_cosine_attn scale_heads scale_attn_inner
+    scale_attn scale_fc embed_cls output_tokens
+    """.split()
+)
 # Fields that are read, or that do not change what a tower computes outside of OpenCLIP's training.
-READ = {
-    *("layers", "width", "head_width", "heads", "mlp_ratio", "patch_size", "image_size", "context_length"),
-    *("vocab_size", "pool_type", "act_kwargs", "norm_kwargs", "no_causal_mask", "proj_bias", "proj_type", "eos_id"),
-    *("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs", "patch_dropout", "timm_model_name", "timm_pool"),
-    *("timm_model_pretrained", "timm_proj", "timm_proj_bias", "timm_drop", "timm_drop_path", "attn_pooler_queries"),
-    *("attn_pooler_heads", "hf_model_name", "hf_model_pretrained", "hf_proj_type", "hf_pooler_type", "pad_id"),
-    *("pos_embed_type", "block_type"),
-}
+READ = set(
+    """
+    layers width head_width heads mlp_ratio patch_size image_size context_length vocab_size pool_type act_kwargs
+    norm_kwargs no_causal_mask proj_bias proj_type eos_id hf_tokenizer_name tokenizer_mode tokenizer_kwargs
+    patch_dropout timm_model_name timm_pool timm_model_pretrained timm_proj timm_proj_bias timm_drop timm_drop_path
+    attn_pooler_queries attn_pooler_heads hf_model_name hf_model_pretrained hf_proj_type hf_pooler_type pad_id
+    pos_embed_type block_type
+    """.split()
+)
 
 
 def refuse_unknown_fields(tower: str, fields: dict[str, object]) -> None:

@@ -26,10 +26,12 @@ _KINDS = ("caption", "pair_id", "skipped", "label", "image_features", "at_start"
 # Tokenizing a megabyte takes seconds, although only max_length tokens are used. A token has about 4 characters of text.
 _CHARACTERS_PER_TOKEN = 64
 # Text towers that count positions as RoBERTa does: they begin behind the index of the padding.
-_LIKE_ROBERTA = {
-    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "altclip_text_model"),
-    *("data2vec-text", "esm", "ibert", "longformer", "mpnet", "xmod"),
-}
+_LIKE_ROBERTA = set(
+    """
+    roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl camembert altclip_text_model data2vec-text esm ibert
+    longformer mpnet xmod
+    """.split()
+)
 
 
 DataCollator = Callable[[list[Any]], Any]  # makes a batch of the items of a micro-batch, as Trainer's does
@@ -195,9 +197,10 @@ class ContrastiveCollator:
         kind = getattr(self.processor.image_processor, "valid_kwargs", None)
         # Its own dict leaves out those without a value.
         images = dict.fromkeys(getattr(kind, "__annotations__", ())) | self.processor.image_processor.to_dict()
-        unrelated = (
-            *("_", "image_processor_type", "processor_class", "data_format", "return_tensors", "device"),
-            *("input_data_format", "disable_grouping"),
+        unrelated = tuple(
+            """
+            _ image_processor_type processor_class data_format return_tensors device input_data_format disable_grouping
+            """.split()
         )
         return {
             **self.text_options,

@@ -34,9 +34,8 @@ from .training_loader import TrainingLoader, worker_options
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
-_OF_COLLATOR = (
-    *("image", "cropped", "side", "image_features", "at_start", "caption", "negative_captions", "pair_id"),
-    *("skipped", "label"),
+_OF_COLLATOR = tuple(
+    "image cropped side image_features at_start caption negative_captions pair_id skipped label".split()
 )
 
 

@@ -30,8 +30,7 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
             raise ExclusiveOptionsError(
                 f"global_batch_size={size:,}, but global_batch_schedule ends with {args.global_batch_size:,}. Leave "
                 "one of them out.",
-                "global_batch_size",
-                "global_batch_schedule",
+                ("global_batch_size", "global_batch_schedule"),
             )
         args.per_device_train_batch_size = micro_batch or _untried(args)
         return
@@ -46,8 +45,7 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
     if len(factors) == 2 and least != size:
         raise ExclusiveOptionsError(
             f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
-            *reversed(DIVISION),
-            "global_batch_size",
+            (*reversed(DIVISION), "global_batch_size"),
         )
     if size % least:  # none gives way: without the number, one of its factors would make up another, small batch
         raise ValueError(

@@ -22,10 +22,15 @@ NO_DEEPSPEED = (
 
 # (an option, its values if not any, another one that would decide in its place, or that belongs to its former value).
 DECIDED_BY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    *(("save_steps", (), "save_strategy"), ("eval_steps", (), "eval_strategy")),
-    *(("logging_steps", (), "logging_strategy"), ("num_train_epochs", (), "max_steps")),
-    *(("lr_scheduler_type", (), "lr_scheduler_kwargs"), ("optim", (), "optim_args"), ("optimizer", (), "optim_args")),
-    *(("torch_compile", (False,), "torch_compile_mode"), ("torch_compile", (False,), "torch_compile_backend")),
+    ("save_steps", (), "save_strategy"),
+    ("eval_steps", (), "eval_strategy"),
+    ("logging_steps", (), "logging_strategy"),
+    ("num_train_epochs", (), "max_steps"),
+    ("lr_scheduler_type", (), "lr_scheduler_kwargs"),
+    ("optim", (), "optim_args"),
+    ("optimizer", (), "optim_args"),
+    ("torch_compile", (False,), "torch_compile_mode"),
+    ("torch_compile", (False,), "torch_compile_backend"),
     ("gradient_checkpointing", (), "activation_checkpointing"),
     ("global_batch_size", (), "per_device_train_batch_size"),
     ("global_batch_size", (), "gradient_accumulation_steps"),
@@ -52,7 +57,7 @@ def check_combinations(args: Any) -> None:
         raise ExclusiveOptionsError(
             "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than 'no', "
             "and leave save_only_model off.",
-            *("on_divergence", "save_only_model", "save_strategy"),
+            ("on_divergence", "save_only_model", "save_strategy"),
         )
     _check_cache_folder(args)
     several = args.gradient_accumulation_steps > 1 or args.global_batch_schedule is not None
@@ -61,7 +66,7 @@ def check_combinations(args: Any) -> None:
         raise ExclusiveOptionsError(
             f"ddp_static_graph=True does not work with {option}={getattr(args, option)}: DDP fails in the second "
             "micro-batch of a step. Leave it off.",
-            *("ddp_static_graph", option),
+            ("ddp_static_graph", option),
         )
     # accelerate completes the plugin from the variables that `accelerate launch` sets.
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
@@ -73,7 +78,7 @@ def check_combinations(args: Any) -> None:
             "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
             f"{number}micro-batches of a step. Choose 'default' or "
             "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1).",
-            *("torch_compile_mode", "torch_compile_backend", option),
+            ("torch_compile_mode", "torch_compile_backend", option),
         )
     _check_effects(args)
     _check_parts(args)
@@ -89,7 +94,7 @@ def _check_best_checkpoint(args: Any) -> None:
         raise ExclusiveOptionsError(
             f"load_best_model_at_end needs an evaluation for each checkpoint, but save_strategy is {saved!r} and "
             f"eval_strategy {evaluated!r}. Choose the same, or save_strategy='best'.",
-            *("save_strategy", "eval_strategy", "load_best_model_at_end", "save_steps", "eval_steps"),
+            ("save_strategy", "eval_strategy", "load_best_model_at_end", "save_steps", "eval_steps"),
         )
     saves, evaluations = args.save_steps, args.eval_steps or args.logging_steps
     shares = (saves < 1) + (evaluations < 1)
@@ -97,7 +102,7 @@ def _check_best_checkpoint(args: Any) -> None:
         raise ExclusiveOptionsError(
             f"load_best_model_at_end needs an evaluation for each checkpoint, but save_steps={saves} is no multiple of "
             f"eval_steps={evaluations}.",
-            *("save_steps", "eval_steps", "load_best_model_at_end"),
+            ("save_steps", "eval_steps", "load_best_model_at_end"),
         )
 
 
@@ -108,26 +113,26 @@ def _check_parts(args: Any) -> None:
         if name.startswith(str(args.freeze)):
             raise ExclusiveOptionsError(
                 f"{name} would have no effect, because freeze={args.freeze!r} freezes that tower. Omit one of both.",
-                *(name, "freeze"),
+                (name, "freeze"),
             )
     if names and args.learning_rate == 0:
         raise ExclusiveOptionsError(
             f"{' and '.join(names)} cannot be set beside learning_rate=0, to which they are relative. Set that to more "
             "than 0; freeze leaves a tower as it is.",
-            *(*names, "learning_rate"),
+            (*names, "learning_rate"),
         )
     of_parts = [*names, *(["layer_decay"] if args.layer_decay is not None else [])]
     if of_parts and args.optim_target_modules is not None:
         raise ExclusiveOptionsError(
             f"{' and '.join(of_parts)} cannot be combined with optim_target_modules, which divides the parameters in "
             "its own way. Leave one of them out.",
-            *(*of_parts, "optim_target_modules"),
+            (*of_parts, "optim_target_modules"),
         )
     if args.keep_weights and "schedule_free" in spelled(args.optim):
         raise ExclusiveOptionsError(
             "keep_weights pulls the weights that a step changes, of which schedule-free optimizers have two sets. "
             "Choose another optimizer.",
-            *("keep_weights", "optim"),
+            ("keep_weights", "optim"),
         )
     for name in CHECKPOINTING if args.freeze_layers is not None else ():
         if getattr(args, name, False):
@@ -136,7 +141,7 @@ def _check_parts(args: Any) -> None:
                 raise ExclusiveOptionsError(
                     f"{name}_kwargs with use_reentrant=True loses the gradient of the layers above those that "
                     f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False.",
-                    *(f"{name}_kwargs", "freeze_layers"),
+                    (f"{name}_kwargs", "freeze_layers"),
                 )
             setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
 
@@ -147,19 +152,19 @@ def _check_effects(args: Any) -> None:
         raise ExclusiveOptionsError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=1: a step has one "
             "micro-batch. Omit it, or choose smaller micro-batches and more of them.",
-            *("texts_at_once", "gradient_accumulation_steps"),
+            ("texts_at_once", "gradient_accumulation_steps"),
         )
     if args.texts_together > 1 and args.gradient_noise_steps is not None:
         raise ExclusiveOptionsError(
             f"gradient_noise_steps compares micro-batches of as many images as texts, but texts_at_once="
             f"{args.texts_at_once} gives some of them the texts of others. Omit one of both.",
-            *("gradient_noise_steps", "texts_at_once"),
+            ("gradient_noise_steps", "texts_at_once"),
         )
     if args.save_strategy == "best" and args.eval_strategy == "no":
         raise ExclusiveOptionsError(
             "save_strategy='best' saves after evaluations, of which eval_strategy='no' makes none: nothing would "
             "be saved. Choose eval_strategy='epoch' or 'steps'.",
-            *("save_strategy", "eval_strategy"),
+            ("save_strategy", "eval_strategy"),
         )
     schedule = spelled(args.lr_scheduler_type)
     if args.warmup_steps and schedule in WITHOUT_WARM_UP:
@@ -167,20 +172,20 @@ def _check_effects(args: Any) -> None:
         raise ExclusiveOptionsError(
             f"warmup_steps={args.warmup_steps} has no effect with lr_scheduler_type={schedule!r}, which has no "
             f"warm-up.{instead}",
-            *("warmup_steps", "lr_scheduler_type"),
+            ("warmup_steps", "lr_scheduler_type"),
         )
     if args.lr_scheduler_kwargs and schedule in ("constant", "constant_with_warmup"):
         raise ExclusiveOptionsError(
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} have no effect with lr_scheduler_type={schedule!r}, "
             "which takes none. Leave them out, or choose another schedule.",
-            *("lr_scheduler_kwargs", "lr_scheduler_type"),
+            ("lr_scheduler_kwargs", "lr_scheduler_type"),
         )
     optimizer = spelled(args.optim)
     if args.optim_target_modules is not None and not optimizer.startswith(("galore", "apollo")):
         raise ExclusiveOptionsError(
             f"optim_target_modules has no effect with optim={optimizer!r}: only GaLore and APOLLO project the "
             "gradients of some modules. Leave it out; requires_grad_(False) freezes parameters.",
-            *("optim_target_modules", "optim"),
+            ("optim_target_modules", "optim"),
         )
 
 
@@ -193,10 +198,10 @@ def _check_optimizer(args: Any) -> None:
         raise ExclusiveOptionsError(
             f"optimizer='muon' updates the parameters that are no matrices with 'adamw_torch_fused' or 'adamw_torch', "
             f"not with optim={name!r}. Leave optim or optimizer out.",
-            *("optimizer", "optim"),
+            ("optimizer", "optim"),
         )
     if args.deepspeed is not None:
-        raise ExclusiveOptionsError(NO_DEEPSPEED, "optimizer", "deepspeed")
+        raise ExclusiveOptionsError(NO_DEEPSPEED, ("optimizer", "deepspeed"))
 
 
 def check_texts_at_once(args: Any) -> None:
@@ -209,7 +214,7 @@ def check_texts_at_once(args: Any) -> None:
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=2 and "
             f"{args.world_size} processes: the last micro-batch of a process keeps its own texts, and there is only "
             "one other. Omit it, or choose smaller micro-batches and more of them.",
-            *("texts_at_once", "gradient_accumulation_steps"),
+            ("texts_at_once", "gradient_accumulation_steps"),
         )
 
 
@@ -232,11 +237,11 @@ def check_command(data: Any, args: Any) -> None:
         raise ExclusiveOptionsError(
             "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "
             f"{args.resume_from_checkpoint} continues one. Omit one of them.",
-            *("resume_from_checkpoint", "overwrite_output_dir"),
+            ("resume_from_checkpoint", "overwrite_output_dir"),
         )
     if len(data.dataset or ()) > 1 and not data.streaming:
         raise ExclusiveOptionsError(
-            "Only shards that are read with --streaming can have several --dataset.", "dataset", "streaming"
+            "Only shards that are read with --streaming can have several --dataset.", ("dataset", "streaming")
         )
     check_replay(data, args)
     if args.cache_features is not None:
@@ -248,7 +253,7 @@ def check_replay(data: Any, args: Any) -> None:
     if unused := [name for name in ("replay_share", "replay_as") if getattr(args, name) and not data.replay_dataset]:
         raise ExclusiveOptionsError(
             f"{' and '.join(f'--{name}' for name in unused)} had no effect without --replay_dataset. Pass it as well.",
-            *(*unused, "replay_dataset"),
+            (*unused, "replay_dataset"),
         )
 
 
@@ -259,7 +264,7 @@ def _check_cached(data: Any, args: Any) -> None:
         raise ExclusiveOptionsError(
             "cache_features computes what is frozen once, but the image tower trains. Pass --freeze image, or keep the "
             "start's with --keep_features.",
-            *("cache_features", "freeze"),
+            ("cache_features", "freeze"),
         )
     for changes, name, *dependents in (
         (data.streaming, "streaming"),
@@ -275,7 +280,7 @@ def _check_cached(data: Any, args: Any) -> None:
             raise ExclusiveOptionsError(
                 f"cache_features computes what is frozen once for all epochs, which --{name} does not allow. Omit one "
                 "of both.",
-                *("cache_features", name, *dependents),
+                ("cache_features", name, *dependents),
             )
 
 

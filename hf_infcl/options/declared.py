@@ -33,8 +33,14 @@ from .tower_options import TowerOptions
 THEIRS = "transformers.training_args", "TrainingArguments"
 # The parts of InfCLTrainingArguments, in the order of the help.
 OURS = (
-    *(LossOptions, BatchOptions, RateOptions, SelectionOptions, TowerOptions, TeacherOptions),
-    *(KeepingOptions, CourseOptions),
+    LossOptions,
+    BatchOptions,
+    RateOptions,
+    SelectionOptions,
+    TowerOptions,
+    TeacherOptions,
+    KeepingOptions,
+    CourseOptions,
 )
 
 

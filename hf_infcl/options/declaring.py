@@ -25,7 +25,7 @@ class ExclusiveOptionsError(ValueError):
             sets gives way.
     """
 
-    def __init__(self, message: str, *options: str) -> None:
+    def __init__(self, message: str, options: Sequence[str]) -> None:
         super().__init__(message)
         self.options = options
 

@@ -45,12 +45,12 @@ def check_values(options: Options) -> None:
             continue
         if facts.needs and not _holds(options, facts.needs):
             message = f"{name}={spelled(value)} has no effect without {facts.needs}. Pass both or none."
-            raise ExclusiveOptionsError(message, name, facts.needs.partition("=")[0])
+            raise ExclusiveOptionsError(message, (name, facts.needs.partition("=")[0]))
         for excluded, why in facts.excludes.items() if value else ():
             if _holds(options, excluded):
                 other = excluded.partition("=")[0]
                 found = f"{name}={spelled(value)} and {other}={spelled(getattr(options, other))}"
-                raise ExclusiveOptionsError(f"{found} exclude each other: {why}. Omit one of both.", name, other)
+                raise ExclusiveOptionsError(f"{found} exclude each other: {why}. Omit one of both.", (name, other))
 
 
 def _make_list(options: Options, declared: Field[Any]) -> None:

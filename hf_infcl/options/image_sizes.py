@@ -49,5 +49,5 @@ def check_image_sizes(args: TowerOptions) -> None:
         raise ExclusiveOptionsError(
             f"image_size_schedule ends with {full}, and image_size is {args.image_size}. The last steps see "
             "images of the size of the model: give both the same one.",
-            *("image_size", "image_size_schedule"),
+            ("image_size", "image_size_schedule"),
         )

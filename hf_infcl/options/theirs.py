@@ -7,19 +7,20 @@ from numbers import Real
 from .declaring import FINITE, FROM_0, FROM_1, NUMBER, SHARE, Facts, HelpPlace, Range
 
 # Options that say where or how fast something is computed, which machines may set for themselves.
-_OF_A_MACHINE = (
-    *("dataloader_", "debug", "deepspeed", "disable_tqdm", "fsdp_config", "hub_", "local_rank", "log_level"),
-    *("log_on_", "logging_dir", "project", "run_name", "tf32"),
-    "trackio_",
+_OF_A_MACHINE = tuple(
+    """
+    dataloader_ debug deepspeed disable_tqdm fsdp_config hub_ local_rank log_level log_on_ logging_dir project run_name
+    tf32 trackio_
+    """.split()
 )
 # Options that do not decide what is trained, but have to be the same on all machines.
-_UNDECISIVE = (
-    *("_", "accelerator_config", "auto_find_batch_size", "average_tokens_"),
-    *("batch_eval_metrics", "ddp_", "do_", "enable_jit_", "eval_", "fsdp", "full_determinism"),
-    *("gradient_accumulation_", "greater_is_better", "ignore_data_skip"),
-    *("include_", "label_names", "length_column_name", "liger_", "load_best_model_", "log_", "logging_", "no_cuda"),
-    *("overwrite_output_dir", "parallelism_config", "prediction_loss_only", "restore_callback_", "resume_"),
-    *("save_", "skip_memory_", "torch_compile_", "torch_empty_", "use_cache", "use_liger"),
+_UNDECISIVE = tuple(
+    """
+    _ accelerator_config auto_find_batch_size average_tokens_ batch_eval_metrics ddp_ do_ enable_jit_ eval_ fsdp
+    full_determinism gradient_accumulation_ greater_is_better ignore_data_skip include_ label_names length_column_name
+    liger_ load_best_model_ log_ logging_ no_cuda overwrite_output_dir parallelism_config prediction_loss_only
+    restore_callback_ resume_ save_ skip_memory_ torch_compile_ torch_empty_ use_cache use_liger
+    """.split()
 )
 
 # By the beginnings of their names: the longest one counts. Options that a later release may add, or that are not named

@@ -178,7 +178,7 @@ def check_optimizer_options(
         raise ExclusiveOptionsError(
             f"{' and '.join(f'{name}={getattr(args, name)}' for name in unused)} would have no effect, because "
             f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer.",
-            *(*unused, "optim"),
+            (*unused, "optim"),
         )
     without, ignored = settings(optim_args=None), []
     for pair in (args.optim_args or "").replace(" ", "").split(","):

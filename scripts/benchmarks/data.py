@@ -45,10 +45,11 @@ from hf_infcl.loading.table_rows import SizedRow
 from . import common
 from .common import RESULTS, Row
 
-COLUMNS = (
-    *("date", "commit", "device", "torch", "torchvision", "transformers", "pillow", "simplejpeg", "open_clip_torch"),
-    *("part", "implementation", "rounds", "ms", "ms_p10", "ms_p90", "per_second", "ratio", "ratio_to", "peak_gib"),
-    "note",
+COLUMNS = tuple(
+    """
+    date commit device torch torchvision transformers pillow simplejpeg open_clip_torch part implementation rounds ms
+    ms_p10 ms_p90 per_second ratio ratio_to peak_gib note
+    """.split()
 )
 LANDED = "70601dd"
 SMALLER = (112, 160)  # sides of images in the first steps of a training

@@ -43,9 +43,11 @@ from hf_infcl.training.prompts import class_vectors
 from . import common, data, inputs
 from .common import RESULTS, Row
 
-COLUMNS = (
-    *("date", "commit", "device", "torch", "transformers", "model", "dtype", "images", "batch", "classes", "templates"),
-    *("implementation", "per_second", "loop_per_second", "ratio", "start_s", "peak_gib", "error", "note"),
+COLUMNS = tuple(
+    """
+    date commit device torch transformers model dtype images batch classes templates implementation per_second
+    loop_per_second ratio start_s peak_gib error note
+    """.split()
 )
 
 

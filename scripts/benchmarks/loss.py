@@ -45,10 +45,11 @@ from .peers import Loss
 COMPILED_UP_TO = 16384  # for larger batches our kernels take longer than their launches
 FORMS = {"pairs": "", "repeated": ", 1% repeated", "captions": ", 4 captions", "negatives": ", b/4 negatives"}
 REPLAYED = ("hf_infcl compiled", "vanilla compiled, graphs")
-COLUMNS = (
-    *("date", "commit", "device", "torch", "triton", "objective", "dtype", "dim", "batch_size", "implementation"),
-    *("ms", "ms_p10", "ms_p90", "floor_fraction", "matmul_tflops", "peak_mib", "loss_error", "gradient_error"),
-    *("first_call_s", "note"),
+COLUMNS = tuple(
+    """
+    date commit device torch triton objective dtype dim batch_size implementation ms ms_p10 ms_p90 floor_fraction
+    matmul_tflops peak_mib loss_error gradient_error first_call_s note
+    """.split()
 )
 
 

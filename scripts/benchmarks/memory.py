@@ -21,9 +21,11 @@ from hf_infcl.loss import OBJECTIVES
 from . import common, ring
 from .common import RESULTS, Row
 
-COLUMNS = (
-    *("date", "commit", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
-    *("batch_size", "implementation", "peak_mib", "inputs_mib", "gradients_mib", "note"),
+COLUMNS = tuple(
+    """
+    date commit device torch triton world_size objective dtype dim per_gpu_batch_size batch_size implementation peak_mib
+    inputs_mib gradients_mib note
+    """.split()
 )
 SMALL = 256  # pairs of a first step, so that libraries and workspaces are not counted as memory of the loss
 

@@ -29,9 +29,11 @@ from hf_infcl.processes.collectives import Processes
 from . import common, inputs
 from .common import RESULTS, Row
 
-COLUMNS = (
-    *("date", "commit", "device", "torch", "world_size", "model", "matrices", "matrix_values", "values"),
-    *("implementation", "steps", "ms", "ms_p10", "ms_p90", "state_mib", "peak_mib", "difference", "note"),
+COLUMNS = tuple(
+    """
+    date commit device torch world_size model matrices matrix_values values implementation steps ms ms_p10 ms_p90
+    state_mib peak_mib difference note
+    """.split()
 )
 IMPLEMENTATIONS = ("AdamW", "torch Muon", "hf_infcl", "hf_infcl redundant", "hf_infcl compiled")
 RATE, DECAY = 0.02, 0.1

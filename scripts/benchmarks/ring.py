@@ -49,10 +49,11 @@ from . import common, peers, timeline
 from .common import BIAS, RESULTS, SCALE, Row
 from .peers import Loss
 
-COLUMNS = (
-    *("date", "commit", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
-    *("batch_size", "implementation", "ms", "ms_p10", "ms_p90", "gpairs_per_s", "efficiency", "peak_mib"),
-    *("gradient_difference", "note"),
+COLUMNS = tuple(
+    """
+    date commit device torch triton world_size objective dtype dim per_gpu_batch_size batch_size implementation ms
+    ms_p10 ms_p90 gpairs_per_s efficiency peak_mib gradient_difference note
+    """.split()
 )
 SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
 ALONE, OURS, RING = "no communication", "hf_infcl", "hf_infcl ring"

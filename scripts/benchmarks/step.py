@@ -65,11 +65,12 @@ from hf_infcl.encoders.patch_dropout import PatchDropout
 from . import common, inputs, peers, training
 from .common import RESULTS, SCALE, Row
 
-COLUMNS = (
-    *("date", "commit", "device", "torch", "transformers", "world_size", "model", "pixel_dtype"),
-    *("image_size", "patch_dropout", "text_tokens", "micro_batch_size"),
-    *("accumulation_steps", "batch_size", "comparison", "implementation", "steps", "ms", "ms_p10", "ms_p90"),
-    *("images_per_s", "ratio", "loss_gib", "peak_gib", "note"),
+COLUMNS = tuple(
+    """
+    date commit device torch transformers world_size model pixel_dtype image_size patch_dropout text_tokens
+    micro_batch_size accumulation_steps batch_size comparison implementation steps ms ms_p10 ms_p90 images_per_s ratio
+    loss_gib peak_gib note
+    """.split()
 )
 PLAIN, OURS, OFFLOAD = "Trainer", "hf_infcl", "hf_infcl offload"
 # Our options by implementation; all is replaced by the number of accumulation steps.

@@ -13,26 +13,33 @@ from pathlib import Path
 
 _RETRIEVAL = ("mscoco_captions", "flickr8k", "flickr30k")
 _ROBUSTNESS = ("imagenetv2", "imagenet_sketch", "imagenet-a", "imagenet-r", "objectnet")
-_OF_VTAB = (
-    *("caltech101", "cifar100", "clevr_count_all", "clevr_closest_object_distance", "diabetic_retinopathy", "dmlab"),
-    *("dsprites_label_orientation", "dsprites_label_x_position", "dtd", "eurosat", "kitti_closest_vehicle_distance"),
-    *("flowers", "pets", "pcam", "resisc45", "smallnorb_label_azimuth", "smallnorb_label_elevation", "svhn"),
+_OF_VTAB = tuple(
+    """
+    caltech101 cifar100 clevr_count_all clevr_closest_object_distance diabetic_retinopathy dmlab
+    dsprites_label_orientation dsprites_label_x_position dtd eurosat kitti_closest_vehicle_distance flowers pets pcam
+    resisc45 smallnorb_label_azimuth smallnorb_label_elevation svhn
+    """.split()
 )
 _VTAB = tuple(f"vtab/{name}" for name in _OF_VTAB)
 _CHANGES = ("replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
 SUGARCREPE = tuple(f"sugarcrepe/{change}" for change in ("add_att", "add_obj", *_CHANGES))
 SUGARCREPE_PP = tuple(f"sugarcrepe++/{change}" for change in _CHANGES)
-_LANGUAGES = (
-    *("ar", "bn", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fil", "fr", "he", "hi", "hr", "hu", "id", "it"),
-    *("ja", "ko", "mi", "nl", "no", "pl", "pt", "quz", "ro", "ru", "sv", "sw", "te", "th", "tr", "uk", "vi", "zh"),
+_LANGUAGES = tuple(
+    """
+    ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk vi zh
+    """.split()
 )
 XM3600 = tuple(f"xm3600/{language}" for language in _LANGUAGES)
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "vtab": (*_VTAB, "sun397"),
     "vtab+": (
-        *("imagenet1k", *_ROBUSTNESS, "fer2013", "voc2007", "voc2007_multilabel", "sun397", "cars", "fgvc_aircraft"),
-        *("mnist", "stl10", "gtsrb", "country211", "renderedsst2", *_VTAB, "vtab/cifar10"),
+        "imagenet1k",
+        *_ROBUSTNESS,
+        *"fer2013 voc2007 voc2007_multilabel sun397 cars fgvc_aircraft mnist stl10 gtsrb country211".split(),
+        "renderedsst2",
+        *_VTAB,
+        "vtab/cifar10",
     ),
     "retrieval": _RETRIEVAL,
     "imagenet_robustness": _ROBUSTNESS,

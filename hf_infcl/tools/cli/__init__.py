@@ -17,9 +17,11 @@ from ... import __version__
 from .commands import COMMANDS, PARSERS
 
 # Their versions decide what happens in a run, so a bug report needs them; not all have to be installed.
-PACKAGES = (
-    *("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "tokenizers", "numpy"),
-    *("pillow", "torchvision", "triton", "peft", "deepspeed"),
+PACKAGES = tuple(
+    """
+    torch transformers accelerate datasets evaluate huggingface_hub tokenizers numpy pillow torchvision triton peft
+    deepspeed
+    """.split()
 )
 
 

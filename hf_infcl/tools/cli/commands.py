@@ -31,17 +31,18 @@ COMMANDS = {
 CHECKPOINTING = of_transformers() & {"activation_checkpointing"} or {"gradient_checkpointing"}
 _OLD_NAMES = {"activation_checkpointing", "gradient_checkpointing"} - CHECKPOINTING
 # The options of a training that decide about an evaluation alone.
-OF_EVALUATION = {
-    *("objective", "strategy", "backend", "equal_ids", "max_text_tokens", "dims"),
-    *("output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers", "report_to", "run_name"),
-}
+OF_EVALUATION = set(
+    """
+    objective strategy backend equal_ids max_text_tokens dims output_dir per_device_eval_batch_size bf16 use_cpu
+    dataloader_num_workers report_to run_name
+    """.split()
+)
 # The options of a training that decide about its check.
 OF_CHECK = {"output_dir", "dataloader_num_workers"}
 # The options of a training that decide about embeddings.
-OF_EMBEDDING = {
-    *("output_dir", "per_device_eval_batch_size", "max_text_tokens", "dims", "bf16", "use_cpu"),
-    "dataloader_num_workers",
-}
+OF_EMBEDDING = set(
+    "output_dir per_device_eval_batch_size max_text_tokens dims bf16 use_cpu dataloader_num_workers".split()
+)
 # The options of data that its short help lists.
 OF_EMBEDDED = {"dataset", "split", "streaming", "on_bad_sample", "augmentation", "replay_dataset", "exclude"}
 # The options of a training that decide about its plan.

@@ -84,7 +84,8 @@ def check_output_folder(
         *(("dataset", name) for name in data.dataset),
         *(("replay_dataset", name) for name in data.replay_dataset or []),
         *(("guard_dataset", name) for name in guards.guard_dataset or []),
-        *(("eval_dataset", evaluation.eval_dataset), ("zero_shot_dataset", evaluation.zero_shot_dataset)),
+        ("eval_dataset", evaluation.eval_dataset),
+        ("zero_shot_dataset", evaluation.zero_shot_dataset),
     ]
     base = base_of_adapters(model.model) if Path(model.model).is_dir() else None
     for option, source in (("model", model.model), ("model", base), *datasets):

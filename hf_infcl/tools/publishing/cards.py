@@ -222,7 +222,9 @@ def _changes(facts: TrainingFacts) -> str:
             (
                 set_and_split(change.evaluation) + change.kind,
                 "guard" if change.evaluation.guard else "evaluation",
-                *(f"{change.score.first:.4f}", f"{change.score.second:.4f}", change.score.words()),
+                f"{change.score.first:.4f}",
+                f"{change.score.second:.4f}",
+                change.score.words(),
             )
             for change in set_changes
         ]
