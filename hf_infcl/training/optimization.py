@@ -75,7 +75,7 @@ class Optimization:
         if is_muon:
             optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
             start = getattr(getattr(model, "config", None), "_name_or_path", "")
-            if start and not self._checkpoint() and not encoder.has_first_temperature():  # Muon is for random weights
+            if start and not self._checkpoint() and not encoder.looks_random():  # Muon is for random weights
                 logger.warning(
                     f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, "
                     "compare the result with that of AdamW, which others found better (arXiv 2605.10468)."
