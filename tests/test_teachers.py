@@ -148,6 +148,28 @@ def test_sides_and_weights(tmp_path, which, repeats, options):
     check(found, "softmax", which, **given, repeats=repeats)
 
 
+def rank_clipped(rank: int, world_size: int, folder: str, most: float) -> tuple[Tensor, float]:
+    """One step of plain descent with rate 1: the weights' change and the maps', and the logged norm of the gradient."""
+    batch = {"per_device_train_batch_size": ROWS // world_size // 2, "gradient_accumulation_steps": 2}
+    options = {**PLAIN, **batch, "teacher": chosen("softmax", "two"), "max_steps": 1, "learning_rate": 1.0}
+    trainer = trainer_for(folder, build("softmax"), data_of(0), **options | {"max_grad_norm": most})
+    start = [one.detach().clone() for one in (*trainer.model.parameters(), *start_of_maps_of(trainer))]
+    trainer.train()
+    trained = *whole_weights(trainer.model).values(), *start_of_maps_of(trainer)
+    change = [(one - before).flatten() for one, before in zip(trained, start, strict=True)]
+    return torch.cat(change), next(entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradients_of_model_and_map_are_clipped_as_one(ranks, tmp_path, world_size):
+    (whole, norm), (clipped, same_norm) = (
+        ranks.run(rank_clipped, world_size, str(tmp_path), most)[0] for most in (0.0, 0.1)
+    )
+    assert norm == pytest.approx(same_norm, rel=1e-4) == pytest.approx(whole.norm().item(), rel=1e-4)
+    assert norm > 0.2
+    torch.testing.assert_close(clipped, whole * 0.1 / norm, rtol=1e-3, atol=1e-6)
+
+
 def rank_sharded(rank: int, world_size: int, folder: str, which: str) -> tuple[Any, ...]:
     return rank_taught(rank, world_size, folder, "softmax", which, 2, 0, {"use_cpu": False, "fsdp": True})
 

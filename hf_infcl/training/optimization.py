@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -136,6 +137,18 @@ def check_trains(model: nn.Module) -> None:
             "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
             "the parameters to train, and freeze at most one tower."
         )
+
+
+def with_terms(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Trainer for the gradients of a model, here also of what trains beside it: all have one norm."""
+
+    @wraps(method)
+    def of_all(trainer: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if beside := term_parameters(trainer.setup.extensions):
+            model = nn.ParameterList([*model.parameters(), *beside])
+        return method(trainer, model, *args, **kwargs)
+
+    return of_all
 
 
 def _check_beside(optimizer: torch.optim.Optimizer | None, beside: Sequence[nn.Parameter]) -> None:
