@@ -616,9 +616,25 @@ def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path
     batch = next(iter(run.get_train_dataloader()))
     known = torch.stack([batch[f"teacher_{n}_known_images"] for n in (0, 1)])
     assert torch.equal(known.sum(0), torch.ones(4, dtype=torch.int64)), "one folder has each pair"
-    write_tar(tmp_path / "again/1.tar", pair(1, caption=["a"]))
-    with pytest.raises(ValueError, match="Two shards have the name '1'"):
-        described_shards([f"{shards}/1.tar", str(tmp_path / "again/1.tar")])
+
+
+def test_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    """In any order of the sources, in another folder; the files of shards with names of their own are found as ever."""
+    for shard, name in enumerate(("old/a/0", "old/b/0", "old/b/1")):
+        write_tar(tmp_path / f"{name}.tar", [m for n in range(8) for m in pair(n, caption=[LETTERS[8 * shard + n]])])
+    tags = described_shards(ImageTextStream([f"{tmp_path}/old/a/*.tar", f"{tmp_path}/old/b/*.tar"]))["shards"]
+    assert [*tags] == ["a/0.tar", "b/0.tar", "1"]
+    folder = store(ShardSource(ImageTextStream(f"{tmp_path}/old/**/*.tar")), tmp_path / "stored")
+    (tmp_path / "old").rename(tmp_path / "new")
+    changes = []
+    for teaches in {"teacher_embeddings": [folder]}, {"teacher": (large_teacher(), large_processor())}:
+        stream = ImageTextStream(
+            [f"{tmp_path}/new/b/*.tar", f"{tmp_path}/new/a/*.tar"], lanes=2, shuffle_buffer=4, weights=[2, 1]
+        )
+        changes.append(moved(trained(taught(tmp_path / "run", stream, **teaches, dataloader_num_workers=1))))
+    assert (changes[0] - changes[1]).norm() < 1e-3 * changes[0].norm()
+    alone = ImageTextStream(f"{tmp_path}/new/b/1.tar")
+    taught(tmp_path / "run", alone, teacher_embeddings=[folder])
 
 
 def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp_path):

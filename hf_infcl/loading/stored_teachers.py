@@ -137,7 +137,7 @@ class _DataSet:
                 if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
                     self._described, part.places_of_whole = whole, True
         else:
-            self._described = described_shards(shard.url for shard in part.shards)
+            self._described = described_shards(part)
 
     def name_places(self, views: Sequence[Mapping[str, Any] | None], *, resized: bool) -> None:
         """Makes the items name their places, and repeats their augmentations if the teachers have stored views."""
