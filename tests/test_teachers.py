@@ -618,6 +618,27 @@ def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path
     assert torch.equal(known.sum(0), torch.ones(4, dtype=torch.int64)), "one folder has each pair"
 
 
+def test_samples_of_a_shard_that_has_changed_have_no_stored_embedding(tmp_path):
+    """Their old ones are in the folder, under the same names."""
+
+    def write(shard: int, count: int) -> None:
+        members = [m for n in range(count) for m in pair(n, caption=[LETTERS[n]])]
+        write_tar(tmp_path / f"shards/{shard}.tar", members)
+
+    write(0, 8)
+    write(1, 8)
+    data = ImageTextStream(str(tmp_path / "shards/*.tar"), lanes=2, shuffle_buffer=2)
+    folder = store(ShardSource(data), tmp_path / "stored")
+    write(1, 24)
+    data = ImageTextStream(str(tmp_path / "shards/*.tar"), lanes=2, shuffle_buffer=2)
+    given = {"teacher_embeddings": [folder], "teacher_missing": "contrastive"}
+    run = taught(tmp_path / "run", data, **given)
+    items = [item for _, item in zip(range(32), data, strict=False)]
+    known = run.setup.extensions[0].teachers[0].inputs(items, {"input_ids": items})["teacher_0_known_images"]
+    assert [item["place"][1].startswith("0/") for item in items] == known.tolist()
+    assert known.sum() == 8
+
+
 def test_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
     """In any order of the sources, in another folder; the files of shards with names of their own are found as ever."""
     for shard, name in enumerate(("old/a/0", "old/b/0", "old/b/1")):
