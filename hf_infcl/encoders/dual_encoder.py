@@ -94,11 +94,11 @@ def known_type(model: nn.Module) -> ModelType | None:
     if its objective is sigmoid, ``logit_bias``, whose forward returns ``image_embeds`` and ``text_embeds`` of length 1,
     as attributes of an object or in a dict.
     """
-    name = getattr(getattr(model, "config", None), "model_type", None)
+    name = getattr(getattr(model, "config", None), "model_type", "")
     base = getattr(model, "get_base_model", lambda: model)()
     needed = ("get_image_features", "get_text_features", "logit_scale")
     if type(base).__module__.startswith("transformers.") or name in MODEL_TYPES:
-        return MODEL_TYPES.get(name) if hasattr(model, needed[0]) else None  # type: ignore[arg-type]
+        return MODEL_TYPES.get(name) if hasattr(model, needed[0]) else None
     if not all(hasattr(model, attribute) for attribute in needed):
         return None
     return ModelType("softmax" if getattr(model, "logit_bias", None) is None else "sigmoid")
