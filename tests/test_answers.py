@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers import models
 from helpers.demo import infcl
 from helpers.guides import ROOT
 
+from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.tools.cli.check import line_of_answer
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.planning.answers import ANSWERS, PAGE, TOO_FEW_STEPS, answer_line, choose_answer, table
@@ -210,6 +213,29 @@ def test_plan_and_check_end_with_the_line_that_fits(small: list[Any], tmp_path, 
     printed = capsys.readouterr().out
     assert printed.endswith(f"\n{answer_line(ANSWERS['several captions'], pairs=26)}\n"), "as the digits have"
     assert "](" not in printed
+
+
+@pytest.mark.parametrize(
+    ("build", "is_random"),
+    [
+        (models.clip, True),
+        (models.siglip, True),
+        (models.align, True),
+        (models.tipsv2, True),
+        (models.vision_text_dinov2, False),  # whose towers may come from two checkpoints
+    ],
+)
+def test_a_folder_and_its_model_look_random_alike(tmp_path, build, is_random):
+    encoder = DualEncoder(build())
+    for step in range(3):
+        if step == 1:  # as a training begins: another value for SigLIP alone
+            encoder.initialise_sigmoid()
+        elif step == 2:
+            with torch.no_grad():
+                encoder.temperature_parameters[0].add_(0.01)
+        encoder.model.save_pretrained(tmp_path)
+        name = choose_answer({"model": str(tmp_path)}, pairs=50_000).have
+        assert (name == ANSWERS["random weights"].have) == encoder.looks_random() == (is_random and step < 2)
 
 
 @pytest.mark.parametrize(

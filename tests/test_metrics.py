@@ -1,5 +1,6 @@
 """A metric is added by its function, its row in the table and the guide's list, and by nothing else."""
 
+import pickle
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from helpers.guides import ROOT
 from helpers.trainers import trained, trainer_for
 
 from hf_infcl.evaluation import METRICS, retrieval_metrics, zero_shot_metrics
-from hf_infcl.evaluation.metrics import Metric, PairRanks, metric_named, metrics_of_kind, recalls
+from hf_infcl.evaluation.metrics import ClassRanks, Metric, PairRanks, metric_named, metrics_of_kind, recalls
 from hf_infcl.tools.publishing import Evaluation, Source
 from hf_infcl.tools.publishing.cards import model_card
 from hf_infcl.tools.publishing.curves import plot_curves
@@ -86,3 +87,9 @@ def test_a_logged_name_ends_with_that_of_its_metric(logged, name):
 def test_the_guide_lists_every_metric():
     named = re.findall(r"`eval_(?:pairs|zero_shot|voc2007_multilabel|sugarcrepe_add_att)_([\w@]+)`", GUIDE)
     assert named == list(METRICS)
+
+
+def test_metrics_can_be_pickled():
+    ranks = ClassRanks(torch.tensor([0, 3, 7]), torch.tensor([0, 1, 2]), 10, torch.tensor([0, 2, 1]), torch.ones(3))
+    again = pickle.loads(pickle.dumps(METRICS))
+    assert [again[name].measure(ranks) for name in ("acc1", "acc5")] == pytest.approx([1 / 3, 2 / 3])

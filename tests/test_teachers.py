@@ -148,6 +148,28 @@ def test_sides_and_weights(tmp_path, which, repeats, options):
     check(found, "softmax", which, **given, repeats=repeats)
 
 
+def rank_clipped(rank: int, world_size: int, folder: str, most: float) -> tuple[Tensor, float]:
+    """One step of plain descent with rate 1: the weights' change and the maps', and the logged norm of the gradient."""
+    batch = {"per_device_train_batch_size": ROWS // world_size // 2, "gradient_accumulation_steps": 2}
+    options = {**PLAIN, **batch, "teacher": chosen("softmax", "two"), "max_steps": 1, "learning_rate": 1.0}
+    trainer = trainer_for(folder, build("softmax"), data_of(0), **options | {"max_grad_norm": most})
+    start = [one.detach().clone() for one in (*trainer.model.parameters(), *start_of_maps_of(trainer))]
+    trainer.train()
+    trained = *whole_weights(trainer.model).values(), *start_of_maps_of(trainer)
+    change = [(one - before).flatten() for one, before in zip(trained, start, strict=True)]
+    return torch.cat(change), next(entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gradients_of_model_and_map_are_clipped_as_one(ranks, tmp_path, world_size):
+    (whole, norm), (clipped, same_norm) = (
+        ranks.run(rank_clipped, world_size, str(tmp_path), most)[0] for most in (0.0, 0.1)
+    )
+    assert norm == pytest.approx(same_norm, rel=1e-4) == pytest.approx(whole.norm().item(), rel=1e-4)
+    assert norm > 0.2
+    torch.testing.assert_close(clipped, whole * 0.1 / norm, rtol=1e-3, atol=1e-6)
+
+
 def rank_sharded(rank: int, world_size: int, folder: str, which: str) -> tuple[Any, ...]:
     return rank_taught(rank, world_size, folder, "softmax", which, 2, 0, {"use_cpu": False, "fsdp": True})
 
@@ -594,9 +616,46 @@ def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path
     batch = next(iter(run.get_train_dataloader()))
     known = torch.stack([batch[f"teacher_{n}_known_images"] for n in (0, 1)])
     assert torch.equal(known.sum(0), torch.ones(4, dtype=torch.int64)), "one folder has each pair"
-    write_tar(tmp_path / "again/1.tar", pair(1, caption=["a"]))
-    with pytest.raises(ValueError, match="Two shards have the name '1'"):
-        described_shards([f"{shards}/1.tar", str(tmp_path / "again/1.tar")])
+
+
+def test_samples_of_a_shard_that_has_changed_have_no_stored_embedding(tmp_path):
+    """Their old ones are in the folder, under the same names."""
+
+    def write(shard: int, count: int) -> None:
+        members = [m for n in range(count) for m in pair(n, caption=[LETTERS[n]])]
+        write_tar(tmp_path / f"shards/{shard}.tar", members)
+
+    write(0, 8)
+    write(1, 8)
+    data = ImageTextStream(str(tmp_path / "shards/*.tar"), lanes=2, shuffle_buffer=2)
+    folder = store(ShardSource(data), tmp_path / "stored")
+    write(1, 24)
+    data = ImageTextStream(str(tmp_path / "shards/*.tar"), lanes=2, shuffle_buffer=2)
+    given = {"teacher_embeddings": [folder], "teacher_missing": "contrastive"}
+    run = taught(tmp_path / "run", data, **given)
+    items = [item for _, item in zip(range(32), data, strict=False)]
+    known = run.setup.extensions[0].teachers[0].inputs(items, {"input_ids": items})["teacher_0_known_images"]
+    assert [item["place"][1].startswith("0/") for item in items] == known.tolist()
+    assert known.sum() == 8
+
+
+def test_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    """In any order of the sources, in another folder; the files of shards with names of their own are found as ever."""
+    for shard, name in enumerate(("old/a/0", "old/b/0", "old/b/1")):
+        write_tar(tmp_path / f"{name}.tar", [m for n in range(8) for m in pair(n, caption=[LETTERS[8 * shard + n]])])
+    tags = described_shards(ImageTextStream([f"{tmp_path}/old/a/*.tar", f"{tmp_path}/old/b/*.tar"]))["shards"]
+    assert [*tags] == ["a/0.tar", "b/0.tar", "1"]
+    folder = store(ShardSource(ImageTextStream(f"{tmp_path}/old/**/*.tar")), tmp_path / "stored")
+    (tmp_path / "old").rename(tmp_path / "new")
+    changes = []
+    for teaches in {"teacher_embeddings": [folder]}, {"teacher": (large_teacher(), large_processor())}:
+        stream = ImageTextStream(
+            [f"{tmp_path}/new/b/*.tar", f"{tmp_path}/new/a/*.tar"], lanes=2, shuffle_buffer=4, weights=[2, 1]
+        )
+        changes.append(moved(trained(taught(tmp_path / "run", stream, **teaches, dataloader_num_workers=1))))
+    assert (changes[0] - changes[1]).norm() < 1e-3 * changes[0].norm()
+    alone = ImageTextStream(f"{tmp_path}/new/b/1.tar")
+    taught(tmp_path / "run", alone, teacher_embeddings=[folder])
 
 
 def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp_path):

@@ -112,5 +112,10 @@ def stated_licence(checkpoint: str) -> str | None:
             "No licence of %s is stated in the model card, because its own could not be read: %s", checkpoint, error
         )
         return None
-    stated = getattr(card.data, "license", None)
+    return licence_of(card.data)
+
+
+def licence_of(data: object) -> str | None:
+    """The licence, or several in one line, that the data of a card states; None if it states none."""
+    stated = getattr(data, "license", None)
     return ", ".join(stated) if isinstance(stated, list) else stated

@@ -252,8 +252,7 @@ class ContrastiveCollator:
                     f"{items[0]['caption']!r}. Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). For a "
                     "stream, map its rows to such lists, or read its shards with ImageTextStream."
                 )
-            captions = [caption for item in items for caption in item["caption"]]
-            negatives = [caption for item in items for caption in item.get("negative_captions", ())]
+            captions, negatives = texts_of(items)
             batch |= self.tokenize(captions + negatives)
             counts = torch.tensor([len(item["caption"]) for item in items])
             if negatives or (counts != 1).any():
@@ -309,6 +308,12 @@ class ContrastiveCollator:
         )
         # For return_tensors="pt", transformers goes through all tokens in Python, which takes as long as to find them.
         return {name: torch.from_numpy(np.array(rows)) for name, rows in tokens.items()}
+
+
+def texts_of(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """The captions of items, and their negative captions, which follow all captions in a batch."""
+    captions = [caption for item in items for caption in item["caption"]]
+    return captions, [caption for item in items for caption in item.get("negative_captions", ())]
 
 
 def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:

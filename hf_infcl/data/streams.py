@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import posixpath
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -162,6 +163,20 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
     def _content(self) -> str:
         return f"{len(self.shards)} shards {digest([content_tag(shard.url) for shard in self.shards])}"
 
+    @functools.cached_property
+    def places(self) -> list[str]:
+        """What the places of the samples of each shard begin with: its file's name, or its path if that is not enough.
+
+        The paths are relative to the folder that holds all shards, so it may move.
+        """
+        names = [posixpath.splitext(posixpath.basename(shard.url))[0] for shard in self.shards]
+        counts, paths = Counter(names), shard_names([shard.url for shard in self.shards])
+        return [name if counts[name] == 1 else path for name, path in zip(names, paths, strict=True)]
+
+    def place(self, shard: int, key: str) -> str:
+        """The name of a sample of shard number ``shard``, after that of the shard."""
+        return f"{self.places[shard]}/{key}"
+
     def __len__(self) -> int:
         """`samples_per_epoch`, without which Trainer refuses to count epochs. Iteration does not end there."""
         if self.samples_per_epoch is None:
@@ -235,7 +250,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
                 item["side"] = side
             view = self._seed_of_view(full_name, passes)
             if self._number is not None:
-                item["place"] = (self._number, sample_place(url, key), view)
+                item["place"] = (self._number, self.place(shard, key), view)
             image = decode_rgb(encoded, least_side(self._min_side, side))
             return augment(image, self._augmentation, view) | item
 
@@ -277,16 +292,6 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             raise ValueError(f"the path of its image, {image!r}, points outside the shard's folder")
         with open_shard(posixpath.join(posixpath.dirname(url), image)) as file:
             return file.read()
-
-
-def name_of_shard(url: str) -> str:
-    """The name of a shard without its folder and ending."""
-    return posixpath.splitext(posixpath.basename(url))[0]
-
-
-def sample_place(url: str, key: str) -> str:
-    """The name of a sample, after that of its shard."""
-    return f"{name_of_shard(url)}/{key}"
 
 
 def _world_size() -> int:

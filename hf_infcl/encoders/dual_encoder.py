@@ -35,6 +35,13 @@ class ModelType:
     # The model_type of its vision tower, if that has an embedding for each patch of an image of one size.
     tower_of_one_size: str | None = None
     unused: str | None = None  # a part of the names of parameters on which no embedding depends
+    joined: bool = False  # whether its towers come from two checkpoints, of which its temperature says nothing
+
+    def looks_random(self, temperature: float, config: Mapping[str, Any]) -> bool:
+        """Whether weights seem random because random ones, by this config, begin with their temperature's value."""
+        first = config.get(f"{self.temperature}_init_value", 0.0)  # SigLIP's config has none
+        possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
+        return not self.joined and any(abs(temperature - one) < 1e-6 for one in possible)
 
 
 # The model types of transformers whose logits are a scaled product of one image vector and one text vector.
@@ -54,7 +61,7 @@ MODEL_TYPES = {
     "siglip2": ModelType("sigmoid", temperature_shape=(1,)),
     "tipsv2": ModelType(temperature="temperature", unused=".mask_token"),
     # With any vision tower, such as a ViT or a DINOv2, whose pretraining needs a mask token.
-    "vision-text-dual-encoder": ModelType(tower_of_one_size="vit", unused=".mask_token"),
+    "vision-text-dual-encoder": ModelType(tower_of_one_size="vit", unused=".mask_token", joined=True),
 }
 # Other models of transformers that encode two kinds of input, and why they do not fit.
 REFUSED = {
@@ -87,11 +94,11 @@ def known_type(model: nn.Module) -> ModelType | None:
     if its objective is sigmoid, ``logit_bias``, whose forward returns ``image_embeds`` and ``text_embeds`` of length 1,
     as attributes of an object or in a dict.
     """
-    name = getattr(getattr(model, "config", None), "model_type", None)
+    name = getattr(getattr(model, "config", None), "model_type", "")
     base = getattr(model, "get_base_model", lambda: model)()
     needed = ("get_image_features", "get_text_features", "logit_scale")
     if type(base).__module__.startswith("transformers.") or name in MODEL_TYPES:
-        return MODEL_TYPES.get(name) if hasattr(model, needed[0]) else None  # type: ignore[arg-type]
+        return MODEL_TYPES.get(name) if hasattr(model, needed[0]) else None
     if not all(hasattr(model, attribute) for attribute in needed):
         return None
     return ModelType("softmax" if getattr(model, "logit_bias", None) is None else "sigmoid")
@@ -143,7 +150,8 @@ class DualEncoder:
         self.dims = dims  # how many of their first dimensions `encode_images` and `encode_texts` return; None for all
         # The model without PEFT adapters around it, whose attributes can be set.
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
-        self.objective, self._unused = kind.objective, kind.unused  # the former is that which it was designed for
+        self._kind, self._unused = kind, kind.unused
+        self.objective = kind.objective  # that it was designed for
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._return_dict = return_dict_for(self.base)
         self._divides = kind.temperature == "temperature"
@@ -203,17 +211,11 @@ class DualEncoder:
             scale = scale.exp()
         return scale, bias[0] if bias else None
 
-    def has_first_temperature(self) -> bool:
-        """Whether the temperature is the one that random weights begin with; collective under FSDP."""
+    def looks_random(self) -> bool:
+        """Whether the weights seem random by their temperature; collective under FSDP."""
         scale = self.temperature_parameters[0]
         value = (scale.full_tensor() if isinstance(scale, DTensor) else scale).item()
-        first = getattr(self.base.config, f"{self.temperature_name}_init_value", 0.0)  # SigLIP's config has none
-        possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
-        return any(abs(value - one) < 1e-6 for one in possible)
-
-    def looks_random(self) -> bool:
-        """Whether the weights seem random by their temperature, which towers joined from two checkpoints share."""
-        return type(self.base).__name__ != "VisionTextDualEncoderModel" and self.has_first_temperature()
+        return self._kind.looks_random(value, vars(self.base.config))
 
     @torch.no_grad()
     def clamp_temperature(self, parameter: Tensor, maximum: float) -> None:

@@ -123,7 +123,11 @@ def per_class_hits(ranks: ClassRanks) -> Hits:
 
 
 def _share_of_hits(kind: str, hits: Callable[[Any], Hits], words: str, hub_type: str, **fields: Any) -> Metric:
-    return Metric(kind, lambda ranks: hits(ranks).share(), words, hub_type, hits=hits, **fields)
+    return Metric(kind, partial(_share, hits), words, hub_type, hits=hits, **fields)
+
+
+def _share(hits: Callable[[Any], Hits], ranks: Found) -> float:
+    return hits(ranks).share()
 
 
 def mean_average_precision(label_scores: LabelScores) -> float:

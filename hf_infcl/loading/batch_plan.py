@@ -92,6 +92,7 @@ class BatchPlan(Course):
         self._max_steps, self._micro_batch, self.processes = max_steps, micro_batch, processes
         self._replay_share, self.grows, self.has_passes = replay_share, len(schedule.sizes) > 1, rows is not None
         self._whole = round(max_steps * schedule.mean_size()) if self._by_steps else round(epochs * (rows or 0))
+        self._ends = [round(end * self._whole) for end in schedule.ends]  # of all stages but the last
         for size in schedule.sizes:
             divided_batch(size, micro_batch, processes)
             if rows is not None and size - self.old(size) > rows:
@@ -126,7 +127,7 @@ class BatchPlan(Course):
     def _check_stages(self) -> None:
         """Raises a ValueError if a stage that is still to come gets no step."""
         reached = self._reached(self.begin)
-        begun = bisect_right([round(end * self._whole) for end in self._schedule.ends], reached)
+        begun = bisect_right(self._ends, reached)
         to_come = self._schedule.sizes[begun + 1 :] if self.begin.step else self._schedule.sizes
         if missing := sorted(set(to_come) - {section.size for section in self.sections}):
             why = f"the {self.steps:,} steps with {self.samples:,} pairs in all are too few for its share"
@@ -142,8 +143,7 @@ class BatchPlan(Course):
         first, goes_on = 0, not self.grows
         while (left := self._max_steps - at.step if self._by_steps else self._whole - self._reached(at)) > 0 or goes_on:
             # ---- The stage, and the rest of it and of the pass ----
-            ends = [round(end * self._whole) for end in self._schedule.ends]
-            stage = bisect_right(ends, self._reached(at))
+            stage = bisect_right(self._ends, self._reached(at))
             size = self._schedule.sizes[stage]
             micro_batch, _ = divided_batch(size, self._micro_batch, self.processes)
             rows = size - self.old(size)
@@ -153,7 +153,7 @@ class BatchPlan(Course):
                 at = replace(at, epoch=at.epoch + 1, windows=0, rows=0)
                 continue
             each = size if self._by_steps else rows
-            in_stage = -(-(ends[stage] - self._reached(at)) // each) if stage < len(ends) else None
+            in_stage = -(-(self._ends[stage] - self._reached(at)) // each) if stage < len(self._ends) else None
             in_training = None if not self.grows else left if self._by_steps else -(-left // rows)
             # ---- Its steps ----
             limits = (number for number in (fit, in_stage, in_training) if number is not None)

@@ -78,8 +78,6 @@ class Replayed(IterableDataset[Any]):
     def __len__(self) -> int:
         """The new and the old pairs of an epoch, which ends with the new pairs."""
         new, batch = self.datasets[0], self._args.global_batch_size
-        if not has_length(new):
-            raise TypeError("A stream without samples_per_epoch has no length.")
         return len(new) // (batch - self.old) * batch
 
     def __bool__(self) -> bool:

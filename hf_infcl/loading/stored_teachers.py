@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,8 +76,8 @@ def stored_teachers(
         one.name_places(own_views if "image" in sides else [], resized=args.image_size_schedule is not None)
     teachers = []
     for number, stored in enumerate(opened):
-        numbers = [one.number for one in sets if one.lacking(stored) is not None]
-        teachers.append(StoredTeacher(stored, numbers, sides, partial=partial, number=number))
+        changed = {one.number: one.changed(stored) for one in sets if one.lacking(stored) is not None}
+        teachers.append(StoredTeacher(stored, changed, sides, partial=partial, number=number))
     return teachers, partial
 
 
@@ -137,7 +137,7 @@ class _DataSet:
                 if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
                     self._described, part.places_of_whole = whole, True
         else:
-            self._described = described_shards(shard.url for shard in part.shards)
+            self._described = described_shards(part)
 
     def name_places(self, views: Sequence[Mapping[str, Any] | None], *, resized: bool) -> None:
         """Makes the items name their places, and repeats their augmentations if the teachers have stored views."""
@@ -174,6 +174,11 @@ class _DataSet:
         shards = self._described["shards"]
         embedded = {name for name, tag in recorded.get("shards", {}).items() if shards.get(name) == tag}
         return frozenset(shards) - embedded if embedded else None
+
+    def changed(self, stored: StoredEmbeddings) -> tuple[str, ...]:
+        """What the places of samples begin with whose shards have changed since they were embedded."""
+        recorded, shards = stored.record["data"].get("shards", {}), self._described.get("shards", {})
+        return tuple(f"{name}/" for name, tag in recorded.items() if shards.get(name, tag) != tag)
 
     def difference(self, stored: StoredEmbeddings) -> str:
         """How this set differs from the one that was embedded; empty if it does not."""
@@ -212,12 +217,18 @@ class StoredTeacher:
     """A `Teacher` whose embeddings were stored: looked up by the place of each item in its data set.
 
     Args:
-        sets: the numbers of the data sets whose embeddings it has.
+        sets: the numbers of the data sets whose embeddings it has, and how places begin whose embeddings are of others.
         partial: whether items without an embedding are left out, and all batches say which.
     """
 
     def __init__(
-        self, embeddings: StoredEmbeddings, sets: Collection[int], sides: Sequence[str], *, partial: bool, number: int
+        self,
+        embeddings: StoredEmbeddings,
+        sets: Mapping[int, tuple[str, ...]],
+        sides: Sequence[str],
+        *,
+        partial: bool,
+        number: int,
     ) -> None:
         self._embeddings, self._sets, self._sides = embeddings, sets, sides
         self._partial, self._prefix = partial, teacher_prefix(number)
@@ -232,8 +243,9 @@ class StoredTeacher:
         return inputs[f"{self._prefix}known_images"], inputs[f"{self._prefix}known_texts"]
 
     def inputs(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        has_set = np.array([item["place"][0] in self._sets for item in items])
-        keys = [item["place"][1] for item in items]
+        places = [item["place"][:2] for item in items]
+        has_set = np.array([number in self._sets and not key.startswith(self._sets[number]) for number, key in places])
+        keys = [key for _, key in places]
         counts = np.array([len(item["caption"]) for item in items])
         known, arrays = has_set.copy(), {}
         if "image" in self._sides:

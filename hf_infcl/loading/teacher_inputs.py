@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..data import ContrastiveCollator
-from ..data.collator import DataCollator
+from ..data.collator import DataCollator, texts_of
 from ..data.keyed import KeyedItem
 from ..encoders.dual_encoder import TEXT_INPUTS
 from ..refusals import check_tokens
@@ -66,8 +66,7 @@ class ModelInputs:
         if self._collator and self._images:
             inputs |= self._collator([{k: item[k] for k in ("image", "cropped") if k in item} for item in items])
         if self._collator and self._texts:
-            captions = [caption for item in items for caption in item["caption"]]
-            negatives = [caption for item in items for caption in item.get("negative_captions", ())]
+            captions, negatives = texts_of(items)
             inputs |= self._collator.tokenize(captions + negatives)
         else:  # the student's are dealt out to the micro-batches anew
             inputs |= {name: batch[name] for name in TEXT_INPUTS if name in batch}

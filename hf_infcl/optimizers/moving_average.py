@@ -32,7 +32,8 @@ class MovingAverage:
     Args:
         optimizer: of the weights, before its first step.
         decay: in [0, 1).
-        after_switch: called when the weights of the optimizer have changed, to copy them into the model.
+        before_switch: called before the weights of the optimizer change, to let go of those that FSDP2 has gathered.
+        after_switch: called when they have changed, to copy them into the model.
         in_host: whether the average is in host memory. It is computed where the weights are, so its bits are the same.
 
     Raises:

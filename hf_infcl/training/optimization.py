@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -75,7 +76,7 @@ class Optimization:
         if is_muon:
             optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
             start = getattr(getattr(model, "config", None), "_name_or_path", "")
-            if start and not self._checkpoint() and not encoder.has_first_temperature():  # Muon is for random weights
+            if start and not self._checkpoint() and not encoder.looks_random():  # Muon is for random weights
                 logger.warning(
                     f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, "
                     "compare the result with that of AdamW, which others found better (arXiv 2605.10468)."
@@ -136,6 +137,18 @@ def check_trains(model: nn.Module) -> None:
             "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
             "the parameters to train, and freeze at most one tower."
         )
+
+
+def with_terms(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Trainer for the gradients of a model, here also of what trains beside it: all have one norm."""
+
+    @wraps(method)
+    def of_all(trainer: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if beside := term_parameters(trainer.setup.extensions):
+            model = nn.ParameterList([*model.parameters(), *beside])
+        return method(trainer, model, *args, **kwargs)
+
+    return of_all
 
 
 def _check_beside(optimizer: torch.optim.Optimizer | None, beside: Sequence[nn.Parameter]) -> None:

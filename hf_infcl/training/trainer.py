@@ -31,7 +31,6 @@ from ..options.metric_sums import with_sum
 from ..processes.batches import gather_rows
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted
-from ..windows.extensions import Extension
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
@@ -39,7 +38,7 @@ from .construction import check_overrides, checked_arguments, make_collator
 from .ending import saved_early
 from .evaluating import Evaluator, checked_metrics
 from .loop_events import Decisions, add_own_callbacks, replaced
-from .optimization import Optimization, decaying, switch_weights
+from .optimization import Optimization, decaying, switch_weights, with_terms
 from .preparation import prepare_model
 from .progress import Progress, trained_seconds
 from .resuming import Resumption, make_record, make_resumption
@@ -91,13 +90,11 @@ class InfCLTrainer(Trainer):
         args = InfCLTrainingArguments() if args is None else args
         kwargs = checked_arguments(model, args, data_collator, kwargs)
         check_overrides(type(self), InfCLTrainer)
-        self.resumption, self.interruptions = Resumption(), Interruptions()
-        self.caption_notices = CaptionNotices()
+        self.resumption, self.interruptions, self.caption_notices = Resumption(), Interruptions(), CaptionNotices()
         self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
         self._pushes, self.optimization = pushes.Pushes(args), Optimization(args, lambda: self.resumption.checkpoint)
-        self._extensions: tuple[Extension, ...] = tuple(kwargs.pop("extensions", ()))
-        teacher = kwargs.pop("teacher", None)
+        teacher, self._extensions = kwargs.pop("teacher", None), tuple(kwargs.pop("extensions", ()))
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
         if model is not None:  # otherwise `call_model_init` has prepared it
@@ -317,6 +314,9 @@ class InfCLTrainer(Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)
+
+    _clip_grad_norm = with_terms(Trainer._clip_grad_norm)
+    _get_grad_norm = with_terms(Trainer._get_grad_norm)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # With callbacks from elsewhere, the exchange has to wait for the reduction of the gradients.

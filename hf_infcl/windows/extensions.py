@@ -66,7 +66,8 @@ class LossTerm(Extension):
     def parameters(self) -> Sequence[nn.Parameter]:
         """What trains beside the model: equal on all processes, and the same objects for a whole training.
 
-        The optimizer has a group of its own for it, at the base rate. Its gradient is averaged over the processes.
+        The optimizer has a group of its own for it, at the base rate. Its gradient is averaged over the processes, and
+        clipped together with the model's: ``max_grad_norm`` limits the norm of both.
         """
         return ()
 

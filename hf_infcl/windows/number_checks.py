@@ -129,7 +129,9 @@ class NumberChecks:
         model.zero_grad()
 
     def prepare_skip(self, model: nn.Module) -> None:
-        """Makes the scaler of fp16 skip the step of a skipped window, which has no gradients."""
+        """Removes the gradients of a skipped window, and makes the scaler of fp16 skip its step without them."""
+        for parameter in self._of_terms:
+            parameter.grad = None
         if self._accelerator.scaler is not None:
             first = next(p for p in model.parameters() if p.requires_grad)
             first.grad = torch.full_like(first, math.inf)

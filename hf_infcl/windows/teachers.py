@@ -74,8 +74,9 @@ class OnlineTeacher:
 
     def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         batch = self._batch(inputs)
-        images, texts = batch["pixel_values"], batch["input_ids"]
-        return tuple(torch.ones(len(rows), dtype=torch.bool, device=rows.device) for rows in (images, texts))  # type: ignore[return-value]
+        both = batch["pixel_values"], batch["input_ids"]
+        images, texts = (torch.ones(len(rows), dtype=torch.bool, device=rows.device) for rows in both)
+        return images, texts
 
     def _batch(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         batch = {name.removeprefix(self._prefix): v for name, v in inputs.items() if name.startswith(self._prefix)}

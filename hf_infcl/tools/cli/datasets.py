@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from torch.utils.data import ConcatDataset
@@ -28,6 +28,7 @@ from .command_options import ColumnOptions, DataOptions
 if TYPE_CHECKING:
     import datasets
 
+_Set = TypeVar("_Set", ImageTextDataset, ImageTextStream, ZeroShotDataset)
 _CLASSES = ("label_column", "class_names", "templates")  # facts of a set of classes, not of pairs
 
 
@@ -58,7 +59,7 @@ def training_set(
         for asked in data.exclude or ():
             stream = stream_kept(stream, asked)
         return stream
-    with _named(option, data.dataset[0]) as name:
+    with _named(option, data.dataset[0]) as with_name:
         if weights is not None:
             raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
         rows = load_pairs(data.dataset[0], **place, image_column=options["image_column"])
@@ -77,8 +78,7 @@ def training_set(
         kept, rows = kept[chosen], rows.select(chosen)
         dataset = ImageTextDataset(rows, **options)
         dataset.whole, dataset.numbers = whole, kept  # by which a teacher's stored embeddings are found
-    dataset.name = name
-    return dataset
+    return with_name(dataset)
 
 
 def replay_set(
@@ -99,12 +99,10 @@ def replay_set(
     facts = _facts(data.replay_dataset[0], data, "replay")
     images, captions = facts["image_column"] or columns.image_column, facts["caption_column"] or columns.caption_column
     options |= {"image_column": images, "caption_column": captions, "pair_id_column": _ids(facts, captions, columns)}
-    with _named("--replay_dataset", " ".join(data.replay_dataset)) as name:
+    with _named("--replay_dataset", " ".join(data.replay_dataset)) as with_name:
         order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
         order |= {"split": facts["split"], "name": facts.get("name")}
-        stream = ImageTextStream(data.replay_dataset, **order, **options)
-        stream.name = name
-        return stream
+        return with_name(ImageTextStream(data.replay_dataset, **order, **options))
 
 
 def mixture_weights(data: DataOptions) -> list[float] | None:
@@ -144,7 +142,7 @@ def _ids(facts: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str
 def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
     """A table of old pairs. It need not have ids, negative captions or lists of captions, as the new pairs do."""
     facts = _facts(source, data, "replay")
-    with _named("--replay_dataset", source) as name:
+    with _named("--replay_dataset", source) as with_name:
         named = facts["image_column"] or columns.image_column
         rows = load_pairs(source, split=facts["split"], name=facts.get("name"), image_column=named)
         options = {**options, **_columns_of_pairs(rows, "replay", facts, columns)}
@@ -152,9 +150,7 @@ def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: 
             options[option] = options[option] if options[option] in rows.column_names else None
         if is_string(rows.features[options["caption_column"]]):
             options["captions_per_image"] = 1
-        dataset = ImageTextDataset(rows, **options)
-        dataset.name = name
-        return dataset
+        return with_name(ImageTextDataset(rows, **options))
 
 
 def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[str, Any]:
@@ -191,17 +187,16 @@ def guard_datasets(
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
-        with _named("--guard_dataset", source) as shown:
+        with _named("--guard_dataset", source) as with_name:
             facts = _facts(source, guards, "guard")
             rows = _rows(source, facts, columns, data)
             rows = rows if half is None else halves(rows)[half]
             captions = find_caption_column(rows.features, facts["caption_column"] or columns.caption_column)
             labels = find_label_column(rows.features, evaluation.label_column)
             if facts.keys() & set(_CLASSES) or (captions not in rows.column_names and labels in rows.column_names):
-                sets[name] = _labelled(rows, "guard", facts, columns, evaluation)
+                sets[name] = with_name(_labelled(rows, "guard", facts, columns, evaluation))
             else:
-                sets[name] = _pairs(rows, "guard", facts, columns)
-            sets[name].name = shown
+                sets[name] = with_name(_pairs(rows, "guard", facts, columns))
     chosen = None if half is None else lambda rows: halves(rows)[half]
     return sets | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
 
@@ -216,17 +211,15 @@ def evaluation_datasets(
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:
-        with _named("--eval_dataset", options.eval_dataset) as shown:
+        with _named("--eval_dataset", options.eval_dataset) as with_name:
             facts = _facts(options.eval_dataset, options, "eval")
             rows = _rows(options.eval_dataset, facts, columns, data)
-            sets["pairs"] = _pairs(rows, "eval", facts, columns)
-            sets["pairs"].name = shown
+            sets["pairs"] = with_name(_pairs(rows, "eval", facts, columns))
     if options.zero_shot_dataset:
-        with _named("--zero_shot_dataset", options.zero_shot_dataset) as shown:
+        with _named("--zero_shot_dataset", options.zero_shot_dataset) as with_name:
             facts = {"class_names": options.class_names} | _facts(options.zero_shot_dataset, options, "zero_shot")
             rows = _rows(options.zero_shot_dataset, facts, columns, data)
-            sets["zero_shot"] = _labelled(rows, "zero_shot", facts, columns, options)
-            sets["zero_shot"].name = shown
+            sets["zero_shot"] = with_name(_labelled(rows, "zero_shot", facts, columns, options))
     return sets | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
@@ -257,10 +250,16 @@ def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | 
 
 
 @contextmanager
-def _named(option: str, source: str) -> Iterator[str]:
+def _named(option: str, source: str) -> Iterator[Callable[[_Set], _Set]]:
+    """Names the errors within the context after the option and its source, and a set that the yielded function gets."""
     name = f"{option} {source}"
+
+    def named(dataset: _Set) -> _Set:
+        dataset.name = name
+        return dataset
+
     try:
-        yield name
+        yield named
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

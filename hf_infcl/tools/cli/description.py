@@ -10,6 +10,7 @@ from huggingface_hub import HfApi
 from torch import nn
 from transformers.utils import logging
 
+from ...conversion.models import licence_of
 from ...conversion.pretrained import base_of_adapters
 from ...data import ImageTextDataset, ZeroShotDataset
 from ...data.images import ImageDataset
@@ -103,8 +104,7 @@ def _licence(dataset: str) -> str | None:
         message = "The model card states no licence for %s, because the Hub did not return one: %s"
         logger.warning(message, dataset, error)
         return None
-    stated = getattr(card, "license", None)
-    return ", ".join(stated) if isinstance(stated, list) else stated
+    return licence_of(card)
 
 
 def describe_evaluations(

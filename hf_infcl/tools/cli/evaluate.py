@@ -11,7 +11,7 @@ from ...conversion.models import load
 from ...training.set_by_set import evaluate_sets
 from ...training.trainer import InfCLTrainer
 from ..benchmarks.summary import lines_of_scores, means_of_groups
-from ..publishing.facts import TrainingFacts
+from ..publishing.facts import facts_of_model
 from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
 from ..publishing.telling import make_rows, quieten, table_lines
@@ -22,9 +22,9 @@ from .parser import Parser
 
 def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str]:
     """A line if the loss of pairs is computed otherwise than in the training whose record is in the model's folder."""
-    folder, ids = Path(model), getattr(pairs, "pair_id_column", None)
+    ids = getattr(pairs, "pair_id_column", None)
     with suppress(ValueError):  # a model from elsewhere has no record
-        facts = TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
+        facts = facts_of_model(model)
         trained = facts.objective, facts.equal_ids, facts.pair_id_column
         # The columns of two sets may have different names: it only counts whether there is one.
         measured = trainer.setup.objective, trainer.setup.equal_ids, ids and (facts.pair_id_column or ids)

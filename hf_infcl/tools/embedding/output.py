@@ -1,4 +1,4 @@
-"""The files of embeddings: parquet or safetensors, each written completely or not at all."""
+"""The files of embeddings: parquet, safetensors or npy, each written completely or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rows:
 
     keys: list[str]  # of the rows that they belong to
     captions: list[str] | None  # the texts; None for images
-    embeddings: np.ndarray  # [n, D] float32, of length 1
+    embeddings: np.ndarray  # [n, D] float32, or float16 for npy, of length 1
     # By what a training looks up each row: its number, the names of shard and sample, or the seed of an augmentation.
     places: list[str]
 

@@ -14,7 +14,6 @@ from ...data import ContrastiveCollator, ImageTextDataset, ImageTextStream, load
 from ...data.columns import find_caption_column, find_image_column
 from ...data.images import BadSampleError, ImageDataset, find_error, with_errors
 from ...data.pairs import usable_captions
-from ...data.streams import sample_place
 from ...loading.stored_embeddings import described_shards, described_table
 from ...loading.stored_teachers import describe_views
 from ...shards.names import IMAGE_EXTENSIONS
@@ -262,7 +261,7 @@ class ShardSource:
         return f"{self._stream.content_fingerprint()} {self._stream.options}{of_views}"
 
     def described(self) -> dict[str, Any]:
-        return described_shards(shard.url for shard in self._stream.shards) | _of_views(self._stream, self._views)
+        return described_shards(self._stream) | _of_views(self._stream, self._views)
 
 
 def _of_views(data: Any, count: int | None) -> dict[str, Any]:
@@ -288,7 +287,7 @@ class _Samples(IterableDataset[Item]):
                     raise
                 yield {"row": row, "bad": str(error)}
                 continue
-            place = sample_place(shard.url, key)
+            place = self._stream.place(self._number, key)
             item: Item = {"row": row, "key": place, "place": place}
             if image is not None:
                 item["images"] = {place: {"image": image}}

@@ -226,12 +226,17 @@ def _is_random(options: Mapping[str, Any]) -> bool:
 
 def _is_untrained(model: str | None) -> bool:
     """Whether a local folder holds random weights: their temperature is the one that they begin with."""
-    config, weights = Path(model or "", "config.json"), Path(model or "", "model.safetensors")
-    if not (config.is_file() and weights.is_file()):
+    path, weights = Path(model or "", "config.json"), Path(model or "", "model.safetensors")
+    if not (path.is_file() and weights.is_file()):
         return False
-    first = json.loads(config.read_text(encoding="utf-8")).get("logit_scale_init_value", 0.0)  # of SigLIP 0
+    from ...encoders.dual_encoder import MODEL_TYPES  # slow, as is torch
+
+    config = json.loads(path.read_text(encoding="utf-8"))
+    kind = MODEL_TYPES.get(config.get("model_type"))
     with safetensors.safe_open(weights, "pt") as file:
-        return "logit_scale" in file.keys() and abs(file.get_tensor("logit_scale").item() - first) < 1e-6  # noqa: SIM118
+        if kind is None or kind.temperature not in file.keys():  # noqa: SIM118
+            return False
+        return kind.looks_random(file.get_tensor(kind.temperature).item(), config)
 
 
 def answer_line(

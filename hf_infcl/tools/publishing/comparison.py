@@ -57,8 +57,9 @@ class Comparison:
 
 def comparison(dataset: EvaluationSet, first: Found, second: Found) -> Comparison:
     """Compares two models by their ranks on a set."""
-    both = isinstance(first, ClassRanks) and isinstance(second, ClassRanks)
-    classes = differences_by_class(first, second) if both else {}  # type: ignore[arg-type]
+    classes: dict[int, Difference] = {}
+    if isinstance(first, ClassRanks) and isinstance(second, ClassRanks):
+        classes = differences_by_class(first, second)
     return Comparison(dataset, (first, second), differences(first, second), classes)
 
 

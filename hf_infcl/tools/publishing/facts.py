@@ -174,6 +174,12 @@ class TrainingFacts:
             raise ValueError(f"{path} holds no facts of a training: {type(error).__name__}: {error}.") from error
 
 
+def facts_of_model(model: str) -> TrainingFacts:
+    """The facts of the training whose result, or one of whose checkpoints, is in a folder; see `TrainingFacts.load`."""
+    folder = Path(model)
+    return TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
+
+
 def training_facts(
     trainer: InfCLTrainer,
     *,
@@ -373,9 +379,8 @@ def has_learned(model: str, content: str) -> bool:
 
     ``content`` is the `content_of` the data set. It is False without a record that can be read, or that tells it.
     """
-    folder = Path(model)
     try:
-        facts = TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
+        facts = facts_of_model(model)
     except ValueError:
         return False
     left_none_out = facts.settings.get("pairs left out", "none").startswith("none")
