@@ -225,7 +225,10 @@ def test_a_teacher_of_the_start_is_keep_features(tmp_path):
     """To the bit but for rounding: the one sees the texts of the loader, the other as they are encoded."""
     kept = trained(trainer_for(tmp_path, **{**PLAIN, "teacher_weight": 1.0}, keep_features=BETA))
     taught = trained(trainer_for(tmp_path, **PLAIN, teacher=models.clip()))
-    torch.testing.assert_close(parameters(taught), parameters(kept), rtol=1e-6, atol=1e-8)
+    alone = trained(trainer_for(tmp_path, **{**PLAIN, "teacher_weight": 1.0}))
+    assert (parameters(alone) - parameters(kept)).abs().max() > 1e-4
+    # Rounding depends on the processor: on one of them, which fails with 1e-8, one of 9,377 differs by 1.7e-8.
+    torch.testing.assert_close(parameters(taught), parameters(kept), rtol=1e-6, atol=1e-7)
 
 
 # ---- Teachers with their own processor, and stored embeddings ----
