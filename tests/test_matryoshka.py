@@ -167,7 +167,7 @@ def test_dimensions_that_cannot_be_are_refused(tmp_path, options, message):
 
 
 def test_a_plan_knows_the_price():
-    counts = counting.count(models.clip().config)
+    counts = counting.count(models.clip().config, 8)
     plain = costs.Choice(1, 8, 4)
     cut = replace(plain, options={"matryoshka_dims": [4, 8]})
     gpu = next(iter(costs.GPUS.values()))

@@ -210,10 +210,10 @@ def test_adapters_have_the_rates_of_their_layers(tmp_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_frozen_layers_cost_neither_graph_nor_backward(tmp_path, checkpointing):
     def cost(**options: Any) -> tuple[float, ...]:
-        counts = counting.count(deep_clip(4, 4).config, gradient_checkpointing=checkpointing, **options)
+        counts = counting.count(deep_clip(4, 4).config, 64, gradient_checkpointing=checkpointing, **options)
         return (
             counts.trained,
-            counts.both.graph.each,
+            counts.both.graph,
             *(tower.backward.launches for tower in (counts.image, counts.text)),
         )
 

@@ -373,6 +373,6 @@ def test_more_tokens_than_the_tokenizer_states_are_read_everywhere_and_saved(tmp
 
 def test_the_plan_counts_shorter_captions():
     config = models.clip().config
-    whole, cut = (counting.count(config, max_text_tokens=tokens) for tokens in (None, 8))
+    whole, cut = (counting.count(config, 64, max_text_tokens=tokens) for tokens in (None, 8))
     assert cut.image == whole.image
     assert cut.text.forward.flops < 0.6 * whole.text.forward.flops

@@ -62,20 +62,21 @@ def _in_bf16(forward: Any) -> Any:
         first = (self, *args) if bound else args
         if not is_in_bf16(self):
             return original(*first, **kwargs)
-        rounded = {name: _rounded(value) for name, value in kwargs.items()}
+        inputs = {name: rounded(value) for name, value in kwargs.items()}
         device = next(self.parameters()).device.type
-        with _rounded_parameters(self), torch.autocast(device, enabled=False):
-            return original(*first, **rounded)
+        with rounded_parameters(self), torch.autocast(device, enabled=False):
+            return original(*first, **inputs)
 
     return in_bf16
 
 
-def _rounded(value: object) -> Any:
+def rounded(value: object) -> Any:
+    """A tensor of floating point in bf16; all else as it is."""
     return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @contextmanager
-def _rounded_parameters(model: nn.Module) -> Iterator[None]:
+def rounded_parameters(model: nn.Module) -> Iterator[None]:
     """Within the context, modules have rounded parameters, with a graph to the parameters themselves."""
     places = [
         (module, name, parameter)

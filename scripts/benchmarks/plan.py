@@ -94,11 +94,9 @@ def steps() -> Iterator[Compared]:
             continue
         counts, choice, gpu, ms = _counts(row), _choice(row), GPUS[_gpu(row)], float(row["ms"])
         cost = step_cost(counts, choice, pixel_bytes=PIXEL_BYTES[row["pixel_dtype"]])
-        kind = "compiled" if choice.options["torch_compile"] else "eager"
-        work, times = cost.first_pass + cost.second_pass, seconds(cost, choice, gpu)
+        kind, work, times = choice.kind, cost.passes, seconds(cost, choice, gpu)
         in_passes = ms / 1000 - times["loss"]
-        flops = choice.per_device_train_batch_size * work.flops
-        of_host = work.launches * LAUNCHES[kind] > gpu.seconds(flops, kind)
+        of_host = work.launches * LAUNCHES[kind] > gpu.seconds(work.flops, kind)
         model = row["model"] + f", {row['image_size']} pixels" * (row["image_size"] != "224")
         model += f", {float(row['patch_dropout']):.0%} of the patches left out" * (float(row["patch_dropout"]) > 0)
         model += f", texts of {row['text_tokens']} tokens" * (row["text_tokens"] != FULL_LENGTH)
@@ -110,7 +108,7 @@ def steps() -> Iterator[Compared]:
             kind,
             ms,
             1000 * sum(times.values()),
-            share=flops / (gpu.peak * in_passes),
+            share=work.flops / (gpu.peak * in_passes),
             launch=in_passes / work.launches if of_host else None,
             gib=float(row["peak_gib"]),
             predicted_gib=_bytes(row, cost, counts, choice) / GIB,
@@ -135,6 +133,7 @@ def _counts(row: Row) -> Counts:
     return _counts_of(
         row["model"],
         int(row["image_size"]),
+        int(row["micro_batch_size"]),
         patch_dropout=float(row["patch_dropout"]),
         max_text_tokens=None if row["text_tokens"] == FULL_LENGTH else int(row["text_tokens"]),
         freeze="image" if "freeze" in row["implementation"] else None,
@@ -143,15 +142,15 @@ def _counts(row: Row) -> Counts:
 
 
 @functools.cache
-def _counts_of(model: str, image_size: int, **options: Any) -> Counts:
-    return count(CLIPConfig(**sizes_of(model, image_size)), **options)
+def _counts_of(model: str, image_size: int, pairs: int, **options: Any) -> Counts:
+    return count(CLIPConfig(**sizes_of(model, image_size)), pairs, **options)
 
 
 def _bytes(row: Row, cost: Cost, counts: Counts, choice: Choice) -> float:
     if row["commit"] not in WITH_EARLIER_GRAPH or choice.kept == choice.gradient_accumulation_steps:
         return cost.total
-    rest, pairs = cost.total - cost.activations - cost.loss, choice.per_device_train_batch_size
-    return max(cost.total, rest + counts.both.graph.of(pairs) + pairs * FORWARD_ALONE)
+    forward = counts.both.graph + choice.per_device_train_batch_size * FORWARD_ALONE
+    return cost.total + max(0.0, forward - cost.activations)
 
 
 def losses() -> Iterator[Compared]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -22,7 +21,7 @@ class GPU(NamedTuple):
     name: str
     memory_gib: float
     peak: float  # FLOP/s (bf16, dense)
-    shares: Mapping[str, float]  # by the kind of step; an optimizer computes as eager steps do
+    shares: Mapping[str, float]  # by the kind of step
 
     def seconds(self, flops: float, kind: str) -> float:
         return flops / (self.peak * self.shares[kind])
@@ -34,16 +33,12 @@ GPUS = {
     "h100": GPU("H100", 79.6, 989e12, {"eager": 0.19, "compiled": 0.30, "loss": 0.61}),
     "h200": GPU("H200", 140.4, 989e12, {"eager": 0.23, "compiled": 0.27, "loss": 0.61}),
 }
-LAUNCHES = {"eager": 45e-6, "compiled": 32e-6}
-# In optimizer.csv, a ViT-B/16 with 146 matrices takes 9.3 ms alone, and with two GPUs 12.9, where computing half of the
-# products would take 4.7. Between them this comes within 25% of all rows.
-MATRIX = 70e-6  # seconds of the host for a matrix that Muon updates
+LAUNCHES = {"eager": 43e-6, "compiled": 32e-6}
 DECODED = 561  # images of 54 kB that a core decodes and crops in a second ("hf_infcl, random crop" of data.csv)
 GIB = 1 << 30
 USABLE = 0.92  # share of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the rest
-LOSS_TILE = 8192, 16384  # the most images and texts whose coefficients the loss holds at once
-
+MEMORY = ("weights", "optimizer", "activations", "images", "features")  # the bytes of a `Cost`
 
 AmountsT = TypeVar("AmountsT", bound="Amounts")
 
@@ -55,40 +50,26 @@ class Amounts:
     def __add__(self: AmountsT, other: AmountsT) -> AmountsT:
         return type(self)(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
+    def __sub__(self: AmountsT, other: AmountsT) -> AmountsT:
+        return self + other * -1
+
     def __mul__(self: AmountsT, times: float) -> AmountsT:
-        return type(self)(*(times * getattr(self, one.name) for one in fields(self)))
+        return type(self)(*(getattr(self, one.name) * times for one in fields(self)))
 
 
 @dataclass(frozen=True)
 class Work(Amounts):
-    """Floating point operations for each pair, and operators that the host launches for all pairs at once."""
+    """Floating point operations, and operators that the host launches."""
 
     flops: float = 0.0
     launches: float = 0.0
 
 
 @dataclass(frozen=True)
-class Bytes(Amounts):
-    """Memory that grows with the pairs: of each, and of all at once, such as copies of weights in bf16."""
-
-    each: float = 0.0
-    fixed: float = 0.0
-
-    @classmethod
-    def through(cls, few: tuple[int, float], many: tuple[int, float]) -> Bytes:
-        """The line through the bytes of two numbers of pairs."""
-        each = (many[1] - few[1]) / (many[0] - few[0])
-        return cls(each, few[1] - each * few[0])
-
-    def of(self, pairs: float) -> float:
-        return pairs * self.each + self.fixed
-
-
-@dataclass(frozen=True)
 class Tower(Amounts):
-    """Memory and operations of a tower with its projection, as `counting` counts them; or of both towers."""
+    """A micro-batch of a tower with its projection, as `counting` counts it; or of both towers."""
 
-    graph: Bytes = Bytes()  # what a forward keeps for its backward
+    graph: float = 0.0  # bytes that the forward keeps for its backward
     forward: Work = Work()
     again: Work = Work()  # the forward of the second pass, in which a frozen tower does not run
     backward: Work = Work()
@@ -96,27 +77,23 @@ class Tower(Amounts):
 
 @dataclass(frozen=True)
 class Counts:
-    """The counted parameters, operations and bytes of a model."""
+    """A model and one of its micro-batches, counted."""
 
     parameters: int
     trained: int  # of the parameters
+    by_muon: int  # of the parameters, those that Muon would update
     dim: int  # of the embeddings
     pixels: int  # values of one image
     objective: str  # the one that the model was designed for
     image: Tower
     text: Tower
-    peaks: tuple[Bytes, ...] = (Bytes(),)  # of the forwards and of each backward, without weights and gradients
-    matrices: tuple[tuple[int, int], ...] = ()  # rows and columns of each matrix that Muon would update
+    peak: float = 0.0  # the most bytes that are in use in its forward and backward, without weights and gradients
     teachers: tuple[Counts, ...] = ()
 
     @property
     def both(self) -> Tower:
         """Both towers together."""
         return self.image + self.text
-
-    def peak(self, pairs: float) -> float:
-        """The most bytes that a micro-batch takes during its forward and its backward."""
-        return max(peak.of(pairs) for peak in self.peaks)
 
 
 @dataclass(frozen=True)
@@ -143,14 +120,24 @@ class Choice:
         return min(self.options.get("retain_graphs", 1), self.gradient_accumulation_steps)
 
     @property
+    def texts_at_once(self) -> int:
+        """The micro-batches whose texts are encoded together."""
+        return max(1, min(self.options.get("texts_at_once", 1), self.dealt))
+
+    @property
     def dealt(self) -> int:
         """The micro-batches whose texts may be encoded together; with several GPUs the last one encodes its own."""
         return self.gradient_accumulation_steps - (self.gpus > 1)
 
     @property
-    def in_graph(self) -> float:
-        """The pairs of a micro-batch times the share of their activations that its graph keeps."""
-        return self.per_device_train_batch_size * (COMPILED_GRAPH if self.options.get("torch_compile") else 1.0)
+    def kind(self) -> str:
+        """The kind of its passes in `GPU.shares` and `LAUNCHES`."""
+        return "compiled" if self.options.get("torch_compile") else "eager"
+
+    @property
+    def graph_share(self) -> float:
+        """The share of the activations that a graph keeps."""
+        return COMPILED_GRAPH if self.kind == "compiled" else 1.0
 
 
 @dataclass(frozen=True)
@@ -159,30 +146,21 @@ class Cost(Amounts):
 
     weights: float = 0.0  # parameters and gradients in fp32, under DDP the gradient buckets, and frozen copies
     optimizer: float = 0.0  # the moments of Adam in fp32, or for a matrix of Muon one, and the average of the weights
-    activations: float = 0.0  # the kept graphs and, if the peak is in a backward, its temporary tensors
+    activations: float = 0.0  # the kept graphs, and the temporary tensors of the micro-batch that runs
     images: float = 0.0  # of the window
-    features: float = 0.0  # the embeddings of the window or their gradients, and those of teachers, in fp32
-    loss: float = 0.0  # what it allocates, if the peak is in it
-    first_pass: Work = Work()  # of a window
-    second_pass: Work = Work()
+    features: float = 0.0  # the embeddings of the window and of teachers in fp32, their gradients, copies in bf16
+    passes: Work = Work()  # of both passes over a window
     loss_flops: float = 0.0
-    update_flops: float = 0.0
-    updated_matrices: float = 0.0  # on the host, which updates all of them
-
-    @property
-    def memory(self) -> dict[str, float]:
-        """Its bytes by what they are for."""
-        return dict(list(vars(self).items())[:6])
 
     @property
     def total(self) -> float:
         """Bytes."""
-        return sum(self.memory.values())
+        return sum(getattr(self, name) for name in MEMORY)
 
     @property
     def words(self) -> str:
         """The parts of the memory, in GiB."""
-        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.memory.items())
+        return ", ".join(f"{name} {getattr(self, name) / GIB:.1f}" for name in MEMORY)
 
 
 class Effect(NamedTuple):
@@ -195,53 +173,36 @@ class Effect(NamedTuple):
 def step_cost(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Cost:
     """What a step takes.
 
-    The ``counts`` have the checkpointing of the choice. A value of an image has ``pixel_bytes``: 1 with the trainer's
-    own collator, 4 with images in fp32.
+    The ``counts`` are of a micro-batch of the choice, with its checkpointing. A value of an image has ``pixel_bytes``:
+    1 with the trainer's own collator, 4 with images in fp32.
     """
-    pairs, count, towers = choice.per_device_train_batch_size, choice.gradient_accumulation_steps, counts.both
+    pairs, count, both = choice.per_device_train_batch_size, choice.gradient_accumulation_steps, counts.both
     images = pairs * min(2, count) if choice.options.get("offload_inputs") else choice.rows
     cost = Cost(
         weights=4.0 * (counts.parameters + counts.trained * (1 if choice.gpus == 1 else 2)),
         optimizer=8.0 * counts.trained,
-        activations=choice.kept * towers.graph.of(choice.in_graph),
+        activations=choice.graph_share * (counts.peak + (choice.kept - 1) * both.graph),
         # The images of the micro-batch that runs are in fp32.
         images=counts.pixels * (images * pixel_bytes + pairs * (4 - pixel_bytes)),
-        features=pair_bytes(counts.dim, choice),
-        first_pass=towers.forward * count,
-        second_pass=towers.backward * count + towers.again * (count - choice.kept),
+        # With gradients in fp32 and bf16, which the GPUs exchange.
+        features=(2.5 if choice.gpus == 1 else 4.0) * pair_bytes(counts.dim, choice),
+        passes=(both.forward + both.backward) * count + both.again * (count - choice.kept),
         loss_flops=loss_flops(counts.dim, choice, counts.objective),
     )
     for name, value in choice.options.items():
         if (of_option := EFFECTS[name].cost) is not None:
             cost += of_option(counts, choice, value)
-    in_backward = counts.peak(choice.in_graph) - towers.graph.of(choice.in_graph)
-    in_loss = _loss_bytes(counts.dim, choice)
-    return cost + (Cost(activations=in_backward) if in_backward >= in_loss else Cost(loss=in_loss))
+    return cost
 
 
 def seconds(cost: Cost, choice: Choice, gpu: GPU) -> dict[str, float]:
     """The time of a step by phase, where data is always available.
 
-    A pass takes as long as its operations at the measured share of the GPU's peak, or as the host's launches; so does
-    an update by Muon. The loss of few pairs on several GPUs takes up to 3 ms longer, and AdamW 2 ms for 150 million
-    weights.
+    The passes take as long as their operations at the measured share of the GPU's peak, or as the host's launches. The
+    loss of few pairs on several GPUs takes up to 3 ms longer, and an optimizer some ms, which are left out.
     """
-    first, second = map(max, _passes(cost, choice, gpu))
-    loss, update = gpu.seconds(cost.loss_flops, "loss"), gpu.seconds(cost.update_flops, "eager")
-    update = max(update, cost.updated_matrices * MATRIX)
-    return {"first pass": first, "loss": loss, "second pass": second, "optimizer": update}
-
-
-def host_limits(cost: Cost, choice: Choice, gpu: GPU) -> bool:
-    """Whether both passes of a step wait for the host's launches, and not for the GPU."""
-    return all(launches > computes for computes, launches in _passes(cost, choice, gpu))
-
-
-def _passes(cost: Cost, choice: Choice, gpu: GPU) -> list[tuple[float, float]]:
-    """The seconds of the GPU and of the host's launches, in both passes."""
-    kind, pairs = "compiled" if choice.options.get("torch_compile") else "eager", choice.per_device_train_batch_size
-    works = cost.first_pass, cost.second_pass
-    return [(gpu.seconds(pairs * work.flops, kind), work.launches * LAUNCHES[kind]) for work in works]
+    passes = max(gpu.seconds(cost.passes.flops, choice.kind), cost.passes.launches * LAUNCHES[choice.kind])
+    return {"passes": passes, "loss": gpu.seconds(cost.loss_flops, "loss")}
 
 
 def pair_bytes(dim: int, choice: Choice) -> float:
@@ -256,21 +217,9 @@ def loss_flops(dim: int, choice: Choice, objective: str) -> float:
     return 2.0 * OBJECTIVES[objective].products * dim * choice.rows * choice.global_batch
 
 
-def _loss_bytes(dim: int, choice: Choice) -> float:
-    """The bytes that the loss allocates with bf16 features: a tile of coefficients, gradients, texts of other GPUs."""
-    from ...loss.strategies import GATHERED_BYTES, gathered_bytes
-
-    tile = 2.0 * min(choice.rows, LOSS_TILE[0]) * min(choice.global_batch, LOSS_TILE[1])
-    gradients = 12.0 * choice.rows * dim  # gradients of both sides, in fp32 and in bf16
-    if choice.gpus == 1:
-        return tile + gradients
-    is_gathered = gathered_bytes(choice.global_batch, dim, 2, choice.gpus) <= GATHERED_BYTES
-    return tile + gradients + (8.0 * choice.global_batch * dim if is_gathered else gradients)
-
-
 def _keep_features(counts: Counts, choice: Choice, weight: float) -> Cost:
     start = counts.both.again * choice.gradient_accumulation_steps  # without what is frozen
-    return Cost(weights=4.0 * counts.trained, features=pair_bytes(counts.dim, choice), first_pass=start)
+    return Cost(weights=4.0 * counts.trained, features=pair_bytes(counts.dim, choice), passes=start)
 
 
 def _matryoshka_dims(counts: Counts, choice: Choice, dims: Sequence[int]) -> Cost:
@@ -279,39 +228,25 @@ def _matryoshka_dims(counts: Counts, choice: Choice, dims: Sequence[int]) -> Cos
     return Cost(features=3 * pair_bytes(sum(dims), choice), loss_flops=flops)
 
 
-def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
-    """Muon has one buffer for a matrix; its steps compute m·n·m twice and m·m·m, and the GPUs share them."""
-    from ...optimizers.newton_schulz import STEPS
-
-    values = sum(rows * columns for rows, columns in counts.matrices)
-    flops = sum(STEPS * (4.0 * m * m * n + 2.0 * m**3) for m, n in map(sorted, counts.matrices))
-    matrices = float(len(counts.matrices))
-    return Cost(optimizer=-4.0 * values, update_flops=flops / choice.gpus, updated_matrices=matrices)
-
-
 def _teacher(counts: Counts, choice: Choice, names: Sequence[str]) -> Cost:
     """Frozen models, each with a forward in every micro-batch of which no activations are kept."""
     side, cost = choice.options.get("teacher_side", "both"), Cost()
     for teacher in counts.teachers:
         forward = getattr(teacher, side).forward * choice.gradient_accumulation_steps
         features = (1.0 if side == "both" else 0.5) * pair_bytes(teacher.dim, choice)
-        cost += Cost(weights=4.0 * teacher.parameters, features=features, first_pass=forward)
+        cost += Cost(weights=4.0 * teacher.parameters, features=features, passes=forward)
     return cost
 
 
 def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
-    """Fewer, larger forwards of the text tower; a graph that is kept may hold the texts of other micro-batches."""
-    text, first = counts.text, min(choice.kept, choice.dealt)
-    fewer, fewer_kept = choice.dealt - math.ceil(choice.dealt / at_once), first - math.ceil(first / at_once)
-    # The kept graphs of texts are fewer, but each holds the texts of several micro-batches, also of such whose images
-    # are encoded again in the second pass.
-    more = min(choice.dealt, (first - fewer_kept) * at_once) - first
-    again = Work(-more * text.again.flops, -(fewer - fewer_kept) * text.again.launches)
-    return Cost(
-        activations=choice.in_graph * more * text.graph.each,
-        first_pass=Work(0.0, -fewer * text.forward.launches),
-        second_pass=Work(0.0, -fewer * text.backward.launches) + again,
-    )
+    """Fewer, larger forwards of the text tower; the kept ones may hold texts of which the images are encoded again."""
+    text, kept = counts.text, min(choice.kept, choice.dealt)
+    calls, kept_calls = math.ceil(choice.dealt / at_once), math.ceil(kept / at_once)
+    more = min(choice.dealt, kept_calls * at_once) - kept
+    saved, saved_again = choice.dealt - calls, (choice.dealt - kept) - (calls - kept_calls)
+    launches = saved * (text.forward + text.backward).launches + saved_again * text.again.launches
+    activations = choice.graph_share * more * text.graph
+    return Cost(activations=activations, passes=Work(-more * text.again.flops, -launches))
 
 
 def _patch_dropout(encoder: DualEncoder, share: float) -> None:
@@ -328,16 +263,10 @@ def _bf16_activations(encoder: DualEncoder, wanted: bool) -> None:
 
 
 def _gradient_checkpointing(encoder: DualEncoder, wanted: bool) -> None:
-    from torch.overrides import _get_current_function_mode
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Those of a layer's forward and of its recomputation, which a count lets cast as the forward does."""
-        return nullcontext(), _get_current_function_mode() or nullcontext()
-
     model: Any = encoder.model
     # The second name is that of transformers before 5.20.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts})
+    enable({"use_reentrant": False, "preserve_rng_state": False})
     encoder.stop_gradients_at_frozen_layers()
 
 
@@ -360,15 +289,11 @@ EFFECTS = {
     # A start that is kept for its features has the weights, too.
     "keep_weights": Effect(lambda m, c, _: Cost(weights=0.0 if "keep_features" in c.options else 4.0 * m.trained)),
     "matryoshka_dims": Effect(_matryoshka_dims),
-    "optimizer": Effect(_optimizer),
+    "optimizer": Effect(lambda m, c, _: Cost(optimizer=-4.0 * m.by_muon)),  # one moment instead of two
     "teacher": Effect(_teacher),
     "teacher_embeddings": Effect(lambda m, c, folders: Cost(features=len(folders) * pair_bytes(m.dim, c))),
     "texts_at_once": Effect(_texts_at_once),
     **dict.fromkeys(_NO_EFFECT, Effect()),
 }
-# Options that the prediction ignores, with the values that it ignores; without values, it ignores all.
-LEFT_OUT: dict[str, Sequence[str]] = {
-    "strategy": ("disco", "local", "gather"),
-    "backend": ("torch",),
-    **dict.fromkeys(("lora_rank", "cache_features", "ema_device", "fsdp", "deepspeed", "fp16"), ()),
-}
+# Options that the prediction ignores.
+LEFT_OUT = ("lora_rank", "cache_features", "ema_device", "fsdp", "deepspeed", "fp16")

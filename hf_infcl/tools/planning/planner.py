@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from ...options.combinations import CHECKPOINTING
 from ...options.declared import training_options
 from ...options.facts import changed_options
 from ...options.image_sizes import ImageSizes
-from .costs import EFFECTS, GIB, GPUS, USABLE, Choice, Counts, seconds, step_cost
+from .costs import EFFECTS, GIB, GPUS, USABLE, Choice, Cost, Counts, seconds, step_cost
 from .counting import count, measure
 
 CHECKPOINTED = "gradient_checkpointing"
@@ -35,7 +35,6 @@ class PlannedStage(NamedTuple):
     share: float  # of the samples of the training
     choice: Choice
     seconds: float  # of a step
-    words: str  # what is different from the last stage
 
 
 def make_choice(args: Any) -> Choice:
@@ -49,33 +48,33 @@ def make_choice(args: Any) -> Choice:
         if options.pop(name, None) not in (None, "auto"):
             options[name] = max(1, int(getattr(args, name)))
     if any(getattr(args, name, False) for name in CHECKPOINTING):
-        options["gradient_checkpointing"] = True
+        options[CHECKPOINTED] = True
     division = divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size)
     return Choice(args.world_size, *division, options)
 
 
 def search(
-    counts: Counts, start: Choice, sizes: Sequence[int], usable: float, searched: Collection[str] = SEARCHED
+    cost_of: Callable[[Choice], Cost], start: Choice, sizes: Sequence[int], usable: float, searched: Collection[str]
 ) -> Choice | None:
-    """Searches as a training does, but predicts memory instead of trying.
+    """Searches as a training does, but predicts memory instead of trying; None if nothing fits.
 
     Args:
-        counts: of the model.
+        cost_of: a step of a choice.
         start: has the rows of the window, and all that is not searched.
         sizes: the micro-batches to choose from, in rising order.
-        usable: bytes of a GPU; None is returned if nothing fits into them.
+        usable: bytes of a GPU.
         searched: those of `SEARCHED` that nobody has decided.
     """
 
     def choice(trial: Trial) -> Choice:
-        found = {"texts_at_once": trial.texts, "retain_graphs": trial.graphs}
-        options = {**start.options, **{name: found[name] for name in searched}}
+        found = dict(zip(SEARCHED, (trial.texts, trial.graphs), strict=True))
+        options = start.options | {name: found[name] for name in searched}
         return Choice(start.gpus, trial.micro_batch, start.rows // trial.micro_batch, options)
 
     def attempt(trial: Trial) -> tuple[int, int]:
-        cost = step_cost(counts, choice(trial))
+        cost = cost_of(choice(trial))
         if cost.total > usable:
-            raise torch.OutOfMemoryError(cost.words)
+            raise torch.OutOfMemoryError
         return int(cost.total - cost.weights - cost.optimizer), int(usable - cost.total)
 
     trial = Trial(sizes[0], *(start.options.get(name, 1) for name in SEARCHED))
@@ -87,24 +86,18 @@ def search(
         trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, int, compiled=compiled))
     if "retain_graphs" in searched and most > 1:
         trial = replace(trial, graphs=find_graphs(attempt, trial, most, int))
-    return choice(trial) if step_cost(counts, choice(trial)).total <= usable else None
+    return choice(trial) if cost_of(choice(trial)).total <= usable else None
 
 
 class Planner:
-    """The plan of a training.
-
-    Args:
-        options: of `infcl plan`, which include all options of the training.
-        user_options: the names of the options that the user has set.
-        config: of the model.
+    """The plan of a training, from the options of `infcl plan`, the names of those that the user has set, and a config.
 
     Attributes:
         searched: those of `SEARCHED` that the training finds.
         is_divided: whether the user decides about micro-batches, as is necessary where the training does not try them.
         choice: the composition of the global batch; of the last one, if it grows.
-        counts: of the model in the last steps.
-        single: one micro-batch, as ``--measure`` runs it.
-        measured: its seconds and peak bytes on this machine; None without ``--measure``.
+        measured: seconds and peak bytes of a micro-batch on this machine; None without ``--measure``.
+        pace: these seconds in relation to the predicted ones.
         stages: of the training, the last steps last.
 
     Raises:
@@ -117,44 +110,57 @@ class Planner:
         sharded = bool(options.fsdp or options.deepspeed)
         self.is_divided = sharded or any(name in user_options for name in DIVISION)
         self._divide(*(getattr(options, name) if name in user_options else None for name in DIVISION))
-        start = self._start
+        start = self._start.options
         tries: Sequence[str] = () if sharded or options.use_cpu else SEARCHED
         tries = tries if options.gradient_noise_steps is None else tries[1:]  # each micro-batch keeps its texts
-        self.searched = [name for name in tries if name not in start.options]
-        offload = ["offload_inputs" in start.options] if "offload_inputs" in user_options else [False, True]
+        self.searched = [name for name in tries if name not in start]
+        offload = ["offload_inputs" in start] if "offload_inputs" in user_options else [False, True]
         # A training refuses to checkpoint with bf16_activations.
         is_decided = options.bf16_activations or {*CHECKPOINTING} & {*user_options}
-        checkpoint = [CHECKPOINTED in start.options] if is_decided else [False, True]
+        checkpoint = [CHECKPOINTED in start] if is_decided else [False, True]
         self._ways = [{CHECKPOINTED: one, "offload_inputs": other} for one in checkpoint for other in offload]
-        self._counts = functools.cache(lambda way: count(config, **start.options | {CHECKPOINTED: way}))
+        self._count = functools.cache(lambda pairs, **changes: count(config, pairs, **start | changes))
         choice = self.find(compiled=options.torch_compile)
         if choice is None:
             raise ValueError(self._why_nothing_fits())
-        self.choice, self.counts = choice, self._counts(choice.options[CHECKPOINTED])
-        way = {CHECKPOINTED: choice.options[CHECKPOINTED]}
-        self.single, self.measured, self._pace = Choice(1, choice.per_device_train_batch_size, 1, way), None, 1.0
+        self.choice, self.measured, self.pace = choice, None, 1.0
         if options.measure:
             autocast, device = options.bf16 or not options.use_cpu, torch.device("cpu" if options.use_cpu else "cuda")
             self.measured = measure(config, self.single.rows, device, autocast=autocast, **choice.options)
-            self._pace = self.measured[0] / sum(self.times(self.single).values())
+            self.pace = self.measured[0] / sum(self.times(self.single).values())
         self.stages = list(self._stages())
 
-    def times(self, choice: Choice, counts: Counts | None = None) -> dict[str, float]:
-        """`seconds` of a step in the last stage, or with other counts; as on this machine, if that was measured."""
-        cost = step_cost(counts or self._counts(choice.options[CHECKPOINTED]), choice)
-        return {phase: self._pace * time for phase, time in seconds(cost, choice, self.gpu).items()}
+    @property
+    def single(self) -> Choice:
+        """One micro-batch, as ``--measure`` runs it."""
+        options = {CHECKPOINTED: self.choice.options[CHECKPOINTED]}
+        return Choice(1, self.choice.per_device_train_batch_size, 1, options)
 
     @property
     def images_per_second(self) -> float:
         """The most that one GPU trains, in the fastest stage."""
         return max(stage.choice.rows / stage.seconds for stage in self.stages)
 
+    def counts(self, choice: Choice, **changes: Any) -> Counts:
+        """The model and a micro-batch of the choice, in the last stage or with changed options."""
+        checkpointed = choice.options[CHECKPOINTED]
+        return self._count(choice.per_device_train_batch_size, gradient_checkpointing=checkpointed, **changes)
+
+    def cost(self, choice: Choice) -> Cost:
+        """What a step of the last stage takes."""
+        return step_cost(self.counts(choice), choice)
+
+    def times(self, choice: Choice, **changes: Any) -> dict[str, float]:
+        """`seconds` of a step, of the last stage or with changed options; as on this machine, if that was measured."""
+        times = seconds(step_cost(self.counts(choice, **changes), choice), choice, self.gpu)
+        return {phase: self.pace * time for phase, time in times.items()}
+
     def find(self, *, compiled: bool) -> Choice | None:
         """The first way to micro-batches that are not small, or that to the largest ones; None if nothing fits."""
         best, usable = None, USABLE * self.memory_gib * GIB
         for way in self._ways:
             start = replace(self._start, options={**self._start.options, **way, "torch_compile": compiled})
-            choice = search(self._counts(way[CHECKPOINTED]), start, self._sizes, usable, self.searched)
+            choice = search(self.cost, start, self._sizes, usable, self.searched)
             if choice and (best is None or choice.per_device_train_batch_size > best.per_device_train_batch_size):
                 best = choice
             if best and best.per_device_train_batch_size >= min(SMALL, self._sizes[-1]):
@@ -180,14 +186,13 @@ class Planner:
         self._sizes = single if is_decided else possible_micro_batches(args, exceeds=True)
 
     def _why_nothing_fits(self) -> str:
-        way, size = self._ways[-1], self._sizes[0]
-        least = Choice(self._start.gpus, size, self._start.rows // size, self._start.options | way)
+        start, size = self._start, self._sizes[0]
+        least = Choice(start.gpus, size, start.rows // size, start.options | self._ways[-1])
         what = "Not even micro-batches of one pair fit" if size == 1 else f"Micro-batches of {size:,} pairs do not fit"
         return (
-            f"{what} into {USABLE:.0%} of {self.memory_gib:g} GiB. In GiB, they take "
-            f"{step_cost(self._counts(way[CHECKPOINTED]), least).words}. Lower --global_batch, or "
-            "--per_device_train_batch_size with more --gradient_accumulation_steps; freeze a tower, shard the weights "
-            "with --fsdp, or use more GPUs or GPUs with more memory."
+            f"{what} into {USABLE:.0%} of {self.memory_gib:g} GiB. In GiB, they take {self.cost(least).words}. Lower "
+            "--global_batch, or --per_device_train_batch_size with more --gradient_accumulation_steps; freeze a tower, "
+            "shard the weights with --fsdp, or use more GPUs or GPUs with more memory."
         )
 
     def _stages(self) -> Iterator[PlannedStage]:
@@ -200,12 +205,10 @@ class Planner:
         whole_from = 1 - (options.full_tokens_last or 0.0)
         for begin, end in itertools.pairwise(sorted({0.0, *growth.ends, *sizes.ends, whole_from, 1.0})):
             batch, size = (known.sizes[sum(begin >= ended for ended in known.ends)] for known in (growth, sizes))
-            is_cut = bool(options.full_tokens_last and options.patch_dropout) and begin < whole_from
-            words = [f"images of {size} pixels"] * (len(sizes.sizes) > 1) + ["fewer patches"] * is_cut
-            changes = {"image_size": size} | ({"full_tokens_last": None} if is_cut else {})
-            counts = count(self._config, **way.options | changes) if words else self.counts
             choice = Choice(way.gpus, *divided_batch(batch, way.per_device_train_batch_size, way.gpus), way.options)
-            yield PlannedStage(end - begin, choice, sum(self.times(choice, counts).values()), " and ".join(words))
+            changes: dict[str, Any] = {} if options.image_size_schedule is None else {"image_size": size}
+            changes |= {"full_tokens_last": None} if options.full_tokens_last and begin < whole_from else {}
+            yield PlannedStage(end - begin, choice, sum(self.times(choice, **changes).values()))
 
 
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
@@ -218,28 +221,25 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
         A warning if the training probably does not fit, or if its memory cannot be predicted.
 
     Raises:
-        ValueError: it cannot fit: weights, their gradients, half of a micro-batch's activations and the window's images
-            in uint8 alone exceed the memory of the GPU.
+        ValueError: it would take twice the memory of the GPU, which no shorter captions than were counted make up for.
     """
     if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
         return None
     choice = make_choice(args)
     try:
-        counts = count(config, autocast=args.bf16 or args.fp16, **choice.options)
-        cost = step_cost(counts, choice)
+        autocast = args.bf16 or args.fp16
+        counts = count(config, choice.per_device_train_batch_size, autocast=autocast, **choice.options)
     except ValueError as error:
         return f"The memory of the training was not predicted. {error}"
+    cost = step_cost(counts, choice)
     if cost.total <= USABLE * gpu_bytes:
         return None
-    # Short captions need fewer activations than the longest ones, which were counted.
-    least = 4.0 * (counts.parameters + counts.trained) + 0.5 * counts.peak(choice.in_graph)
-    least += 0 if args.offload_inputs else counts.pixels * choice.rows
     cure = "" if args.offload_inputs else "--offload_inputs keeps the images in host memory. "
     message = (
         f"The training needs about {cost.total / GIB:.1f} GiB per GPU, which has {gpu_bytes / GIB:.1f}: "
         f"{cost.words}. --global_batch_size {args.global_batch_size} in place of both sizes finds micro-batches that "
         f"fit, with the same result. {cure}`infcl plan` names options that fit."
     )
-    if least > gpu_bytes:
+    if cost.total > 2 * gpu_bytes:
         raise ValueError(message)
     return message

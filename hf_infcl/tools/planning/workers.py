@@ -6,10 +6,10 @@ import argparse
 import math
 from collections.abc import Collection
 
-import torch
 from transformers import PretrainedConfig
 
 from .planner import Planner
+from .report import number
 
 ASSUMED_BATCH = 256  # pairs, where no options name a global batch
 
@@ -27,42 +27,31 @@ def predict_workers(
 ) -> tuple[str, list[str]]:
     """A line about the workers that one GPU needs, as `infcl plan` predicts its rate, and the options to add.
 
-    Both are empty for a training on a CPU, whose rate is not predicted.
+    Both are empty for a training on a CPU, whose rate is not predicted, and if no image could be decoded.
 
     Args:
         batch: the global batch of the options; None if they name none.
-        rate: the images that a worker reads per second; 0 if none could be decoded.
+        rate: the images that a worker reads per second.
         smallest: the pixels of the shortest side of all images; 0 if none is known.
         side: the pixels to which they are scaled.
     """
-    if options.use_cpu:
+    if options.use_cpu or not rate:
         return "", []
-    has_h200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
-    of_plan = {"gpus": 1, "gpu": "h200" if has_h200 else "h100", "gpu_memory": None, "measure": False}
-    of_plan["global_batch"] = batch or ASSUMED_BATCH
+    of_plan = {"gpus": 1, "gpu": "h100", "gpu_memory": None, "measure": False, "global_batch": batch or ASSUMED_BATCH}
     try:
-        if not rate:
-            raise ValueError("No image could be decoded.")
         planner = Planner(argparse.Namespace(**(vars(options) | of_plan)), user_options, config)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
-    images, to_add = planner.images_per_second, []
+    images = planner.images_per_second
     needed = math.ceil(images / rate)
-    line = (
-        f"Workers: with a global batch of {planner.choice.global_batch:,} pairs"
-        f"{', as no options name one,' if batch is None else ''} in micro-batches of "
-        f"{planner.choice.per_device_train_batch_size:,}, an {planner.gpu.name} would train about {images:,.0f} images "
-        "per second. "
-    )
-    if needed <= cores:
-        keep_up = "One worker like these keeps" if needed == 1 else f"{needed} workers like these keep"
-        line += f"{keep_up} up (--dataloader_num_workers); this machine has {cores} cores."
-    else:
-        line += (
-            f"The {cores} cores of this machine read about {cores * rate:,.0f} (--dataloader_num_workers {cores}), so "
-            "the data limit the rate."
-        )
+    enough, to_add = min(needed, cores), []
+    found = f"{number(needed, 'worker')} like these can read them; this machine has {cores} cores."
+    if needed > cores:
+        found = f"The {cores} cores of this machine read about {cores * rate:,.0f}, so the data limit the rate."
         to_add += [f"--min_side {2 * side}"] if smallest >= 4 * side else []
-    if options.dataloader_num_workers < min(needed, cores):
-        to_add.append(f"--dataloader_num_workers {min(needed, cores)}")
-    return line, to_add
+    if options.dataloader_num_workers < enough:
+        to_add.append(f"--dataloader_num_workers {enough}")
+    return (
+        f"Workers: with a global batch of {planner.choice.global_batch:,} pairs, an {planner.gpu.name} would train "
+        f"about {images:,.0f} images per second. {found}"
+    ), to_add
