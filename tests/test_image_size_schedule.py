@@ -269,6 +269,8 @@ def test_the_plan_knows_the_sizes(tmp_path, capsys):
     infcl(*words)
     printed = capsys.readouterr().out
     assert "--image_size_schedule 112:0.5 160:0.4 224" in printed
+    found = re.findall(r"(\d+)% of the samples: 64 pairs, images of (\d+) pixels: ", printed)
+    assert found == [("50", "112"), ("40", "160"), ("10", "224")]
     infcl(*words, "--dataset_size", 64 * 400)
     printed = capsys.readouterr().out
     units = {"ms": 1e-3, "s": 1, "min": 60}
@@ -286,7 +288,8 @@ def test_the_plan_knows_the_sizes(tmp_path, capsys):
     assert speeds[0] > 1.5 * speeds[2], "smaller images first"
     stages = planned_stages([*words, "--patch_dropout", 0.5, "--full_tokens_last", 0.05], config)
     assert [stage.share for stage in stages] == pytest.approx([0.5, 0.4, 0.05, 0.05])
-    assert stages[2].seconds != stages[3].seconds, "fewer patches"
+    assert stages[2].words == ", images of 224 pixels, fewer patches"
+    assert stages[2].seconds != stages[3].seconds
     assert "image_size_schedule ends with 336, and the model is of 224 pixels" in mistake(capsys, *words[:-1], "336")
     assert "max_text_tokens must be less than the 77 tokens of the model, got 77" in mistake(
         capsys, "plan", "--model", tmp_path, "--global_batch", 64, "--max_text_tokens", 77

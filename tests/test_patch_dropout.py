@@ -140,7 +140,8 @@ def test_the_plan_counts_what_is_left(tmp_path, capsys):
     infcl("plan", "--model", tmp_path, "--global_batch", 64, "--patch_dropout", 0.5, "--full_tokens_last", 0.1)
     printed = capsys.readouterr().out
     assert "--patch_dropout 0.5 --full_tokens_last 0.1" in printed
-    assert "The mean of all steps is" in printed
+    assert "90% of the samples: 64 pairs, fewer patches: " in printed
+    assert "10% of the samples: 64 pairs: " in printed
     for words, complaint in (
         (["--patch_dropout", 1], "patch_dropout must be a number of at least 0 and less than 1, got 1.0"),
         (["--full_tokens_last", 0.1], "full_tokens_last=0.1 has no effect without patch_dropout"),

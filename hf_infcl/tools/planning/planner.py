@@ -35,6 +35,7 @@ class PlannedStage(NamedTuple):
     share: float  # of the samples of the training
     choice: Choice
     seconds: float  # of a step
+    words: str  # of the sizes of its images, and whether they have fewer patches
 
 
 def make_choice(args: Any) -> Choice:
@@ -207,8 +208,11 @@ class Planner:
             batch, size = (known.sizes[sum(begin >= ended for ended in known.ends)] for known in (growth, sizes))
             choice = Choice(way.gpus, *divided_batch(batch, way.per_device_train_batch_size, way.gpus), way.options)
             changes: dict[str, Any] = {} if options.image_size_schedule is None else {"image_size": size}
-            changes |= {"full_tokens_last": None} if options.full_tokens_last and begin < whole_from else {}
-            yield PlannedStage(end - begin, choice, sum(self.times(choice, **changes).values()))
+            words = f", images of {size} pixels" * bool(changes)
+            if options.full_tokens_last and begin < whole_from:
+                changes |= {"full_tokens_last": None}
+                words += ", fewer patches" * bool(options.patch_dropout)
+            yield PlannedStage(end - begin, choice, sum(self.times(choice, **changes).values()), words)
 
 
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:

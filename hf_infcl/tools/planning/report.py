@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -26,6 +26,8 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     yield f"\nChoose  {_words(planner, choice)}"
     division = f"{choice.gradient_accumulation_steps} × {choice.per_device_train_batch_size} pairs"
     yield f"  Micro-batches: {division}, texts of {choice.texts_at_once} encoded at once, graphs of {choice.kept} kept"
+    if planner.searched and (found := _found(planner)):
+        yield f"  A training finds them before its first step. To fix them, add {_written(found)}"
     cost = planner.cost(choice)
     yield "\nMemory per GPU at the peak of a step, GiB"
     for name in MEMORY:
@@ -36,8 +38,13 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     # The steps for each pair of the set, to which the old pairs of a batch do not belong.
     each = [one.share / one.choice.global_batch / (1 - old / choice.global_batch) for one in planner.stages]
     mean = sum(n * stage.seconds for n, stage in zip(each, planner.stages, strict=True)) / sum(each)
-    if is_timed and len(each) > 1:
-        yield f"The mean of all steps is {duration(mean)}; the time and the memory above are those of the last stage."
+    if len(each) > 1:
+        yield "The training has stages; the memory above is that of the last one."
+        for stage in planner.stages:
+            time = f": {duration(stage.seconds)}" * is_timed
+            yield f"  {stage.share:.0%} of the samples: {stage.choice.global_batch:,} pairs{stage.words}{time}"
+        if is_timed:
+            yield f"  The mean of all steps is {duration(mean)}."
 
     def length(steps: int) -> str:
         return f"{number(steps, 'step')}{f' and {duration(steps * mean)}' * is_timed}."
@@ -53,7 +60,8 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
         yield f"An epoch of {pairs:,} pairs takes {length(per_epoch)}"
         if steps <= 0:
             steps = math.ceil(per_epoch * epochs)  # as Trainer counts
-            yield f"  {epochs:g} epochs take {length(steps)}"
+            if epochs != 1:
+                yield f"  {epochs:g} epochs take {length(steps)}"
     if options.max_steps > 0:
         yield f"  --max_steps takes {length(steps)}"
     elif pairs is None:
@@ -100,16 +108,31 @@ def _words(planner: Planner, choice: Choice) -> str:
     values = values or {"global_batch_size": choice.global_batch}
     values |= {"use_cpu": planner.options.use_cpu, "bf16": planner.options.bf16 or not planner.options.use_cpu}
     values |= choice.options
-    omitted = {*planner.searched}
-    omitted |= {"texts_at_once"} if choice.dealt < 2 else set()  # refused, since it has no effect
-    omitted |= {"retain_graphs"} if choice.gradient_accumulation_steps == 1 else set()
+    omitted = {*planner.searched, *_without_effect(choice)}
     if "global_batch_schedule" in values:  # from which they follow
         omitted |= {"global_batch_size", "gradient_accumulation_steps"}
+    return _written({name: value for name, value in values.items() if name not in omitted and value is not False})
+
+
+def _found(planner: Planner) -> dict[str, object]:
+    """The options that a training finds, with the planned values."""
+    choice, searched = planner.choice, set(planner.searched) - _without_effect(planner.choice)
+    division = {} if planner.is_divided else {DIVISION[0]: choice.per_device_train_batch_size}
+    return division | {name: value for name, value in choice.options.items() if name in searched}
+
+
+def _without_effect(choice: Choice) -> set[str]:
+    """The options about micro-batches that a training refuses, since there are too few of them."""
+    texts = {"texts_at_once"} if choice.dealt < 2 else set()
+    return texts | ({"retain_graphs"} if choice.gradient_accumulation_steps == 1 else set())
+
+
+def _written(options: Mapping[str, object]) -> str:
+    """Options as they are written; of one that is True its name."""
     words = []
-    for name, value in values.items():
-        if name not in omitted and value is not False:
-            of_value = [] if value is True else value if isinstance(value, list) else [value]
-            words += [f"--{name}", *map(str, of_value)]
+    for name, value in options.items():
+        of_value = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{name}", *map(str, of_value)]
     return " ".join(words)
 
 
