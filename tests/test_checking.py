@@ -332,6 +332,25 @@ def test_a_caption_of_most_pairs_spoils_the_training(model, tmp_path):
     assert found["train"].keys() == {"same_caption"}
 
 
+def test_pairs_of_one_caption_stand_beside_each_other(model, tmp_path):
+    said = {3: "one word", 7: "two words", 12: "one word", 20: "two words", 31: "two words"}
+    rows = [row._replace(caption=said.get(number, row.caption)) for number, row in enumerate(clean())]
+    check(model, tmp_path / "out", *as_folder(tmp_path / "data", rows))
+    (finding,) = json.loads((tmp_path / "out/_check.json").read_text())["sets"]["train"]["findings"]
+    assert (finding["kind"], finding["rows"]) == ("repeated_captions", ["7", "20", "31", "3", "12"])
+
+
+def test_a_pair_is_named_by_its_row_in_the_table_that_was_not_yet_thinned_out(model, tmp_path, capsys):
+    words = as_folder(tmp_path / "data", [*clean(39), Row(b"no image", "a broken file")])
+    infcl("score", model, words[1], "--use_cpu", "--on_bad_sample", "skip", "--output_dir", tmp_path / "scores")
+    words += ["--exclude", tmp_path / "scores/_ledger.parquet:10%"]
+    capsys.readouterr()
+    _, found, _ = check(model, tmp_path / "out", *words)
+    assert found == {"train": {"broken": {"39"}}}
+    file = sorted(path.name for path in (tmp_path / "data").rglob("*.png"))[-1]
+    assert re.search(rf"row 39 \(column 'image': '[^']*{file}': UnidentifiedImageError", capsys.readouterr().out)
+
+
 def test_bad_pairs_that_are_skipped_spoil_nothing(model, tmp_path, capsys):
     rows = [*clean(39), Row(b"no image", "a broken file")]
     words = [*as_folder(tmp_path / "data", rows), "--on_bad_sample", "skip", "--augmentation", "flip_crop"]
