@@ -435,8 +435,12 @@ def test_no_time_of_a_cpu_is_told_unless_it_is_measured(small_model, capsys):
     assert re.search(r"An epoch of 640 pairs takes 10 steps and [\d.]+ m?s\.", said)
     assert "This machine trains up to" in said
     assert "torch_compile it is" not in said
-    said = planned(capsys, small_model, "--global_batch", 64, "--dataset", "d")
-    assert said.endswith("With --dataset_size, the number of its pairs, a plan also tells the time of an epoch.\n")
+    words = ["--global_batch", 64, "--dataset", "d", "--num_train_epochs", 20]
+    for more, what in ([], "time"), (["--use_cpu"], "steps"):
+        said = planned(capsys, small_model, *words, *more)
+        assert said.endswith(
+            f"With --dataset_size, the number of its pairs, a plan also tells the {what} of an epoch.\n"
+        )
 
 
 def test_a_set_without_a_global_batch_is_told_before_what_to_choose(small_model, capsys):

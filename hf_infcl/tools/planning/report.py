@@ -68,8 +68,9 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
         yield f"  The warm-up takes {share:.0%} of the steps; {tenth}."
     if 0 < steps < TOO_FEW_STEPS:
         yield f"  This is too few steps for a learning rate schedule: {_more_steps(planner, steps, epochs)}."
-    if pairs is None and options.dataset and is_timed and options.max_steps <= 0:
-        yield "With --dataset_size, the number of its pairs, a plan also tells the time of an epoch."
+    if pairs is None and options.dataset and options.max_steps <= 0:
+        what = "time" if is_timed else "steps"
+        yield f"With --dataset_size, the number of its pairs, a plan also tells the {what} of an epoch."
 
 
 def _more_steps(planner: Planner, steps: int, epochs: float) -> str:
