@@ -95,6 +95,34 @@ def test_a_bad_image_is_refused_with_its_row_and_skipped_if_asked(kind):
     assert tuple(replaced["image"][0, 0]) == RED
 
 
+def test_a_bad_image_is_named_by_its_file_and_its_row_of_the_whole_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a chair.png").write_bytes(b"no image")
+    dataset = ImageTextDataset(rows([str(tmp_path / "a chair.png"), "missing.png", str(tmp_path / "missing.png")]))
+    with pytest.raises(ValueError, match=f"column 'image': '{tmp_path}/a chair.png': UnidentifiedImageError: its 8"):
+        dataset[0]
+    with pytest.raises(ValueError, match=r"'missing.png': FileNotFoundError: No such file or directory in the working"):
+        dataset[1]
+    with pytest.raises(ValueError, match=f"'{tmp_path}/missing.png': FileNotFoundError: No such file or directory. R"):
+        dataset[2]
+    part = ImageTextDataset(rows([str(tmp_path / "a chair.png")]))
+    part.whole, part.numbers = dataset, np.array([7])
+    with pytest.raises(ValueError, match="Row 7 of the dataset"):
+        part[0]
+    secret = ImageTextDataset(rows(["https://me:key@127.0.0.1:9/chair.png?token=key"]))
+    with pytest.raises(ValueError, match=r"'https://\*\*\*@127.0.0.1:9/chair.png\?\*\*\*': ") as told:
+        secret[0]
+    assert "key" not in str(told.value)
+
+
+def test_a_file_that_is_missing_belongs_to_the_fingerprint(tmp_path):
+    dataset = ImageTextDataset(rows([str(tmp_path / "chair.png")]))
+    before = dataset.image_fingerprint()
+    assert before == dataset.image_fingerprint()
+    (tmp_path / "chair.png").write_bytes(GOOD_IMAGES["one pixel"])
+    assert before != dataset.image_fingerprint()
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", GOOD_IMAGES)
 def test_an_unusual_image_is_used(kind):

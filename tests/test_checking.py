@@ -19,9 +19,11 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
+from hf_infcl.tools.checking import sheet
 from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker
 from hf_infcl.tools.checking.reading import read
+from hf_infcl.tools.checking.sheet import draw_rows
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.planning.workers import predict_workers
 from hf_infcl.tools.scoring.sheet import lines_of
@@ -326,6 +328,29 @@ def test_a_caption_of_most_pairs_spoils_the_training(model, tmp_path):
     code, found, _ = check(model, tmp_path / "out", *as_folder(tmp_path / "data", rows), "--pair_id_column", "caption")
     assert code == 1
     assert found["train"].keys() == {"same_caption"}
+
+
+def test_pairs_of_one_caption_stand_beside_each_other(model, tmp_path, monkeypatch):
+    titles: list[str] = []
+    monkeypatch.setattr(sheet, "draw_rows", lambda rows: titles.extend(title for title, _ in rows) or draw_rows(rows))
+    said = {3: "one word", 7: "two words", 12: "one word", 20: "two words", 31: "two words"}
+    rows = [row._replace(caption=said.get(number, row.caption)) for number, row in enumerate(clean())]
+    check(model, tmp_path / "out", *as_folder(tmp_path / "data", rows))
+    (finding,) = json.loads((tmp_path / "out/_check.json").read_text())["sets"]["train"]["findings"]
+    assert (finding["kind"], finding["rows"]) == ("repeated_captions", ["7", "20", "31", "3", "12"])
+    what = "5 of 40 pairs (12.50%) have a caption that another one also has, such as 'two words' (3 times)"
+    assert titles[1:] == [f"the training set: {what}"]
+
+
+def test_a_pair_is_named_by_its_row_in_the_table_that_was_not_yet_thinned_out(model, tmp_path, capsys):
+    words = as_folder(tmp_path / "data", [*clean(39), Row(b"no image", "a broken file")])
+    infcl("score", model, words[1], "--use_cpu", "--on_bad_sample", "skip", "--output_dir", tmp_path / "scores")
+    words += ["--exclude", tmp_path / "scores/_ledger.parquet:10%"]
+    capsys.readouterr()
+    _, found, _ = check(model, tmp_path / "out", *words)
+    assert found == {"train": {"broken": {"39"}}}
+    file = sorted(path.name for path in (tmp_path / "data").rglob("*.png"))[-1]
+    assert re.search(rf"row 39 \(column 'image': '[^']*{file}': UnidentifiedImageError", capsys.readouterr().out)
 
 
 def test_bad_pairs_that_are_skipped_spoil_nothing(model, tmp_path, capsys):

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 import torch
 import transformers
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, NamedSplit, Value
 from helpers import models
 from helpers.pictures import captioned, picture, write_folder
 from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
@@ -29,6 +29,7 @@ from hf_infcl.data import (
     caption_pair_id,
     load_pairs,
 )
+from hf_infcl.data.labelled import captions_of_classes
 from hf_infcl.shards.opening import find_shards
 
 
@@ -408,7 +409,8 @@ class TestBadSamples:
     def test_a_bad_image_is_named_and_harms_no_other(self, broken, kind, cause):
         dataset = ImageTextDataset(broken)
         row = BAD[kind]
-        message = rf"Row {row} of the dataset with columns \['image', 'caption'\] is bad: .*'image': {cause.__name__}"
+        message = rf"Row {row} of the dataset with columns \['image', 'caption'\] is bad: column 'image': "
+        message += rf"'[^']*{row}\.png': {cause.__name__}"
         with pytest.raises(ValueError, match=message) as error:
             dataset[row]
         assert type(error.value.__cause__) is cause
@@ -537,6 +539,18 @@ class TestZeroShot:
         assert dataset.templates == ("a {}.", "{} {0}")
         assert dataset.prompts() == ["a cat.", "cat {0}", "a dog.", "dog {0}", "a owl.", "owl {0}"]
 
+    def test_names_in_the_table_are_the_classes(self):
+        rows = Dataset(self.rows(["owl", "cat", "owl"], Value("string")).data, split=NamedSplit("test"))
+        dataset = ZeroShotDataset(rows.select([2, 1]))
+        assert (dataset.class_names, dataset.known_names) == (["cat", "owl"], ["cat", "owl"])
+        assert dataset.split == "test"
+        assert [(row_of(item), item["label"]) for item in dataset] == [(2, 1), (1, 0)]
+        assert captions_of_classes(rows.remove_columns("caption"), ["a {c}"])["caption"][:] == [
+            ["a owl"],
+            ["a cat"],
+            ["a owl"],
+        ]
+
     def test_equal_names_stay_two_classes(self):
         dataset = ZeroShotDataset(self.rows([0, 1], Value("int64")), class_names=("crane", "crane"))
         assert dataset.prompts() == ["a photo of a crane."] * 2
@@ -556,7 +570,7 @@ class TestZeroShot:
         ("labels", "feature", "options", "message"),
         [
             ([0], None, {"label_column": "class"}, r"no column 'class'.* with label_column \("),
-            (["cat"], Value("string"), {}, "must hold integers, not Value.* class_encode_column"),
+            ([0.5], Value("float32"), {}, "must hold integers or strings, not Value"),
             ([0], Value("int64"), {}, "class_names must list .* got None"),
             ([0], None, {"class_names": []}, r"class_names must list .* got \[\]"),
             ([0], None, {"class_names": "cat"}, "class_names must list .* got 'cat'"),

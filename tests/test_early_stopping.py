@@ -11,6 +11,7 @@ from helpers import models
 from helpers.demo import infcl
 from helpers.guides import block_of
 from helpers.trainers import arguments, trained, trainer_for
+from transformers import EarlyStoppingCallback
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.options.metric_sums import parse_terms, value_of
@@ -52,6 +53,18 @@ def test_a_training_ends_when_nothing_improves_also_after_a_resume(tmp_path):
     assert resumed.state.global_step == 4
     resumed.train()
     assert resumed.state.global_step == 4, "a new training begins to count anew"
+
+
+def test_the_callback_of_transformers_waits_for_all_terms_of_a_sum(tmp_path, caplog):
+    options: dict[str, Any] = {"learning_rate": 0.0, "early_stopping_patience": None, "load_best_model_at_end": True}
+    callback = EarlyStoppingCallback(early_stopping_patience=3, early_stopping_threshold=0.5)
+    run = training(tmp_path, **options, callbacks=[callback])
+    run.train()
+    assert run.state.global_step == 4, "the first evaluation is the best, and three others do not improve on it"
+    assert "early stopping is disabled" not in caplog.text
+    run.remove_callback(EarlyStoppingCallback)
+    run.train()
+    assert run.state.global_step == 9
 
 
 def test_a_resume_counts_no_evaluation_again_and_trains_nothing_after_the_end(tmp_path, caplog):

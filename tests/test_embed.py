@@ -155,6 +155,16 @@ def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folde
         embedded(source, tmp_path / "half", half=True)
 
 
+def test_a_missing_image_is_a_bad_row(tmp_path):
+    images = [str(tmp_path / f"{name}.png") for name in ("there", "lost")]
+    Path(images[0]).write_bytes(png(3))
+    rows = datasets.Dataset.from_dict({"image": images})
+    with pytest.raises(ValueError, match=r"Row 1 of the dataset .* is bad: .*lost.png': FileNotFoundError"):
+        embedded(table_source(rows, "image", None, None, str(tmp_path)), tmp_path / "out")
+    skipping = table_source(rows, "image", None, None, str(tmp_path), skips=True)
+    assert embedded(skipping, tmp_path / "out") == {"images": 1, "texts": 0, "skipped": 1}
+
+
 def _by_processes(rank: int, world_size: int, folder: str) -> str:
     sources.ROWS_OF_PART = 8
     embedded(table_source(table(), "image", "caption", None, folder), Path(folder, "both"))

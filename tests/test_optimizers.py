@@ -336,7 +336,7 @@ def test_adapters_are_left_to_adamw_unless_a_pattern_moves_them():
         "matrices of layers": ("muon", 1),
     }
     only = peft.get_peft_model(models.clip(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"Muon would update nothing.*Adapters are left to AdamW"):
+    with pytest.raises(ValueError, match=r"Muon would update nothing.*unless muon_parameters names them \('lora_'\)"):
         groups_of(only)
 
 

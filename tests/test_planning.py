@@ -422,8 +422,12 @@ def test_no_time_of_a_cpu_is_told_unless_it_is_measured(small_model, capsys):
     assert re.search(r"An epoch of 640 pairs takes 10 steps and [\d.]+ m?s\.", said)
     assert "This machine trains up to" in said
     assert "torch_compile it is" not in said
-    said = planned(capsys, small_model, "--global_batch", 64, "--dataset", "d")
-    assert said.endswith("With --dataset_size, the number of its pairs, a plan also tells the time of an epoch.\n")
+    words = ["--global_batch", 64, "--dataset", "d", "--num_train_epochs", 20]
+    for more, what in ([], "time"), (["--use_cpu"], "steps"):
+        said = planned(capsys, small_model, *words, *more)
+        assert said.endswith(
+            f"With --dataset_size, the number of its pairs, a plan also tells the {what} of an epoch.\n"
+        )
 
 
 def test_a_set_without_a_global_batch_is_refused(small_model, capsys):
@@ -497,9 +501,10 @@ def test_texts_put_together_take_memory_and_save_time(counted):
 def test_the_plan_knows_texts_at_once(small_model, capsys):
     words = ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4]
     for more, is_written in (((), False), (("--texts_at_once", 4), True)):
-        said = planned(capsys, small_model, *words, *more)
-        assert ("--texts_at_once 4" in said) == is_written
-        assert "texts of 4 encoded at once" in said
+        chosen, fixed = planned(capsys, small_model, *words, *more).split("Choose")[1].splitlines()[:3:2]
+        assert ("--texts_at_once 4" in chosen) == is_written
+        found = "To fix them, add --texts_at_once 4 --retain_graphs 4" if not is_written else "add --retain_graphs 4"
+        assert fixed.endswith(found)
     one = planned(capsys, small_model, *words[:3], 1, "--texts_at_once", 4)
     assert "--texts_at_once" not in one.split("infcl train")[-1], "a single micro-batch is refused with it"
     words = ["--per_device_train_batch_size", 64, "--gpus", 2, "--texts_at_once", 4, "--gradient_accumulation_steps"]

@@ -127,6 +127,7 @@ def test_each_command_names_the_two_ids_and_the_cure(command, places, tmp_path, 
         assert of_config in printed
         assert "the tokenizer ends texts with 14" in printed
         assert "Set eos_token_id to 14" in printed
+        assert "If 14 is a part of a word, the tokenizer adds no end token" in printed
         assert getattr(end.value, "code", 1) != 0
 
 

@@ -238,9 +238,10 @@ class ContrastiveCollator:
         if "image_features" in items[0]:
             batch = {"image_features": torch.stack([item["image_features"] for item in items])}
         elif any("image" not in item for item in items):
+            keys = list(items[0]) if isinstance(items[0], Mapping) else f"of a {type(items[0]).__name__}"
             raise ValueError(
-                'Each item needs an "image", and a "caption" list or a "label", but the first has the keys '
-                f"{list(items[0])}. Wrap the rows: ImageTextDataset(dataset). If the rows are already tensors, pass a "
+                f'Each item needs an "image", and a "caption" list or a "label", but the first has the keys {keys}. '
+                "Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). If they are already tensors, pass a "
                 "data_collator, such as torch.utils.data.default_collate."
             )
         else:
@@ -249,8 +250,8 @@ class ContrastiveCollator:
             if any(not isinstance(item["caption"], list) for item in items):
                 raise ValueError(
                     "Each item needs a list of captions, as returned by ImageTextDataset, but the first has "
-                    f"{items[0]['caption']!r}. Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). For a "
-                    "stream, map its rows to such lists, or read its shards with ImageTextStream."
+                    f"{items[0]['caption']!r}. Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). Let a "
+                    "stream or a Dataset of your own return such lists, or read shards with ImageTextStream."
                 )
             captions, negatives = texts_of(items)
             batch |= self.tokenize(captions + negatives)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 
-from ..shards.members import is_member, member_size, read_member
+from ..shards.members import is_member, member_file, member_size, read_member
+from ..shards.urls import Url, without_secrets
 from ..shards.values import ERRORS
 
 try:
@@ -65,6 +66,8 @@ class EncodedImage(TypedDict):
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
+
+    numbers: np.ndarray | None = None  # [n] int64, of the rows in the table from which they were selected, if they were
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, other_columns: Mapping[str, str | None]) -> None:
         import datasets
@@ -161,8 +164,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def image_fingerprint(self) -> str:
         """A fingerprint of the rows, their order and the images, by path, size and modification time of image files.
 
-        Raises:
-            OSError: a local file that a row refers to does not exist.
+        A file that cannot be found has neither; whoever reads its row tells.
         """
         import pyarrow.compute
 
@@ -170,8 +172,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         paths = self.computed("path").filter(self.computed("bytes", pyarrow.compute.is_null)).drop_null()
         for path in (value.as_py() for value in paths):
             if "://" not in path:
-                stat = Path(path).stat()
-                digest.update(f"{path} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+                found = Path(path).stat() if os.path.exists(path) else None
+                size_and_time = f"{found.st_size} {found.st_mtime_ns}" if found else "missing"
+                digest.update(f"{path} {size_and_time}\n".encode())
         return digest.hexdigest()
 
     def _check_errors(self, row: int, value: Mapping[str, object]) -> None:
@@ -197,11 +200,24 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             yield
         except Exception as error:
-            raise self._bad_sample(row, f"column {self.image_column!r}: {type(error).__name__}: {error}") from error
+            path = (self.table[row][self.image_column] or {}).get("path") or ""
+            reason = isinstance(error, OSError) and error.strerror  # without the path, which stands before it
+            cause = f"{type(error).__name__}: {reason or without_secrets(str(error))}"
+            if isinstance(error, FileNotFoundError) and not os.path.isabs(path) and "://" not in path:
+                cause += (
+                    f" in the working folder {os.getcwd()}. For paths that are relative to the folder of their table, "
+                    f"call load_pairs with image_column={self.image_column!r}"
+                )
+            of_file = f"{Url(member_file(path))!r}: " if path else ""
+            raise self._bad_sample(row, f"column {self.image_column!r}: {of_file}{cause}") from error
+
+    def number(self, row: int) -> int:
+        """The number of a row, which is that in the whole table if the rows were selected from one."""
+        return row if self.numbers is None else int(self.numbers[row])
 
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
         return BadSampleError(
-            f"Row {row} of {self.name} is bad: {cause}. "
+            f"Row {self.number(row)} of {self.name} is bad: {cause}. "
             'Repair or drop it; in training, on_bad_sample="skip" replaces it by another row.',
             cause,
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..shards.values import ERRORS
 from .columns import usual_column
-from .images import ImageDataset, is_integer
+from .images import ImageDataset, is_integer, is_string
 
 if TYPE_CHECKING:
     import datasets
@@ -37,8 +37,8 @@ class ZeroShotDataset(ImageDataset):
         dataset: a map-style `datasets.Dataset` without a transform.
         image_column: a column of images, paths (strings) or encoded images (binary). Where there is no column "image",
             the default is the only one of images or, if there is none, with a usual name, such as "jpg".
-        label_column: a `ClassLabel` column, or integers; or lists with 0 or 1 for each class. Where there is no column
-            "label", the default is the only `ClassLabel` column, or else "cls".
+        label_column: a `ClassLabel` column, integers, or names of classes; or lists with 0 or 1 for each class. Where
+            there is no column "label", the default is the only `ClassLabel` column, or else "cls".
         class_names: one name per class in the order of the labels; names may repeat. By default, the names of the
             `ClassLabel`; a warning says if these are numbers.
         templates: prompts, each with one ``{c}`` (or ``{}``) for the class name.
@@ -59,14 +59,12 @@ class ZeroShotDataset(ImageDataset):
         templates: Sequence[str] = ("a photo of a {}.",),
     ) -> None:
         label_column = usual_column("label", label_column, dataset)
+        dataset = with_class_labels(dataset, label_column)
         super().__init__(dataset, usual_column("image", image_column, dataset), {"label_column": label_column})
         feature = dataset.features[label_column]
         several = is_integer(getattr(feature, "feature", None))
         if not (several or is_integer(feature)):
-            raise ValueError(
-                f"The label_column {label_column!r} must hold integers, not {feature}. "
-                f"class_encode_column({label_column!r}) turns strings into a ClassLabel."
-            )
+            raise ValueError(f"The label_column {label_column!r} must hold integers or strings, not {feature}.")
         known = getattr(feature, "names", None)
         names = known if class_names is None else class_names
         if not names or isinstance(names, str):
@@ -131,7 +129,7 @@ def captions_of_classes(
     Args:
         dataset: a map-style `datasets.Dataset`, for example of a folder with one folder for each class.
         templates: captions with one ``{c}`` (or ``{}``) each for the name of the class: "a photo of a {c}".
-        label_column: a `ClassLabel` column, or integers.
+        label_column: a `ClassLabel` column, integers, or names of classes.
         class_names: one per class, matched as by `names_by_label`; by default the names in the `ClassLabel`.
 
     Raises:
@@ -148,6 +146,7 @@ def captions_of_classes(
             f"{dataset.column_names}. Leave caption_templates out of a set that has captions, or name the labels with "
             "label_column. The prompts of an evaluation are templates."
         )
+    dataset = with_class_labels(dataset, label_column)
     feature = dataset.features[label_column]
     known = getattr(feature, "names", None)
     if class_names is not None and known is not None:
@@ -160,6 +159,17 @@ def captions_of_classes(
     captions = [[template.replace("{}", name) for template in plain] for name in names]
     made = labels.map(lambda label: {"caption": captions[label]}, input_columns=[label_column])
     return library.concatenate_datasets([dataset, made.select_columns(["caption"])], axis=1)
+
+
+def with_class_labels(dataset: Any, label_column: str) -> Any:
+    """The dataset; if the column holds names of classes, it becomes a `ClassLabel` of these in alphabetical order."""
+    import datasets
+
+    if not is_string((getattr(dataset, "features", None) or {}).get(label_column)):
+        return dataset
+    labels = dataset.select_columns([label_column]).class_encode_column(label_column)  # alone, which copies no images
+    others = dataset.remove_columns([label_column])
+    return datasets.concatenate_datasets([others, labels], split=dataset.split, axis=1)
 
 
 def read_lines(values: Sequence[str]) -> list[str]:

@@ -157,7 +157,7 @@ class ImageTextDataset(PairSource, ImageDataset):
             strings such as urls. It can also be the caption column itself; captions that read the same then count as
             equal (see `caption_pair_id`; the first caption of the item counts).
         all_captions: return all captions of a row, for evaluation.
-        seed: determines the drawn captions, the augmentation and the rows that replace bad ones.
+        seed: determines drawn captions, augmentation and the rows that replace bad ones; `infcl train` passes its seed.
         on_bad_sample: "raise" a ValueError that names the row, or "skip" the row: another row, drawn at random, takes
             its place. A `torch.utils.data.Subset` does not confine that draw, so select rows of the
             `datasets.Dataset` instead. The window may already contain the row, so items then always carry a pair id,
@@ -175,9 +175,7 @@ class ImageTextDataset(PairSource, ImageDataset):
     """
 
     _LACKS = "column {1!r}: no {0}"
-    # If the rows were selected from a table, the whole table, and the number of each row there, [n] int64.
-    whole: ImageTextDataset | None = None
-    numbers: np.ndarray | None = None
+    whole: ImageTextDataset | None = None  # with `numbers`, the table from which the rows were selected
     places_of_whole = False  # whether the items have the places and the augmentations of the whole table's
 
     def __init__(
@@ -256,7 +254,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         self._epoch.fill_(epoch)
 
     def _place(self, row: int) -> int:
-        return row if self.numbers is None or not self.places_of_whole else int(self.numbers[row])
+        return self.number(row) if self.places_of_whole else row
 
     def _seed_of_view(self, sample: Any, epoch: int) -> str:
         return super()._seed_of_view(self._place(sample), epoch)

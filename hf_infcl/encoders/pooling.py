@@ -86,7 +86,8 @@ class Pooling:
             why += "" if self.at_largest else "and the embedding of a text is taken there, or else at its first token"
             cure = (
                 f"Set eos_token_id to {end} in the text_config of the model's config.json and load the model again, or "
-                "load tokenizer and model from one checkpoint."
+                f"load tokenizer and model from one checkpoint. If {end} is a part of a word, the tokenizer adds no "
+                "end token: give it a post_processor that does, such as TemplateProcessing of tokenizers."
             )
         return (
             f"{why}: here {taken}. But the tokenizer ends texts with {end}, and what follows {taken} is not read, so "

@@ -30,7 +30,10 @@ def check_batch(batch: object, equal_ids: str) -> None:
     """
     if not isinstance(batch, Mapping) or images_of(batch) is None or "input_ids" not in batch:
         got = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        raise ValueError(f"The data collator must give a dict with pixel_values and input_ids at least, got {got}.")
+        raise ValueError(
+            f"The data collator must give a dict with pixel_values and input_ids at least, got {got}. "
+            'The default one makes them of the "image" of each item and of its "caption", a list of strings.'
+        )
     for name in ("pixel_values", IMAGE_FEATURES, "input_ids", "pair_ids", "skipped", "caption_image"):
         if name in batch and not isinstance(batch[name], Tensor):
             raise ValueError(

@@ -127,7 +127,8 @@ def parameter_groups(
         groups.setdefault((algorithm, role, decays), new)["params"].append(parameter)
     if not any(group["algorithm"] == "muon" for group in groups.values()):
         adapters = any(role.name == ADAPTERS for role in role_of.values())
-        cure = "Adapters are left to AdamW; a pattern moves them to Muon" if adapters else "Train it with AdamW"
+        cure = "Train it with AdamW, which is the default of optimizer"
+        cure = f"Adapters are left to AdamW, unless muon_parameters names them ('lora_'). {cure}" if adapters else cure
         raise ValueError(
             "Muon would update nothing: it updates matrices of layers, and no trained parameter of this model is one. "
             f"{cure}."

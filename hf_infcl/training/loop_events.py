@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
 
@@ -89,6 +96,11 @@ def add_own_callbacks(
         handler.add_callback(BarOfSamples(plan))
     if args.early_stopping_patience is not None:
         handler.add_callback(EarlyStopping(args.early_stopping_patience))
+        return
+    for place, callback in enumerate(handler.callbacks):
+        if type(callback) is EarlyStoppingCallback:  # which knows neither several evaluation sets nor sums
+            asked = callback.early_stopping_patience, callback.early_stopping_threshold
+            handler.callbacks[place] = EarlyStopping(*asked)
 
 
 class CompleteWindows(TrainerCallback):

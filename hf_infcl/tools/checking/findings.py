@@ -50,7 +50,8 @@ def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
         is_skipped = skips_bad and facts.is_trained and kind in ("broken", "captionless")
         option = "" if is_skipped else cures.get(kind, "")
         words = fault.words.format(limits=facts.limits)
-        text = f"{_count(len(rows), facts.looks)} {words}: {_examples(rows)}. {fault.cure}"
+        examples = _examples(rows, 240 if kind == "broken" else 80)  # a path and what is wrong with the file
+        text = f"{_count(len(rows), facts.looks)} {words}: {examples}. {fault.cure}"
         text += facts.limits.more_positions if kind == "cut" else ""
         text += " The training leaves them out." if is_skipped else f" Or pass {option}." if option else ""
         spoils = len(rows) > (0.1 if is_skipped else fault.spoils) * facts.looks
@@ -66,7 +67,9 @@ def _of_captions(facts: SetFacts, dataset: Any) -> Iterator[Finding]:
     if not facts.is_trained or dataset.pair_id_column is not None:
         return
     times = Counter(number for ids in facts.caption_ids.values() for number in ids)
-    rows = tuple(name for name, ids in facts.caption_ids.items() if any(times[number] > 1 for number in ids))
+    repeated = (name for name, ids in facts.caption_ids.items() if any(times[number] > 1 for number in ids))
+    often = {name: max((times[number], number) for number in facts.caption_ids[name]) for name in repeated}
+    rows = tuple(sorted(often, key=often.__getitem__, reverse=True))  # those of one caption beside each other
     if len(rows) > REPEATED * captioned:
         option = f"--pair_id_column {dataset.caption_column}"
         text = (
@@ -152,8 +155,8 @@ def _count(count: int, of: int, what: str = "pairs") -> str:
     return f"{count:,} of {of:,} {what} ({count / max(1, of):.2%})"
 
 
-def _examples(rows: dict[str, str]) -> str:
-    return ", ".join(f"{_named(name)} ({_short(detail)})" for name, detail in list(rows.items())[:3])
+def _examples(rows: dict[str, str], most: int) -> str:
+    return ", ".join(f"{_named(name)} ({_short(detail, most)})" for name, detail in list(rows.items())[:3])
 
 
 def _and_copy(pairs: Iterable[tuple[str, str]]) -> str:
@@ -166,6 +169,6 @@ def _named(name: str) -> str:
     return f"{kind}{_short(name)}"
 
 
-def _short(text: str) -> str:
+def _short(text: str, most: int = 80) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -103,7 +103,7 @@ class _RowParts(_Parts[Sequence[int]]):
             known["label"] = self._data.class_names[values[columns["label_column"]]]
         else:
             known["caption"] = values[columns["caption_column"]]
-        return self._looker.look(str(row), known, lambda: self._data[row])
+        return self._looker.look(str(self._data.number(row)), known, lambda: self._data[row])
 
 
 class _ShardParts(_Parts[int]):

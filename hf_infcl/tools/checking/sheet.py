@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 
 from PIL import Image, ImageDraw
@@ -29,7 +30,8 @@ def draw_sheet(sets: Sequence[tuple[SetFacts, Sequence[Finding]]]) -> Image.Imag
         for finding in findings:
             shown = [facts.thumbnails[name] for name in finding.rows if name in facts.thumbnails][:FAULTY]
             if shown:
-                rows.append((f"{facts.name}: {finding.kind.replace('_', ' ')}", shown))
+                what = re.split("[:.] ", finding.text, maxsplit=1)[0]  # without examples and what to do
+                rows.append((f"{facts.name}: {what}", shown))
     return draw_rows(rows)
 
 

@@ -14,7 +14,7 @@ from ...checkpoints.average_search import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ...data.columns import FIND, find_caption_column, find_label_column
 from ...data.images import few_names, is_string
-from ...data.labelled import captions_of_classes, names_by_label, read_lines
+from ...data.labelled import captions_of_classes, names_by_label, read_lines, with_class_labels
 from ...data.tables import Table
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
@@ -285,6 +285,7 @@ def _labelled(
 ) -> ZeroShotDataset:
     images = _column(rows, of, "image_column", facts, columns)
     labels = _column(rows, "", "label_column", facts, options)
+    rows = with_class_labels(rows, labels)
     class_names = None if facts.get("class_names") is None else read_lines(facts["class_names"])
     if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
         class_names = names_by_label(class_names, known)

@@ -65,7 +65,8 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     if options.max_steps > 0:
         yield f"  --max_steps takes {length(steps)}"
     elif pairs is None:
-        yield "With --dataset_size, the number of its pairs, a plan also tells the time of an epoch."
+        what = "time" if is_timed else "steps"
+        yield f"With --dataset_size, the number of its pairs, a plan also tells the {what} of an epoch."
     if 0 < steps < TOO_FEW_STEPS:
         few = f"Fewer than {TOO_FEW_STEPS} steps are too few for a learning rate schedule"
         yield f"  {few}: lower --global_batch, or train for longer."
