@@ -157,6 +157,7 @@ class Resumption:
         self.is_of_same_data = False  # in global batches of the same size
         self.changes: list[str] = []  # phrases about what differs from the run of the checkpoint
         self.begin: Position | None = None  # where the training goes on, as soon as `rest` has computed it
+        self._is_complete = False
 
     def of(self, checkpoint: str) -> Resumption:
         """This one, or that of another checkpoint, which may differ from the run if this one may."""
@@ -276,13 +277,12 @@ class Resumption:
     ) -> bool:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
+        So it does if the run is complete, whose last epoch begins again for this evaluation alone.
+
         The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
         logged before it was cut off is dropped. ``kwargs`` are the arguments of Trainer's method for an epoch.
         """
-        kept: Any = state.stateful_callbacks
-        saved = kept.get("TrainerControl", {}).get("args", {})
-        is_due = epoch == kwargs["epochs_trained"] and saved.get("should_evaluate")
-        if self.checkpoint is None or not is_due or args.eval_strategy == "no":
+        if epoch != kwargs["epochs_trained"] or not self._lacks_evaluation(state, args):
             return False
         state.log_history = [
             entry
@@ -291,9 +291,15 @@ class Resumption:
         ]
         with decisions.shared(control):
             is_best = determine_best(evaluate(kwargs["trial"], kwargs["ignore_keys_for_eval"]), kwargs["trial"])
-        if is_best and args.save_strategy == "best":  # with other strategies, the next checkpoint notes it
+        if is_best and (args.save_strategy == "best" or self._is_complete):  # otherwise the next checkpoint notes it
             state.best_model_checkpoint = self.checkpoint
-        return control.should_training_stop
+        return control.should_training_stop or self._is_complete
+
+    def _lacks_evaluation(self, state: TrainerState, args: InfCLTrainingArguments) -> bool:
+        """Whether a signal cut off the evaluation after the step of the checkpoint."""
+        kept: Any = state.stateful_callbacks
+        due = kept.get("TrainerControl", {}).get("args", {}).get("should_evaluate")
+        return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
     def plan(self, args: InfCLTrainingArguments, data: object) -> BatchPlan:
         """The global batches of a training on a dataset, from the checkpoint on."""
@@ -317,9 +323,9 @@ class Resumption:
     ) -> tuple[int, int]:
         """The completed epochs, and the batches of the next one that Trainer's loop has trained.
 
-        If the run is complete, which is warned of, these are all epochs: Trainer looks at the number of steps, and
-        callbacks end a training, only after it has trained a step. The intervals of logs, evaluations and checkpoints
-        become those of the arguments.
+        If the run is complete, which is warned of, these are all epochs, but for the last one if an evaluation is
+        missing there: Trainer looks at the number of steps, and callbacks end a training, only after it has trained a
+        step. The intervals of logs, evaluations and checkpoints become those of the arguments.
 
         Args:
             lengths: the steps of the training, those of a pass over the data, and the passes, which are what
@@ -334,7 +340,8 @@ class Resumption:
             self._set_intervals(state, args, steps)
         if reason := why_complete(state, steps, args.early_stopping_patience):
             self._tell_complete(state, args, steps, reason)
-            return epochs, 0
+            self._is_complete = True
+            return epochs - self._lacks_evaluation(state, args), 0
         if self.begin is None:
             return counted
         return self.begin.epoch, self.begin.windows * args.gradient_accumulation_steps
