@@ -45,6 +45,7 @@ def make_run(setup: Setup) -> Run:
     optimizer = spelled(args.optim).removesuffix("_fused")  # of the same state
     optimizer = optimizer if args.optimizer is None else f"{args.optimizer} and {optimizer}"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    start, keeps = setup.start and setup.start.fingerprint, args.keep_features or args.keep_weights
     return Run(
         global_batch_size=args.global_batch_size,
         objective=setup.objective,
@@ -57,7 +58,8 @@ def make_run(setup: Setup) -> Run:
             **options_of_arguments(args, setup.accelerator.mixed_precision),
             **options_of_data(list(all_parts(data)), setup.collator),
             **options_of_model(model),
-            "fingerprint of the start": None if setup.start is None else setup.start.fingerprint,
+            "fingerprint of the start": start if keeps else None,
+            **({} if keeps or start is None else {"fingerprint of the adapted weights": start}),
             **as_json({name: value for part in setup.extensions for name, value in part.options.items()}),
         },
     )
