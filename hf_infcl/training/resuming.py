@@ -22,7 +22,7 @@ from ..checkpoints.run_options import as_json, options_of_arguments, options_of_
 from ..data.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..loading.batch_plan import BatchPlan, Position
 from ..loading.positions import loop_values, make_plan
-from ..loading.replay import Replayed, is_own
+from ..loading.replay import Replayed, is_own, is_position_in
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import recorded
 from ..options.arguments import InfCLTrainingArguments
@@ -183,10 +183,9 @@ class Resumption:
         checkpoint, record = self.checkpoint, self.record
         if checkpoint is None:
             return
-        position = None if record is None or not record.stream else record.stream[0]  # of rows, it is their epoch's
-        fits = position is not None and ("parts" in position) == isinstance(data, Replayed)
-        if isinstance(data, IterableDataset) and is_own(data) and not fits:
-            kind = "new and old pairs" if isinstance(data, Replayed) else "a stream"
+        position = {} if record is None or not record.stream else record.stream[0]  # of rows, it is their epoch's
+        if isinstance(data, IterableDataset) and is_own(data) and not is_position_in(data, position):
+            kind = "new and old pairs of these kinds" if isinstance(data, Replayed) else "a stream"
             raise ValueError(
                 f"{checkpoint} holds no position in {kind}, because it was not written by a training on such data. "
                 "Start a new run from its model."
@@ -200,6 +199,12 @@ class Resumption:
         of_data = "content", "global_batch_size"
         self.is_of_same_data = all(getattr(record.run, name) == getattr(run, name) for name in of_data)
         self.changes = list(differences(record.run, run))
+        if record.run.parameters != run.parameters:
+            raise ValueError(
+                f"{checkpoint} cannot be resumed: model was {record.run.model!r} and is {run.model!r}, which its "
+                "weights do not fit. Restore the earlier model, image_size and adapters, or start a new run from the "
+                "checkpoint's model."
+            )
         self._allow(self.changes)
         if record.processes != world_size:
             logger.warning(
@@ -254,8 +259,8 @@ class Resumption:
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"The optimizer's state in {self.checkpoint} does not fit this run ({error}). The options of the "
-                "optimizer, frozen towers and separate learning rates must be those of the run that wrote it. Restore "
-                "them, or start a new run from its model."
+                "optimizer, frozen towers, teachers and separate learning rates must be those of the run that wrote "
+                "it. Restore them, or start a new run from its model."
             ) from error
         if record is not None and (changed or any(True for _ in differences(record.run, make_run(setup)))):
             optimization.options.apply(record.optimizer, optimizer, schedule)
