@@ -330,9 +330,11 @@ class ImageTextDataset(PairSource, ImageDataset):
 
         With a ``count``, which is at most the length, only the first ``count`` rows are regarded.
         """
-        count = len(self) if count is None else count
-        rows = range(0, count, math.ceil(count / 64))
-        return hashlib.sha256(repr([self._texts[row] for row in rows]).encode()).hexdigest()[:16]
+        return _fingerprint(self._texts, len(self) if count is None else count)
+
+    def key_fingerprint(self) -> str:
+        """As `content_fingerprint`, but of the captions alone: the rows are the same ones whatever else is read."""
+        return _fingerprint(self._texts.select_columns([self.caption_column]), len(self))
 
     @property
     def changes_captions(self) -> bool:
@@ -343,6 +345,11 @@ class ImageTextDataset(PairSource, ImageDataset):
     def changes_images(self) -> bool:
         """Whether the image of an item may differ from epoch to epoch."""
         return self._augmentation != "none" or self.on_bad_sample == "skip"
+
+
+def _fingerprint(texts: datasets.Dataset, count: int) -> str:
+    rows = range(0, count, math.ceil(count / 64))
+    return hashlib.sha256(repr([texts[row] for row in rows]).encode()).hexdigest()[:16]
 
 
 def usable_captions(value: str | list[str | None] | None) -> list[str]:
