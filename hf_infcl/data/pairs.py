@@ -222,7 +222,13 @@ class ImageTextDataset(PairSource, ImageDataset):
             )
         check_negative_captions(caption_column, negative_caption_column)
         caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
-        super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
+        other_columns = {**caption_columns, "pair_id_column": pair_id_column}
+        if both := [option for option, column in other_columns.items() if column == image_column]:
+            raise ValueError(
+                f"image_column and {both[0]} are both {image_column!r}. Name another column for one of them. Paths of "
+                "images that are also the ids of pairs have to be in two columns."
+            )
+        super().__init__(dataset, image_column, other_columns)
         for option, column in caption_columns.items():
             captions = dataset.features[column] if column else None
             if column and not holds_captions(captions):
