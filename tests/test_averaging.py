@@ -454,6 +454,7 @@ BOTH = "average DEMO/clip-init DEMO/clip-init"
     ("words", "complaint"),
     [
         ("average DEMO/no-start DEMO/clip-init", "There is no folder"),
+        ("average DEMO/clip-init DEMO/no-end", "There is no folder"),
         ("average DEMO/clip-init OTHER", "Start and end are not the same model"),
         (f"{BOTH} --alpha 1.5", "--alpha must be 'auto' or a number from 0 (the start)"),
         (f"{BOTH} --alpha most", "--alpha must be 'auto' or a number from 0 (the start) to 1"),

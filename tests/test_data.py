@@ -93,6 +93,14 @@ class TestLoadPairs:
         ):
             load_pairs(str(folder), split="train")
 
+    def test_a_file_without_rows_is_told(self, tmp_path):
+        folder = write_folder(tmp_path / "pairs", ["a"])
+        (folder / "metadata.jsonl").rename(folder.parent / "gone")
+        (folder / "0.png").rename(folder / "rows.jsonl")
+        (folder / "rows.jsonl").write_text("")
+        with pytest.raises(ValueError, match=r"'train' of .*pairs.*cannot be loaded: one of its files has no rows"):
+            load_pairs(str(folder), split="train")
+
     @pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
     def test_a_damaged_folder_of_save_to_disk_is_named(self, tmp_path, name):
         captioned(["a", "b"]).save_to_disk(tmp_path / "saved")
@@ -497,6 +505,8 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS.select_columns("image"), {}, r"are \['image'\].* belong in its metadata.jsonl or metadata.csv"),
         (PAIRS, {"pair_id_column": "pair"}, r"no column 'pair'.* with pair_id_column \("),
         (PAIRS, {"image_column": "id"}, "image_column 'id' must hold images, .* not Value"),
+        (PAIRS, {"image_column": "caption"}, "image_column and caption_column are both 'caption'. Name another"),
+        (PAIRS, {"pair_id_column": "image"}, "image_column and pair_id_column are both 'image'. Name another"),
         (PAIRS, {"caption_column": "id"}, "caption_column 'id' must hold strings or lists of strings, not Value"),
         (PAIRS, {"caption_column": "tags"}, "caption_column 'tags' must hold strings or lists of strings, not List"),
         (PAIRS, {"pair_id_column": "score"}, "pair_id_column 'score' must hold integers or strings, not Value"),

@@ -59,6 +59,14 @@ def test_a_trained_logit_scale_is_resumed_and_loaded_with_the_adapter(tmp_path):
     assert loaded.logit_scale.item() == whole.model.logit_scale.item() != models.clip().logit_scale.item()
 
 
+def test_adapters_are_resumed_on_the_weights_that_they_were_trained_on(tmp_path):
+    trained(trainer_for(tmp_path, with_trained_scale(), **SAVED))
+    other = with_trained_scale()
+    other.text_model.embeddings.token_embedding.weight.data.mul_(2)
+    with pytest.raises(ValueError, match=r"fingerprint of the adapted weights was '[0-9a-f]{16}' and is"):
+        trainer_for(tmp_path, other, **SAVED).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 def test_a_trained_logit_scale_returns_with_the_best_model_and_a_rollback(tmp_path):
     options = {**SAVED, "eval_dataset": models.Pairs(9), "eval_strategy": "steps", "eval_steps": 2}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}

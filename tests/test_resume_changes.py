@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.shards import write_tars
+from helpers.shards import numbered, write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, TrainedRows, parameters, trained, trainer_for
 
@@ -124,6 +124,43 @@ def test_a_stream_of_shards_and_replayed_pairs_train_what_is_left(tmp_path):
 
     replay(20)  # 15 steps of 2 new pairs, and 5 of the second pass, in which 20 of 30 pairs are left
     assert replay(gradient_accumulation_steps=4).steps_trained == 2
+
+
+def test_a_table_can_take_the_place_of_a_stream_and_of_a_replay(tmp_path):
+    write_tars(tmp_path / "shards", [40] * 4)
+    shards = stream_of(tmp_path / "shards", lanes=1)
+    for replay in (None, shards):
+        options = {"max_steps": 6, "data_collator": collate, "resume_with_changes": True, "save_steps": 3}
+        options |= {"save_strategy": "steps", "replay_dataset": replay, "replay_share": replay and 0.5}
+        folder = tmp_path / f"replay {replay is not None}"
+        trained(trainer_for(folder, data=shards, callbacks=[StopAt(3)], **options))
+        options |= {"replay_dataset": None, "replay_share": None}
+        table, rows = numbered(range(48)), TrainedRows()
+        resumed = trained(trainer_for(folder, data=table, callbacks=[rows], **options), resume="auto")
+        assert (resumed.steps_trained, resumed.samples_seen) == (3, 48)
+        assert len({row for step in rows.steps for row in step}) == 24, "no row comes twice"
+
+
+def test_the_kinds_of_new_and_old_pairs_stay(tmp_path):
+    write_tars(tmp_path / "shards", [40] * 4)
+    sets = {"stream": stream_of(tmp_path / "shards", lanes=1), "table": numbered(range(40))}
+
+    def run(new: str, old: str) -> InfCLTrainer:
+        options = {"max_steps": 6, "data_collator": collate, "resume_with_changes": True, "save_steps": 3}
+        options |= {"save_strategy": "steps", "replay_dataset": sets[old], "replay_share": 0.5}
+        return trainer_for(tmp_path / "out", data=sets[new], **options)
+
+    trained(run("table", "stream"))
+    for new, old in (("table", "table"), ("stream", "table"), ("stream", "stream")):
+        with pytest.raises(ValueError, match="holds no position in new and old pairs of these kinds"):
+            run(new, old).train(resume_from_checkpoint=f"{tmp_path}/out/checkpoint-3")
+
+
+def test_a_model_of_another_size_cannot_take_the_weights(tmp_path):
+    trained(trainer_for(tmp_path, save_strategy="steps", save_steps=1))
+    larger = trainer_for(tmp_path, image_size=24, resume_with_changes=True)
+    with pytest.raises(ValueError, match=r"model was 'CLIPModel with .* and is 'CLIPModel .*its weights do not fit"):
+        larger.train(resume_from_checkpoint=True)
 
 
 def test_a_smaller_training_set_ends_the_pass_that_has_begun(tmp_path):

@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas
 import pyarrow
@@ -22,7 +24,7 @@ from helpers.streams import stream_of
 from helpers.trainers import trained, trainer_for
 from PIL import Image
 
-from hf_infcl import ImageTextStream, InfCLTrainingArguments
+from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
@@ -254,6 +256,37 @@ def test_excluding(tmp_path):
     for asked in ("0.9", "100%"):
         with pytest.raises(ValueError, match="excludes all 10 pairs"):
             rows_kept(data, f"{path}:{asked}")
+
+
+def test_a_ledger_is_of_its_captions_whatever_else_is_read(tmp_path):
+    table = datasets.Dataset.from_dict(
+        {"image": [b"png"] * 10, "caption": [*"abcdefghij"], "wrong": [*"bcdefghija"], "id": [*range(10)]}
+    )
+    plain = ImageTextDataset(table)
+    more = ImageTextDataset(table, negative_caption_column="wrong", pair_id_column="id")
+    for written, read in ((plain, more), (more, plain)):
+        make_ledger(written.key_fingerprint(), np.arange(10), np.arange(10.0)).write(tmp_path / "ledger.parquet")
+        assert rows_kept(read, f"{tmp_path}/ledger.parquet:20%").tolist() == list(range(2, 10))
+    make_ledger(more.content_fingerprint(), np.arange(10), np.arange(10.0)).write(tmp_path / "ledger.parquet")
+    assert len(rows_kept(more, f"{tmp_path}/ledger.parquet:20%")) == 8, "it is of an earlier version"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "asked", "message"),
+    [
+        ("score", math.nan, "20%", "its column score does not hold a number in every row"),
+        ("score", "low", "20%", "its column score does not hold a number in every row"),
+        ("p_wrong", None, "0.5", "its column p_wrong does not hold a number in every row"),
+        ("key", 10, "20%", r"leaves out rows 10 to 10, but the table has 10 rows"),
+        ("key", -1, "20%", r"leaves out rows -1 to -1, but the table has 10 rows"),
+    ],
+)
+def test_a_copy_with_other_values_than_a_ledger_s_is_refused(tmp_path, column, value, asked, message):
+    data, path = numbered(range(10)), tmp_path / "ledger.parquet"
+    make_ledger(data.content_fingerprint(), np.arange(10), -np.arange(10.0)).write(path)
+    pandas.read_parquet(path).assign(**{column: [value] * 10}).to_parquet(path)
+    with pytest.raises(ValueError, match=message):
+        rows_kept(data, f"{path}:{asked}")
 
 
 def test_excluding_from_a_stream(tmp_path):

@@ -115,6 +115,20 @@ def test_an_evaluation_that_a_signal_ends_is_made_up_for(tmp_path, options):
         assert Path(resumed.state.best_model_checkpoint).name == Path(whole.state.best_model_checkpoint).name
 
 
+@pytest.mark.parametrize("strategy", ["steps", "best", "epoch"])
+def test_the_evaluation_of_the_last_step_is_made_up_for_although_nothing_is_left_to_train(tmp_path, strategy):
+    given = {**BY_METRIC, "load_best_model_at_end": True, "save_strategy": strategy, "eval_dataset": models.Pairs(37)}
+    given |= {"eval_strategy": "epoch"} if strategy == "epoch" else {}
+    whole = trained(training(tmp_path / "whole", **given))
+    with pytest.raises(Preempted):
+        training(tmp_path / "parts", callbacks=[Signal(signal.SIGTERM, 6)], **given).train()
+    resumed = trained(training(tmp_path / "parts", seed=5, **given), resume="auto")
+    assert resumed.steps_trained == 0
+    assert whole.state.best_global_step == 7, "other weights than the last would be those of any earlier evaluation"
+    assert resumed.state.best_model_checkpoint == f"{tmp_path}/parts/checkpoint-7"
+    assert_same(resumed, whole)
+
+
 def test_an_evaluation_of_several_sets_is_repeated_from_its_begin(tmp_path):
     class InSecond(TrainerCallback):
         def on_evaluate(self, *args: Any, metrics: Any = None, **kwargs: Any) -> None:

@@ -518,6 +518,7 @@ def damaged(folder: str, change: Any) -> None:
         ("list", r"embeddings\.json is damaged: it holds no mapping"),
         ("width", "have several widths: {'images': 19, 'texts': 20}"),
         ("cut", "do not belong together: 24 keys and embeddings of the shape"),
+        ("emptied", "The files of images in .* are damaged"),
         ("unfinished", "The embeddings of images in .* are not complete"),
         ("only texts", "has no embeddings of images"),
         ("words", "text_dropout leaves words out"),
@@ -550,6 +551,8 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
         damaged(folder, lambda values: np.where(np.arange(24)[:, None] == 7, np.nan, values))
     elif case == "zero":
         damaged(folder, lambda values: np.where(np.arange(24)[:, None] == 7, 0, values))
+    elif case == "emptied":
+        Path(folder, "images.npy").write_bytes(b"")
     elif case == "index":
         np.save(Path(folder, "images.rows.npy"), np.full(24, 99, np.uint32))
     elif case == "record":

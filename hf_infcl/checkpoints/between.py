@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import find_adapter_config_file
 
+from ..conversion.explaining import explained
 from ..conversion.models import load
 from ..conversion.pretrained import base_of_adapters, with_trained_adapter
 from .average_weights import adapters_of_zero, interpolated, running_statistics
@@ -34,7 +35,9 @@ class BetweenCheckpoints:
     def __init__(self, start: str, end: str, path: str) -> None:
         self._path = path
         base, processor, _ = load(start)
-        if find_adapter_config_file(end) is None or base_of_adapters(start) is not None:
+        with explained(end):
+            has_adapters = find_adapter_config_file(end) is not None
+        if not has_adapters or base_of_adapters(start) is not None:
             self.model, self.processor, _ = load(end)
             self._start, self._end = base.state_dict(), _copied(self.model.state_dict())
             self._set: Callable[[dict[str, Tensor]], Any] = self.model.load_state_dict

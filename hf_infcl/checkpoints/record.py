@@ -34,6 +34,11 @@ class Run:
     # have are compared.
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def parameters(self) -> str:
+        """The number of the model's parameters, as words."""
+        return self.model.rpartition(" with ")[2]
+
 
 @dataclass(frozen=True)
 class Stage:

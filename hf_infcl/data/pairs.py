@@ -220,7 +220,13 @@ class ImageTextDataset(PairSource, ImageDataset):
             )
         check_negative_captions(caption_column, negative_caption_column)
         caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
-        super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
+        other_columns = {**caption_columns, "pair_id_column": pair_id_column}
+        if both := [option for option, column in other_columns.items() if column == image_column]:
+            raise ValueError(
+                f"image_column and {both[0]} are both {image_column!r}. Name another column for one of them. Paths of "
+                "images that are also the ids of pairs have to be in two columns."
+            )
+        super().__init__(dataset, image_column, other_columns)
         for option, column in caption_columns.items():
             captions = dataset.features[column] if column else None
             if column and not holds_captions(captions):
@@ -328,9 +334,11 @@ class ImageTextDataset(PairSource, ImageDataset):
 
         With a ``count``, which is at most the length, only the first ``count`` rows are regarded.
         """
-        count = len(self) if count is None else count
-        rows = range(0, count, math.ceil(count / 64))
-        return hashlib.sha256(repr([self._texts[row] for row in rows]).encode()).hexdigest()[:16]
+        return _fingerprint(self._texts, len(self) if count is None else count)
+
+    def key_fingerprint(self) -> str:
+        """As `content_fingerprint`, but of the captions alone: the rows are the same ones whatever else is read."""
+        return _fingerprint(self._texts.select_columns([self.caption_column]), len(self))
 
     @property
     def changes_captions(self) -> bool:
@@ -341,6 +349,11 @@ class ImageTextDataset(PairSource, ImageDataset):
     def changes_images(self) -> bool:
         """Whether the image of an item may differ from epoch to epoch."""
         return self._augmentation != "none" or self.on_bad_sample == "skip"
+
+
+def _fingerprint(texts: datasets.Dataset, count: int) -> str:
+    rows = range(0, count, math.ceil(count / 64))
+    return hashlib.sha256(repr([texts[row] for row in rows]).encode()).hexdigest()[:16]
 
 
 def usable_captions(value: str | list[str | None] | None) -> list[str]:

@@ -159,6 +159,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         """The number of shards, and a fingerprint of the sizes of local ones and the revisions of those on the Hub."""
         return f"{self._content}{self.left_out}"
 
+    key_fingerprint = content_fingerprint
+
     @functools.cached_property
     def _content(self) -> str:
         return f"{len(self.shards)} shards {digest([content_tag(shard.url) for shard in self.shards])}"

@@ -135,12 +135,14 @@ class Table:
             raise ValueError(not_there("There is no dataset", source, error)) from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type
             raise ValueError(_not_loaded(source, split, error)) from error
+        except StopIteration as error:  # JSON without a line
+            raise ValueError(_not_loaded(source, split, "one of its files has no rows")) from error
         except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason
             cause = error if error.__cause__ is None else error.__cause__
             raise ValueError(_not_loaded(source, split, cause)) from error
 
 
-def _not_loaded(source: str, split: str, error: BaseException) -> str:
+def _not_loaded(source: str, split: str, error: BaseException | str) -> str:
     told = f"The split {split!r} of {source!r} cannot be loaded: {error}"
     if re.search(r"changed from (string to array|array to string)", told):
         told += ". Where some rows have a list, such as several captions, write a list in every row."

@@ -129,11 +129,11 @@ def add_beside_adapters(folder: str | Path, model: PeftModel, state_dict: Mappin
             save_file({**load_file(file), **values}, file, metadata={"format": "pt"})
 
 
-def weight_fingerprint(model: nn.Module) -> str:
-    """A hash of the weights, without LoRA's factors: 16 hexadecimal digits."""
+def weight_fingerprint(model: nn.Module, *, frozen: bool = False) -> str:
+    """A hash of the weights, or of the ``frozen`` ones alone, without LoRA's factors: 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        if LORA not in name:
+        if LORA not in name and not (frozen and parameter.requires_grad):
             digest.update(f"{name} {parameter.dtype}\n".encode())
             digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]

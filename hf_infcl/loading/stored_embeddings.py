@@ -82,7 +82,7 @@ class StoredEmbeddings:
             paths = index_paths(self.folder, kind)
             try:
                 hashes, rows, values = (np.load(path, mmap_mode="r") for path in paths)
-            except (OSError, ValueError) as error:
+            except (EOFError, OSError, ValueError) as error:
                 raise ValueError(f"The files of {kind} in {self.folder} are damaged ({error}). Embed again.") from error
             if not (len(hashes) == len(rows) == len(values)) or values.ndim != 2:
                 raise ValueError(

@@ -226,18 +226,17 @@ class TrainingData:
         """Metrics of the data, and a warning if the training waits for it; collective.
 
         The README of the training lists them. ``data_wait`` is since the last log; ``texts_per_image`` is that of the
-        last window on the main process; numbers of samples and of shards are since the run began.
+        last global batch; numbers of samples and of shards are since the run began.
         """
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:
             logs["skipped_samples"] = skipped
-        texts = sum(self.window.sizes[1])
-        if texts != self._images and len(self.window):
-            logs["texts_per_image"] = round(texts / self._images, 3)
         wait, loader = self.wait, self.source.loader
         progress = None if loader is None else loader.progress()
-        numbers = [wait.share_since_last(), wait.share(), *(progress or {}).values()]
-        recent, overall, *sums = zip(*self._processes.agree(numbers), strict=True)
+        numbers = [wait.share_since_last(), wait.share(), sum(self.window.sizes[1]), *(progress or {}).values()]
+        recent, overall, texts, *sums = zip(*self._processes.agree(numbers), strict=True)
+        if sum(texts) != (images := self._images * len(texts)) and len(self.window):
+            logs["texts_per_image"] = round(sum(texts) / images, 3)
         if wait.windows > 0:
             logs["data_wait"] = round(max(recent), 4)
         if progress is not None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
 from ..checkpoints.model_files import saves_shards
-from ..encoders.adapters import beside_adapters
+from ..encoders.adapters import beside_adapters, has_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import check_sizes, resize_images
 from ..encoders.in_bf16 import compute_in_bf16
@@ -105,8 +105,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"With ema_decay, the running statistics of the batch norms {', '.join(names)} stay those of the last "
             "weights. They are not those that the averaged weights would have on data."
         )
-    keeps = args.keep_features or args.keep_weights
-    start = Start(model, accelerator, embeds=bool(args.keep_features)) if keeps else None
+    keeps = bool(args.keep_features or args.keep_weights)
+    # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
+    adapted = has_adapters(model) and wrapper not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    embeds = bool(args.keep_features)
+    start = Start(model, accelerator, embeds=embeds, keeps=keeps) if keeps or adapted else None
     compute_in_bf16(model, wanted=args.bf16_activations)
     return start
 

@@ -22,7 +22,7 @@ from ..checkpoints.run_options import as_json, options_of_arguments, options_of_
 from ..data.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..loading.batch_plan import BatchPlan, Position
 from ..loading.positions import loop_values, make_plan
-from ..loading.replay import Replayed, is_own
+from ..loading.replay import Replayed, is_own, is_position_in
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import recorded
 from ..options.arguments import InfCLTrainingArguments
@@ -45,6 +45,7 @@ def make_run(setup: Setup) -> Run:
     optimizer = spelled(args.optim).removesuffix("_fused")  # of the same state
     optimizer = optimizer if args.optimizer is None else f"{args.optimizer} and {optimizer}"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    start, keeps = setup.start and setup.start.fingerprint, args.keep_features or args.keep_weights
     return Run(
         global_batch_size=args.global_batch_size,
         objective=setup.objective,
@@ -57,7 +58,8 @@ def make_run(setup: Setup) -> Run:
             **options_of_arguments(args, setup.accelerator.mixed_precision),
             **options_of_data(list(all_parts(data)), setup.collator),
             **options_of_model(model),
-            "fingerprint of the start": None if setup.start is None else setup.start.fingerprint,
+            "fingerprint of the start": start if keeps else None,
+            **({} if keeps or start is None else {"fingerprint of the adapted weights": start}),
             **as_json({name: value for part in setup.extensions for name, value in part.options.items()}),
         },
     )
@@ -157,6 +159,7 @@ class Resumption:
         self.is_of_same_data = False  # in global batches of the same size
         self.changes: list[str] = []  # phrases about what differs from the run of the checkpoint
         self.begin: Position | None = None  # where the training goes on, as soon as `rest` has computed it
+        self._is_complete = False
 
     def of(self, checkpoint: str) -> Resumption:
         """This one, or that of another checkpoint, which may differ from the run if this one may."""
@@ -180,10 +183,9 @@ class Resumption:
         checkpoint, record = self.checkpoint, self.record
         if checkpoint is None:
             return
-        position = None if record is None or not record.stream else record.stream[0]  # of rows, it is their epoch's
-        fits = position is not None and ("parts" in position) == isinstance(data, Replayed)
-        if isinstance(data, IterableDataset) and is_own(data) and not fits:
-            kind = "new and old pairs" if isinstance(data, Replayed) else "a stream"
+        position = {} if record is None or not record.stream else record.stream[0]  # of rows, it is their epoch's
+        if isinstance(data, IterableDataset) and is_own(data) and not is_position_in(data, position):
+            kind = "new and old pairs of these kinds" if isinstance(data, Replayed) else "a stream"
             raise ValueError(
                 f"{checkpoint} holds no position in {kind}, because it was not written by a training on such data. "
                 "Start a new run from its model."
@@ -197,6 +199,12 @@ class Resumption:
         of_data = "content", "global_batch_size"
         self.is_of_same_data = all(getattr(record.run, name) == getattr(run, name) for name in of_data)
         self.changes = list(differences(record.run, run))
+        if record.run.parameters != run.parameters:
+            raise ValueError(
+                f"{checkpoint} cannot be resumed: model was {record.run.model!r} and is {run.model!r}, which its "
+                "weights do not fit. Restore the earlier model, image_size and adapters, or start a new run from the "
+                "checkpoint's model."
+            )
         self._allow(self.changes)
         if record.processes != world_size:
             logger.warning(
@@ -251,8 +259,8 @@ class Resumption:
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"The optimizer's state in {self.checkpoint} does not fit this run ({error}). The options of the "
-                "optimizer, frozen towers and separate learning rates must be those of the run that wrote it. Restore "
-                "them, or start a new run from its model."
+                "optimizer, frozen towers, teachers and separate learning rates must be those of the run that wrote "
+                "it. Restore them, or start a new run from its model."
             ) from error
         if record is not None and (changed or any(True for _ in differences(record.run, make_run(setup)))):
             optimization.options.apply(record.optimizer, optimizer, schedule)
@@ -276,13 +284,12 @@ class Resumption:
     ) -> bool:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
+        So it does if the run is complete, whose last epoch begins again for this evaluation alone.
+
         The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
         logged before it was cut off is dropped. ``kwargs`` are the arguments of Trainer's method for an epoch.
         """
-        kept: Any = state.stateful_callbacks
-        saved = kept.get("TrainerControl", {}).get("args", {})
-        is_due = epoch == kwargs["epochs_trained"] and saved.get("should_evaluate")
-        if self.checkpoint is None or not is_due or args.eval_strategy == "no":
+        if epoch != kwargs["epochs_trained"] or not self._lacks_evaluation(state, args):
             return False
         state.log_history = [
             entry
@@ -291,9 +298,15 @@ class Resumption:
         ]
         with decisions.shared(control):
             is_best = determine_best(evaluate(kwargs["trial"], kwargs["ignore_keys_for_eval"]), kwargs["trial"])
-        if is_best and args.save_strategy == "best":  # with other strategies, the next checkpoint notes it
+        if is_best and (args.save_strategy == "best" or self._is_complete):  # otherwise the next checkpoint notes it
             state.best_model_checkpoint = self.checkpoint
-        return control.should_training_stop
+        return control.should_training_stop or self._is_complete
+
+    def _lacks_evaluation(self, state: TrainerState, args: InfCLTrainingArguments) -> bool:
+        """Whether a signal cut off the evaluation after the step of the checkpoint."""
+        kept: Any = state.stateful_callbacks
+        due = kept.get("TrainerControl", {}).get("args", {}).get("should_evaluate")
+        return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
     def plan(self, args: InfCLTrainingArguments, data: object) -> BatchPlan:
         """The global batches of a training on a dataset, from the checkpoint on."""
@@ -317,9 +330,9 @@ class Resumption:
     ) -> tuple[int, int]:
         """The completed epochs, and the batches of the next one that Trainer's loop has trained.
 
-        If the run is complete, which is warned of, these are all epochs: Trainer looks at the number of steps, and
-        callbacks end a training, only after it has trained a step. The intervals of logs, evaluations and checkpoints
-        become those of the arguments.
+        If the run is complete, which is warned of, these are all epochs, but for the last one if an evaluation is
+        missing there: Trainer looks at the number of steps, and callbacks end a training, only after it has trained a
+        step. The intervals of logs, evaluations and checkpoints become those of the arguments.
 
         Args:
             lengths: the steps of the training, those of a pass over the data, and the passes, which are what
@@ -334,7 +347,8 @@ class Resumption:
             self._set_intervals(state, args, steps)
         if reason := why_complete(state, steps, args.early_stopping_patience):
             self._tell_complete(state, args, steps, reason)
-            return epochs, 0
+            self._is_complete = True
+            return epochs - self._lacks_evaluation(state, args), 0
         if self.begin is None:
             return counted
         return self.begin.epoch, self.begin.windows * args.gradient_accumulation_steps

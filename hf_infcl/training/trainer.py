@@ -112,8 +112,8 @@ class InfCLTrainer(Trainer):
     ) -> TrainOutput:
         """Trains like Trainer, but resumes only from complete checkpoints (see `hf_infcl.checkpoints.files`).
 
-        A complete run trains, saves and evaluates nothing. When any process receives SIGTERM, SIGUSR1 or SIGINT
-        (Ctrl-C), all processes finish the step and save a checkpoint.
+        A complete run trains and saves nothing, and evaluates only what a signal cut off. When any process receives
+        SIGTERM, SIGUSR1 or SIGINT (Ctrl-C), all processes finish the step and save a checkpoint.
 
         Args:
             resume_from_checkpoint: the folder of a checkpoint; True for the newest complete one in ``output_dir``;

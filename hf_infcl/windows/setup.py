@@ -23,7 +23,8 @@ class Setup:
     args: InfCLTrainingArguments
     equal_ids: str  # "exclude" or "positive"; see `InfCLTrainingArguments`
     prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]]  # moves a batch to the device and normalises its images
-    start: Start | None = None  # the weights that the model had before the training, if it is to stay near them
+    # The weights that the model had before the training, if it is to stay near them; of adapters those that they adapt.
+    start: Start | None = None
     data: Any = None  # the training set
     collator: Any = None  # the data collator
     extensions: Sequence[Extension] = ()  # of the step, beside those that the arguments ask for

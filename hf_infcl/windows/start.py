@@ -20,6 +20,7 @@ from ..passes.grad_cache import Features
 class Start:
     """The start of a training: a frozen copy of the model, if it ``embeds``, or else copies of its trained weights.
 
+    If the training does not stay near it (``keeps``), it has only the fingerprint of what is frozen.
     What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy. The model
     is unwrapped, and has not been trained yet. A copy that ``embeds`` is the `Teacher` of ``keep_features``.
     """
@@ -29,10 +30,12 @@ class Start:
     inputs = None
     words = "the model before the training"
 
-    def __init__(self, model: nn.Module, accelerator: Accelerator, *, embeds: bool) -> None:
+    def __init__(self, model: nn.Module, accelerator: Accelerator, *, embeds: bool, keeps: bool = True) -> None:
         self._accelerator = accelerator
-        self.fingerprint = weight_fingerprint(model)
+        self.fingerprint = weight_fingerprint(model, frozen=not keeps)
         self.encoder: DualEncoder | None = None  # the copy of the model, if its embeddings are needed
+        if not keeps:
+            return
         if not embeds:
             self._weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
             return

@@ -71,7 +71,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         sets = sets_to_check(data, columns, evaluation, keep, args)
         ledger = None if options.ledger is None else Ledger.read(options.ledger)
         if ledger is not None:
-            check_data(ledger.content, sets[TRAINED].content_fingerprint(), options.ledger)
+            check_data(ledger.content, sets[TRAINED], options.ledger)
         if "output_dir" in decided:
             check_writable(str(args.output_dir))  # before hours of reading
     results: dict[str, tuple[SetFacts, list[Finding]]] = {}

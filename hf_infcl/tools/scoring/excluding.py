@@ -20,7 +20,12 @@ def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     asks for that share of the pairs, those with the lowest scores, rounded down. A ValueError says that the number is
     missing, or that the file is no ledger, is of another table, or excludes all pairs.
     """
-    wrong, _ = _wrong_in(dataset.content_fingerprint(), asked)
+    wrong, _ = _wrong_in(dataset, asked)
+    if len(wrong) and not 0 <= wrong.min() <= wrong.max() < len(dataset):
+        raise ValueError(
+            f"The ledger of {asked} leaves out rows {wrong.min()} to {wrong.max()}, but the table has {len(dataset):,} "
+            "rows, the first of which is row 0. Keep the keys in a copy of a ledger."
+        )
     kept = np.setdiff1d(np.arange(len(dataset)), wrong)
     _tell(len(kept), len(dataset), asked)
     return kept
@@ -31,15 +36,15 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
 
     Every process and worker holds 8 bytes for each sample that is left out, and none for the others.
     """
-    wrong, count = _wrong_in(stream.content_fingerprint(), asked)
+    wrong, count = _wrong_in(stream, asked)
     _tell(count - len(wrong), count, asked)
     return stream.without(np.sort(wrong))
 
 
-def _wrong_in(content: str, asked: str) -> tuple[np.ndarray, int]:
-    """The keys [n] int64 to leave out, and the number of all pairs, of a ledger of the data with this fingerprint."""
+def _wrong_in(dataset: ImageTextDataset | ImageTextStream, asked: str) -> tuple[np.ndarray, int]:
+    """The keys [n] int64 to leave out, and the number of all pairs, of a ledger of this dataset."""
     keys, count, recorded = _wrong(asked)
-    check_data(recorded, content, asked.rpartition(":")[0])
+    check_data(recorded, dataset, asked.rpartition(":")[0])
     return keys, count
 
 
@@ -67,6 +72,7 @@ def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
 
 def _with_lowest_scores(file: Any, percent: float) -> np.ndarray:
     key, score = (column.to_numpy() for column in file.read(columns=["key", "score"]).columns)
+    _check_numbers("score", score)
     count = int(percent * len(key) / 100)  # in this order, since 0.58 * 50 is less than 29
     return key[np.argsort(score, kind="stable")[:count]].astype(np.int64)
 
@@ -74,9 +80,15 @@ def _with_lowest_scores(file: Any, percent: float) -> np.ndarray:
 def _probably_wrong(file: Any, least: float) -> np.ndarray:
     found = [np.empty(0, np.int64)]
     for batch in file.iter_batches(columns=["key", "p_wrong"]):  # so that the other keys take no memory
-        key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
+        key, p_wrong = (batch[name].to_numpy(zero_copy_only=False) for name in ("key", "p_wrong"))
+        _check_numbers("p_wrong", p_wrong)
         found.append(key[p_wrong >= least].astype(np.int64))
     return np.concatenate(found)
+
+
+def _check_numbers(name: str, numbers: np.ndarray) -> None:
+    if numbers.dtype.kind not in "fiu" or not np.isfinite(numbers).all():
+        raise ValueError(f"its column {name} does not hold a number in every row")
 
 
 def words_of_excluded(asked: str) -> tuple[str, str]:

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ...data import ImageTextDataset, ImageTextStream
 
 # A push leaves out what begins with an underscore: ledger and sheet show captions and images of the training.
 LEDGER_FILE, SHEET_FILE = "_ledger.parquet", "_ledger.png"
@@ -25,7 +28,7 @@ _ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32, "text_ke
 class Ledger:
     """What is known about the n pairs of a training set, by their keys in ascending order."""
 
-    content: str  # the `content_fingerprint` of the training set
+    content: str  # the `key_fingerprint` of the training set, or its `content_fingerprint` in earlier versions
     key: np.ndarray  # [n] int64, the row of a table, or the hash of a stream's sample
     # [n] fp32; see `hf_infcl.loss.pair_scores.pair_scores`. After a training with ``leave_out``, their moving averages.
     score: np.ndarray
@@ -109,7 +112,7 @@ class Ledger:
 
 
 def recorded_content(file: Any) -> str:
-    """The `content_fingerprint` of the data of a ledger that is open as a ``pyarrow.parquet.ParquetFile``."""
+    """The fingerprint of the data of a ledger that is open as a ``pyarrow.parquet.ParquetFile``."""
     if (record := (file.schema_arrow.metadata or {}).get(RECORD)) is not None:
         return str(json.loads(record)["content"])
     for batch in file.iter_batches(1, columns=["content"]):  # of a copy without the metadata; every row has the same
@@ -133,9 +136,9 @@ def read_as_ledger(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def check_data(recorded: str, content: str, path: str | Path) -> None:
+def check_data(recorded: str, dataset: ImageTextDataset | ImageTextStream, path: str | Path) -> None:
     """Raises a ValueError if the ledger in a file was written for data of another fingerprint."""
-    if recorded != content:
+    if recorded not in (content := dataset.key_fingerprint(), dataset.content_fingerprint()):
         raise ValueError(
             f"The ledger {path} is of other data: it was written for {recorded}, and this is {content}. Its "
             "keys mean other pairs here. Run `infcl score` on this data, or name the data and split of the ledger."

@@ -129,7 +129,7 @@ def score_pairs(
         )
     caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
     prefers = pairs["text_key"], pairs["image_key"]
-    content = dataset.content_fingerprint()
+    content = dataset.key_fingerprint()
     ledger = make_ledger(content, pairs["key"], pairs["score"], prefers, caption, name if any(name) else None)
     return ledger, pictures
 

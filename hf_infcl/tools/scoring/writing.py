@@ -61,7 +61,7 @@ def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | 
     has keys, scores and probabilities only, and of a stream the names that `sample_names` finds.
 
     If it cannot be written, this warns and returns None, because the results of the training are still to be saved.
-    ``dataset`` is the set that was trained; of a stream it knows the `content_fingerprint` from before the training.
+    ``dataset`` is the set that was trained; of a stream it knows the `key_fingerprint` from before the training.
     Its images are read without augmentation.
     """
     selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
@@ -76,7 +76,7 @@ def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | 
             return write_ledger(trainer, dataset, averages=averages, left_out=left_out)
         find_names: Any = sample_names if isinstance(dataset, ImageTextStream) else file_names
         names = find_names(dataset, keys.numpy())
-        ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
+        ledger = make_ledger(dataset.key_fingerprint(), keys.numpy(), scores.numpy(), sample=names)
         ledger.left_out = left_out
         if trainer.is_world_process_zero():
             ledger.write(Path(str(trainer.args.output_dir), LEDGER_FILE))
