@@ -66,5 +66,6 @@ def _work(stdin: Connection, stdout: Connection) -> None:
     if torch.cuda.device_count():  # CUDA might not survive the fork
         os.execv(sys.executable, [sys.executable, "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"])
     forkserver._forkserver.ensure_running = lambda: None  # its own processes are forks of the same server
+    mp.set_start_method(None, force=True)  # those that it starts otherwise, as loaders do, are not
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", 1, closefd=False)
     exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
