@@ -47,7 +47,7 @@ def _forked(spec: Any, execmodel: Any) -> Any:
 
     stdin, to_worker = server().Pipe(duplex=False)
     from_worker, stdout = server().Pipe(duplex=False)
-    process = server().Process(target=_work, args=(stdin, stdout))
+    process = server().Process(target=_work, args=(stdin, stdout, os.environ.get("PYTHONPATH", "")))
     process.start()
     for end in (stdin, stdout):
         end.close()
@@ -57,9 +57,10 @@ def _forked(spec: Any, execmodel: Any) -> Any:
     return io
 
 
-def _work(stdin: Connection, stdout: Connection) -> None:
+def _work(stdin: Connection, stdout: Connection, path: str) -> None:
     import torch
 
+    os.environ["PYTHONPATH"] = path  # instead of the server's
     for end, descriptor in ((stdin, 0), (stdout, 1)):
         os.dup2(end.fileno(), descriptor)
         end.close()
