@@ -9,18 +9,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hypothesis
 import pytest
+from helpers import workers
 
 # pytest --hypothesis-profile=long
 hypothesis.settings.register_profile("long", max_examples=10_000, deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Imports the fixtures, but not into the process that only deals the tests out to others: they take seconds."""
+    """Imports the fixtures, or has the processes forked to which the tests are dealt out."""
     # A script starts what it runs in the background with Ctrl-C ignored, and so would be all processes of the tests.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    deals_out = config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
-    if not deals_out:
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        workers.fork_workers()  # this process imports nothing that takes seconds
+    else:
         gc.disable()  # a third of the imports and of the collection of the tests would be searches for garbage
         config.pluginmanager.import_plugin("helpers.fixtures")
 

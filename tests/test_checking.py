@@ -1,5 +1,6 @@
 """`infcl check`: every planted fault is found by name, none is invented, however the data are stored."""
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -56,6 +57,7 @@ def clean(count: int = 40) -> list[Row]:
     return [Row(scene(number), sentence(number)) for number in range(count)]
 
 
+@functools.cache
 def planted() -> tuple[list[Row], dict[str, set[int]]]:
     """Rows with each fault, and the numbers of the faulty rows."""
     rows = clean()
@@ -121,13 +123,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_more_workers_are_advised_than_the_machine_has(tmp_path, rate, words, options):
     given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path)]
     namespace, known = PARSERS["check"]().read(given)
+    config = transformers.CLIPConfig(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
     for smallest, more in ((895, []), (896, ["--min_side 448"] if rate == 1 else [])):
         images = {"batch": None, "rate": rate, "smallest": smallest, "side": 224}
-        line, added = predict_workers(transformers.CLIPConfig(), namespace, known, **images, cores=2)
+        line, added = predict_workers(config, namespace, known, **images, cores=2)
         assert words in line
         assert added == [*more, f"--dataloader_num_workers {options}"]
     namespace.use_cpu = True
-    assert predict_workers(transformers.CLIPConfig(), namespace, known, **images, cores=2) == ("", [])
+    assert predict_workers(config, namespace, known, **images, cores=2) == ("", [])
 
 
 def test_a_check_predicts_the_rate_that_a_plan_predicts(model, tmp_path, capsys):

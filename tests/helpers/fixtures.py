@@ -1,7 +1,6 @@
 """Fixtures that several test files share: groups of processes, the demo's data. A plugin of pytest, for conftest.py."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,15 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-# Counting GPUs does not initialise CUDA. Initialisation would fix the set of visible GPUs.
-if not (count := torch.cuda.device_count()):
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
-elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
-    # Each worker has a different first GPU, since the memory of a single one does not suffice for all tests at once.
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    first = int(worker.removeprefix("gw")) % len(gpus)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
-
+from . import interpreted  # noqa: F401 - before Triton is imported
 from .demo import all_digits, copy_rows, made_once
 from .hub import Hub, hub_for_this_process
 from .processes import FreshRanks, Ranks, leave_out_of_collections

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
@@ -22,33 +21,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate.utils import imports
 
+from .workers import server
+
 # In each training, accelerate reads the metadata of packages several times, which takes 5% of a small one.
 imports._is_package_available = functools.cache(imports._is_package_available)
 
-# What is imported once for all processes of the tests. The server ignores what it cannot import.
-PRELOADED = [
-    *("helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.distributed.run"),
-    "deepspeed",  # accelerate imports it in every training if it is installed
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    *("setuptools", "torch._dynamo.backends.common"),  # of compiled models
-    "helpers.frozen",  # the last, for it acts on what has been imported
-]
 
-
-@functools.cache
 def context() -> Any:
     """The multiprocessing context of the tests: processes are forks of a server that has imported the packages.
 
-    The imports take seconds, longer than most tests. On machines with CUDA, which does not survive a fork, every
-    process imports the packages itself.
+    On machines with CUDA, which does not survive a fork, every process imports the packages itself.
     """
-    if torch.cuda.is_available():
-        return mp.get_context("spawn")
-    forks = mp.get_context("forkserver")
-    forks.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # so that the server finds helpers
-        forkserver.ensure_running()
-    return forks
+    return mp.get_context("spawn") if torch.cuda.is_available() else server()
 
 
 def leave_out_of_collections() -> None:

@@ -82,7 +82,7 @@ ANSWERS = {
     "many pairs": Answer(
         "a checkpoint and some 5 million pairs",
         "--recipe finetune_clip --streaming --samples_per_epoch 5000000 --torch_compile",
-        f"[2,710 images a second, compiled, instead of 1,593]({_STEP}); recalls were not measured",
+        f"[2,650 images a second, compiled, instead of 1,592]({_STEP}); recalls were not measured",
         "old knowledge goes: use finetune_keep if you have old pairs",
     ),
     "random weights": Answer(
@@ -90,7 +90,7 @@ ANSWERS = {
         "--optimizer muon --learning_rate 5e-4 --augmentation crop --global_batch_size 1024",
         f"[29.1 with AdamW, 48.7 with Muon]({_TABLES}#adamw-and-muon) on the same samples",
         "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16; take the "
-        "batch that leaves two thousand steps: [2,304 of 1,024 pairs found 43.4, 576 of 4,096 34.8]"
+        "batch that leaves two thousand steps: [2,304 of 1,024 pairs found 43.1, 576 of 4,096 34.8]"
         "(real_pairs/README.md#with-nine-times-the-pairs)",
         RECALL,
     ),
@@ -170,7 +170,7 @@ ANSWERS = {
         "--global_batch_size 1024",
         "one loss over 1,024 pairs instead of four over 256, from random weights: "
         f"[with AdamW 20.2 → 22.9, with Muon 40.1 → 44.6]({_TABLES}#the-same-number-of-steps)",
-        "another forward, or memory: with short texts [1,593 images a second in 76.8 GiB, `Trainer` 1,599 in 26.1]"
+        "another forward, or memory: with short texts [1,592 images a second in 77.1 GiB, `Trainer` 1,515 in 26.1]"
         f"({_STEP})",
         RECALL,
     ),
