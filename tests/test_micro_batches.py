@@ -607,7 +607,8 @@ def test_a_backward_that_exchanges_gradients_is_not_repeated(ranks, tmp_path):
 
 
 def test_a_resumed_run_has_the_same_micro_batches_to_the_bit(tmp_path):
-    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch"}
+    # Of AdamW, rounding decides about the sign of a step where a gradient is next to nothing.
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "sgd", "optim_args": "momentum=0.9"}
     whole, _ = halving(tmp_path / "whole", 10, **saved)
     whole.train()
     stopped, _ = halving(tmp_path / "stopped", 10, **saved, callbacks=[StopAt(2)])
@@ -626,7 +627,9 @@ def test_a_resumed_run_has_the_same_micro_batches_to_the_bit(tmp_path):
     with mock.patch.object(finding, "_machines", return_value=["another"]):
         other.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-2"))
     assert (other.args.per_device_train_batch_size, other.args.largest_micro_batch) == (16, None)
-    torch.testing.assert_close(parameters(other), parameters(whole), rtol=0, atol=1e-3)  # AdamW
+    torch.testing.assert_close(parameters(other), parameters(whole), rtol=0, atol=1e-6)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(parameters(other), parameters(stopped), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", [None, ["8:0.5", "16"]], ids=["equal", "growing"])
