@@ -16,7 +16,6 @@ from transformers.trainer_utils import has_length
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
-from ..data.wrapped import all_parts, check_has_end, has_epochs, most_captions, negative_caption_columns, set_epoch
 from ..encoders.dual_encoder import images_of
 from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
@@ -31,6 +30,7 @@ from .positions import make_plan
 from .replay import Replayed, is_own
 from .teacher_inputs import TrainingCollator
 from .training_loader import TrainingLoader, worker_options
+from .wrapped import all_parts, check_has_end, has_epochs, most_captions, negative_caption_columns, set_epoch
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")

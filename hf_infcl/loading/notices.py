@@ -11,8 +11,8 @@ from transformers.utils import logging
 
 from ..data.collator import ContrastiveCollator
 from ..data.pairs import REPEATED, caption_pair_id
-from ..data.wrapped import all_parts
 from ..windows.setup import Setup
+from .wrapped import all_parts
 
 logger = logging.get_logger(__name__)
 

@@ -18,12 +18,12 @@ from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset
 from ..data.pairs import as_pair_id
 from ..data.stream_batches import MicroBatches, Sides
-from ..data.wrapped import gives
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import BatchSchedule
 from .batch_plan import BatchPlan
 from .shares import SourceShare, replay_share
 from .table_rows import TableRows
+from .wrapped import gives
 
 Source = SizedDataset | ImageTextStream  # of pairs, new or old
 # Apart from the seeds of the new pairs' epochs, or sets of one length would always meet in pairs; torch uses 32 bits.

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..data import ImageTextDataset, ImageTextStream
 from ..data.pairs import usable_captions
-from ..data.wrapped import all_parts
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.grad_cache import Features
 from ..windows.teachers import teacher_prefix, teacher_words
@@ -25,6 +24,7 @@ from .stored_embeddings import (
     embedding_folders,
     of_caption,
 )
+from .wrapped import all_parts
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from torch.utils.data import get_worker_info
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset, keyed_rows, read_rows
 from ..data.stream_batches import MicroBatches
-from ..data.wrapped import has_epochs, set_epoch
 from .batch_plan import MicroBatchPlace, Position
 from .shares import SourceShare
+from .wrapped import has_epochs, set_epoch
 
 
 class SizedRow(int):

@@ -13,10 +13,10 @@ from ..checkpoints.model_files import check_formats
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ..data.collator import DataCollator
 from ..data.transforms import set_image_size
-from ..data.wrapped import all_parts, check_has_end, most_captions
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed, check_keyed, check_planned, set_sizes
 from ..loading.replay import Replayed
+from ..loading.wrapped import all_parts, check_has_end, most_captions
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
 from ..windows.extensions import check_extensions

@@ -22,12 +22,12 @@ from transformers.utils import logging
 
 from .. import evaluation
 from ..data import ZeroShotDataset
-from ..data.wrapped import all_parts
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation.metrics import CEILING, KS
 from ..evaluation.score_changes import ScoreChanges
 from ..loading.notices import CaptionNotices
+from ..loading.wrapped import all_parts
 from ..loss import local_contrastive_loss
 from ..passes.random_state import random_state_kept
 from ..processes.batches import AnnouncingDataLoader

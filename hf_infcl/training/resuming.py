@@ -19,11 +19,11 @@ from ..checkpoints.files import choose
 from ..checkpoints.pushes import checkpoint_of_hub_if_named
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
 from ..checkpoints.run_options import as_json, options_of_arguments, options_of_data, options_of_model
-from ..data.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..loading.batch_plan import BatchPlan, Position
 from ..loading.positions import loop_values, make_plan
 from ..loading.replay import Replayed, is_own, is_position_in
 from ..loading.training_data import TrainingData
+from ..loading.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..micro_batches.finding import recorded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled

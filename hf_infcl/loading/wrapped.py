@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from .streams import ImageTextStream
+from ..data.streams import ImageTextStream
 
 
 def set_epoch(dataset: object, epoch: int) -> None:
