@@ -50,8 +50,10 @@ def outcome(read: Any) -> Any:
     try:
         item = read()
     except BadSampleError as error:
-        # Both name the column, in other words.
-        cause = re.sub(r"^column '[\w.]+': |^it has (?=no )| in column '[\w.]+'$", "", error.cause)
+        # Both name the column, in other words, and a table the file of an image.
+        cause = re.sub(
+            r"^column '[\w.]+': (?:'.*\.tar [\w.]+': )?|^it has (?=no )| in column '[\w.]+'$", "", error.cause
+        )
         return re.sub(r"^the caption nan is neither a string nor a list of strings", "no caption", cause)
     return number_of(item), item["caption"], item.get("pair_id")
 

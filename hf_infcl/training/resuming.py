@@ -199,13 +199,13 @@ class Resumption:
         of_data = "content", "global_batch_size"
         self.is_of_same_data = all(getattr(record.run, name) == getattr(run, name) for name in of_data)
         self.changes = list(differences(record.run, run))
-        if record.run.parameters != run.parameters:
+        self._allow(self.changes)
+        if record.run.parameters != run.parameters:  # which no permission changes
             raise ValueError(
                 f"{checkpoint} cannot be resumed: model was {record.run.model!r} and is {run.model!r}, which its "
                 "weights do not fit. Restore the earlier model, image_size and adapters, or start a new run from the "
                 "checkpoint's model."
             )
-        self._allow(self.changes)
         if record.processes != world_size:
             logger.warning(
                 f"{checkpoint} was written by {record.processes} processes, but this run has {world_size}. The global "
