@@ -22,7 +22,8 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
         ValueError: the model cannot be loaded, or its adapters and the options do not go together.
     """
     loaded = load(
-        *(options.model, options.open_clip_model),
+        options.model,
+        options.open_clip_model,
         merges=False,
         new_weights=options.new_weights or (),
         seed=args.seed,

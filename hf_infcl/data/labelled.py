@@ -80,7 +80,8 @@ class ZeroShotDataset(ImageDataset):
             logger.warning(
                 "The names of the %d classes are numbers, so that the prompts say %r. Unless the images show numbers, "
                 "give the classes their names with class_names (--class_names, which also takes a file).",
-                *(len(names), self.templates[0].replace("{}", names[0])),
+                len(names),
+                self.templates[0].replace("{}", names[0]),
             )
         if ERRORS in self.table.column_names:  # a row without a label cannot be measured
             for row, value in enumerate(self.table.select_columns([label_column, ERRORS])):

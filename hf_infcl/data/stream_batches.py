@@ -246,7 +246,10 @@ class StreamBatches(MicroBatches):
             logger.warning(
                 "%d shards are fewer than the %d lanes (processes × DataLoader workers). Each was split into %d parts, "
                 "which took %.1f s to find at this start; from now on several workers read from each shard.",
-                *(len(group), lanes, parts, time.perf_counter() - began),
+                len(group),
+                lanes,
+                parts,
+                time.perf_counter() - began,
             )
         return pieces
 

@@ -94,7 +94,9 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     names_batch = user_options & {"global_batch_size", "global_batch_schedule", *DIVISION}
     batch, trained_facts = args.global_batch_size if names_batch else None, results[TRAINED][0]
     workers_line, options_of_loading = predict_workers(
-        *(config, namespace, user_options),
+        config,
+        namespace,
+        user_options,
         batch=batch,
         rate=trained_facts.rate,
         smallest=min(map(min, trained_facts.sizes), default=0),

@@ -134,7 +134,7 @@ class Parser(HfArgumentParser):
             add_help=False,
         )
         super().add_argument(
-            *("-h", "--help"), action=_PrintHelp, nargs="?", choices=["all"], help="--help all describes every option."
+            "-h", "--help", action=_PrintHelp, nargs="?", choices=["all"], help="--help all describes every option."
         )
         for name, meaning in places.items():
             number = "?" if name.startswith("[") else None

@@ -19,9 +19,10 @@ PAGE = "scripts/ANSWERS.md"
 FEW, MANY = 10_000, 1_000_000  # pairs, between which the answer for 50,000 holds: a hundred steps or more
 FINE_TUNING = 1e-4  # the highest usual learning rate of a checkpoint's weights, but for adapters and a locked tower
 # Options of a training that begins with weights which know something.
-OF_CHECKPOINTS = (
-    *("lora_rank", "freeze", "keep_features", "keep_weights", "replay_dataset", "guard_dataset", "guard_benchmark"),
-    "average_with_start",
+OF_CHECKPOINTS = tuple(
+    """
+    lora_rank freeze keep_features keep_weights replay_dataset guard_dataset guard_benchmark average_with_start
+    """.split()
 )
 SMALL_MEMORY = 24  # GiB of a GPU
 
@@ -33,9 +34,10 @@ TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has le
 LEAST_STEPS, BEST_STEPS = 1000, 2000
 SMALL_MEASURED, LARGE_MEASURED, MOST_EPOCHS = 256, 4096, 137
 # Options that say what a user has. Where he has written them, an answer has his values.
-OF_USER = (
-    *("samples_per_epoch", "captions_per_image", "replay_dataset", "guard_dataset", "teacher_embeddings"),
-    "negative_caption_column",
+OF_USER = tuple(
+    """
+    samples_per_epoch captions_per_image replay_dataset guard_dataset teacher_embeddings negative_caption_column
+    """.split()
 )
 OF_BATCH = {"global_batch", "global_batch_size"}  # of `infcl plan`, and of a training
 

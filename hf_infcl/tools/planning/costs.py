@@ -271,11 +271,12 @@ def _gradient_checkpointing(encoder: DualEncoder, wanted: bool) -> None:
 
 
 # Options that cost nothing, or that `step_cost` and the planner read themselves.
-_NO_EFFECT = (
-    *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_schedule"),
-    *("retain_graphs", "offload_inputs", "torch_compile", "activation_checkpointing", "num_train_epochs", "max_steps"),
-    *("image_size", "image_size_schedule", "full_tokens_last", "max_text_tokens", "replay_share"),
-    *("teacher_side", "ema_device"),
+_NO_EFFECT = tuple(
+    """
+    global_batch_size per_device_train_batch_size gradient_accumulation_steps global_batch_schedule retain_graphs
+    offload_inputs torch_compile activation_checkpointing num_train_epochs max_steps image_size image_size_schedule
+    full_tokens_last max_text_tokens replay_share teacher_side ema_device
+    """.split()
 )
 # The options of a training that a plan keeps, by their names. They change the model in this order.
 EFFECTS = {
