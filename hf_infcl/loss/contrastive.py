@@ -108,17 +108,8 @@ def contrastive_loss(
             backward: it runs with ``create_graph=True``, because the loss has no second derivative.
     """
     inputs = Inputs(
-        image_embeds,
-        text_embeds,
-        logit_scale,
-        logit_bias,
-        objective,
-        strategy,
-        backend,
-        pair_ids,
-        image_ids,
-        text_ids,
-        negative_texts,
+        *(image_embeds, text_embeds, logit_scale, logit_bias, objective, strategy, backend),
+        *(pair_ids, image_ids, text_ids, negative_texts),
     )
     return _loss(inputs, Processes(process_group))
 
@@ -137,17 +128,8 @@ def local_contrastive_loss(
 ) -> Tensor:
     """Computes `contrastive_loss` of this process's batch alone, without communication even if a group exists."""
     inputs = Inputs(
-        image_embeds,
-        text_embeds,
-        logit_scale,
-        logit_bias,
-        objective,
-        "ring",
-        backend,
-        pair_ids,
-        image_ids,
-        text_ids,
-        None,
+        *(image_embeds, text_embeds, logit_scale, logit_bias, objective, "ring", backend),
+        *(pair_ids, image_ids, text_ids, None),
     )
     return _loss(inputs, Processes(alone=True))
 
@@ -170,17 +152,8 @@ def _loss(inputs: Inputs, processes: Processes) -> Tensor:
         if processes.world_size > 1 and not inputs.scalars_are_read():
             scalars = Arriving(processes.gather(torch.stack((scale.detach(), bias.detach()))))
         loss = _Loss.apply(
-            x,
-            y,
-            inputs.negative_texts,
-            scale,
-            bias,
-            ids_x,
-            inputs.text_ids,
-            counts,
-            strategy,
-            inputs.objective,
-            wanted,
+            *(x, y, inputs.negative_texts, scale, bias, ids_x, inputs.text_ids),
+            *(counts, strategy, inputs.objective, wanted),
         )
     if scalars is not None:  # compared when the work is queued, so that the device goes on meanwhile
         inputs.compare(processes, scalars.tolist())

@@ -30,7 +30,7 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
         (images, positive_x, ids_x), (texts, positive_y, ids_y) = x, y
         odds_x, odds_y = kernels.softmax_statistics(
-            images, texts, scale, positive_x, positive_y, ids_x, ids_y, diagonal, backend
+            *(images, texts, scale, positive_x, positive_y, ids_x, ids_y, diagonal, backend)
         )
         return (odds_x,), (odds_y,)
 
@@ -39,19 +39,8 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     ) -> tuple[Tensor, ...]:
         (images, lse_x, positive_coefficient, ids_x), (texts, lse_y, _, ids_y) = x, y
         grad_scale = kernels.softmax_gradients(
-            images,
-            texts,
-            scale,
-            lse_x,
-            lse_y,
-            positive_coefficient,
-            ids_x,
-            ids_y,
-            diagonal,
-            grad_x,
-            grad_y,
-            accumulate,
-            backend,
+            *(images, texts, scale, lse_x, lse_y, positive_coefficient, ids_x, ids_y, diagonal),
+            *(grad_x, grad_y, accumulate, backend),
         )
         return (grad_scale,)
 
@@ -114,16 +103,7 @@ def sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     ) -> tuple[Tensor, ...]:
         (images, ids_x), (texts, ids_y) = x, y
         return kernels.sigmoid_block(
-            images,
-            texts,
-            batch.scale,
-            batch.bias,
-            ids_x,
-            ids_y,
-            diagonal,
-            grad_x,
-            grad_y,
-            accumulate,
+            *(images, texts, batch.scale, batch.bias, ids_x, ids_y, diagonal, grad_x, grad_y, accumulate),
             backend=strategy.backend,
         )
 

@@ -103,21 +103,8 @@ def softmax(
         (rows, pivot_x, relative_x, share_x, ids_x), (columns, pivot_y, relative_y, share_y, ids_y) = x, y
         return (
             kernels.multi_positive_gradients(
-                rows,
-                columns,
-                scale,
-                pivot_x,
-                pivot_y,
-                relative_x,
-                relative_y,
-                share_x,
-                share_y,
-                ids_x,
-                ids_y,
-                grad_x,
-                grad_y,
-                accumulate,
-                backend,
+                *(rows, columns, scale, pivot_x, pivot_y, relative_x, relative_y, share_x, share_y),
+                *(ids_x, ids_y, grad_x, grad_y, accumulate, backend),
             ),
         )
 
@@ -189,16 +176,7 @@ def sigmoid(
     ) -> tuple[Tensor, ...]:
         (rows, ids_x), (columns, ids_y) = x, y
         return kernels.sigmoid_block(
-            rows,
-            columns,
-            batch.scale,
-            batch.bias,
-            ids_x,
-            ids_y,
-            None,
-            grad_x,
-            grad_y,
-            accumulate,
+            *(rows, columns, batch.scale, batch.bias, ids_x, ids_y, None, grad_x, grad_y, accumulate),
             equal_are_positive=True,
             backend=strategy.backend,
         )
