@@ -164,7 +164,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def image_fingerprint(self) -> str:
         """A fingerprint of the rows, their order and the images, by path, size and modification time of image files.
 
-        A file that cannot be found has neither; whoever reads its row tells.
+        A missing file has neither; an error names it when its row is read.
         """
         import pyarrow.compute
 

@@ -337,7 +337,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         return _fingerprint(self._texts, len(self) if count is None else count)
 
     def key_fingerprint(self) -> str:
-        """As `content_fingerprint`, but of the captions alone: the rows are the same ones whatever else is read."""
+        """A hash of the captions of some rows, which does not change with the other columns that are read."""
         return _fingerprint(self._texts.select_columns([self.caption_column]), len(self))
 
     @property

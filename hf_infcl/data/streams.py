@@ -167,7 +167,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
 
     @functools.cached_property
     def places(self) -> list[str]:
-        """What the places of the samples of each shard begin with: its file's name, or its path if that is not enough.
+        """For each shard, the beginning of its samples' places: its file's name, or its path if files share that name.
 
         The paths are relative to the folder that holds all shards, so it may move.
         """

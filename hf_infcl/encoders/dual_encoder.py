@@ -38,7 +38,7 @@ class ModelType:
     joined: bool = False  # whether its towers come from two checkpoints, of which its temperature says nothing
 
     def looks_random(self, temperature: float, config: Mapping[str, Any]) -> bool:
-        """Whether weights seem random because random ones, by this config, begin with their temperature's value."""
+        """Whether weights seem random: by this config, random ones begin with this temperature."""
         first = config.get(f"{self.temperature}_init_value", 0.0)  # SigLIP's config has none
         possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
         return not self.joined and any(abs(temperature - one) < 1e-6 for one in possible)

@@ -170,8 +170,8 @@ def make_micro_batches(
 
     Args:
         filled: as for `TableRows`.
-        states: the `state` of every process of the checkpoint to resume from. A table has one in a replay alone: if it
-            takes the place of other data, the checkpoint's are theirs.
+        states: the `state` of every process of the checkpoint to resume from. A table uses its own
+            in a replay alone, since otherwise they may be those of other data, which it replaces.
         **where: ``rank``, ``world_size``, ``num_workers`` and ``keyed``.
     """
     if isinstance(dataset, ImageTextStream):

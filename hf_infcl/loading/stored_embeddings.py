@@ -186,7 +186,7 @@ def described_table(
 
 
 def described_shards(stream: ImageTextStream) -> dict[str, Any]:
-    """By what shards are recognised: the name of each, and its size or its revision on the Hub."""
+    """The facts by which shards are recognised: the name of each, and its size or its revision on the Hub."""
     tags = [content_tag(shard.url) for shard in stream.shards]
     return {"shards": dict(zip(stream.places, tags, strict=True))}
 

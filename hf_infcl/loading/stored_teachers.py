@@ -176,7 +176,7 @@ class _DataSet:
         return frozenset(shards) - embedded if embedded else None
 
     def changed(self, stored: StoredEmbeddings) -> tuple[str, ...]:
-        """What the places of samples begin with whose shards have changed since they were embedded."""
+        """The beginnings of the places of samples whose shards have changed since they were embedded."""
         recorded, shards = stored.record["data"].get("shards", {}), self._described.get("shards", {})
         return tuple(f"{name}/" for name, tag in recorded.items() if shards.get(name, tag) != tag)
 
@@ -217,7 +217,7 @@ class StoredTeacher:
     """A `Teacher` whose embeddings were stored: looked up by the place of each item in its data set.
 
     Args:
-        sets: the numbers of the data sets whose embeddings it has, and how places begin whose embeddings are of others.
+        sets: by the number of each data set that was embedded, the beginnings of places whose samples have changed.
         partial: whether items without an embedding are left out, and all batches say which.
     """
 

@@ -140,7 +140,7 @@ def check_trains(model: nn.Module) -> None:
 
 
 def with_terms(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of Trainer for the gradients of a model, here also of what trains beside it: all have one norm."""
+    """A method of Trainer that handles the gradients of a model, now with those of the terms: all have one norm."""
 
     @wraps(method)
     def of_all(trainer: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

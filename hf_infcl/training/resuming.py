@@ -284,7 +284,7 @@ class Resumption:
     ) -> bool:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
-        So it does if the run is complete, whose last epoch begins again for this evaluation alone.
+        The last epoch of a complete run begins again for this evaluation alone, after which the training ends.
 
         The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
         logged before it was cut off is dropped. ``kwargs`` are the arguments of Trainer's method for an epoch.

@@ -20,7 +20,7 @@ from ..passes.grad_cache import Features
 class Start:
     """The start of a training: a frozen copy of the model, if it ``embeds``, or else copies of its trained weights.
 
-    If the training does not stay near it (``keeps``), it has only the fingerprint of what is frozen.
+    Without ``keeps``, the training does not stay near it, and it only has the fingerprint of the frozen weights.
     What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy. The model
     is unwrapped, and has not been trained yet. A copy that ``embeds`` is the `Teacher` of ``keep_features``.
     """

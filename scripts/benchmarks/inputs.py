@@ -149,4 +149,4 @@ class Padded:
 
 
 class PaddedNormaliser(Padded, Normaliser):
-    """Both parts."""
+    """Both parts, as InfCLTrainer's own collator has them."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset
@@ -28,7 +28,6 @@ from .command_options import ColumnOptions, DataOptions
 if TYPE_CHECKING:
     import datasets
 
-_Set = TypeVar("_Set", ImageTextDataset, ImageTextStream, ZeroShotDataset)
 _CLASSES = ("label_column", "class_names", "templates")  # facts of a set of classes, not of pairs
 
 
@@ -59,7 +58,7 @@ def training_set(
         for asked in data.exclude or ():
             stream = stream_kept(stream, asked)
         return stream
-    with _named(option, data.dataset[0]) as with_name:
+    with _named(option, data.dataset[0]) as name:
         if weights is not None:
             raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
         rows = load_pairs(data.dataset[0], **place, image_column=options["image_column"])
@@ -78,7 +77,8 @@ def training_set(
         kept, rows = kept[chosen], rows.select(chosen)
         dataset = ImageTextDataset(rows, **options)
         dataset.whole, dataset.numbers = whole, kept  # by which a teacher's stored embeddings are found
-    return with_name(dataset)
+    dataset.name = name
+    return dataset
 
 
 def replay_set(
@@ -99,10 +99,12 @@ def replay_set(
     facts = _facts(data.replay_dataset[0], data, "replay")
     images, captions = facts["image_column"] or columns.image_column, facts["caption_column"] or columns.caption_column
     options |= {"image_column": images, "caption_column": captions, "pair_id_column": _ids(facts, captions, columns)}
-    with _named("--replay_dataset", " ".join(data.replay_dataset)) as with_name:
+    with _named("--replay_dataset", " ".join(data.replay_dataset)) as name:
         order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
         order |= {"split": facts["split"], "name": facts.get("name")}
-        return with_name(ImageTextStream(data.replay_dataset, **order, **options))
+        stream = ImageTextStream(data.replay_dataset, **order, **options)
+        stream.name = name
+        return stream
 
 
 def mixture_weights(data: DataOptions) -> list[float] | None:
@@ -142,7 +144,7 @@ def _ids(facts: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str
 def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
     """A table of old pairs. It need not have ids, negative captions or lists of captions, as the new pairs do."""
     facts = _facts(source, data, "replay")
-    with _named("--replay_dataset", source) as with_name:
+    with _named("--replay_dataset", source) as name:
         named = facts["image_column"] or columns.image_column
         rows = load_pairs(source, split=facts["split"], name=facts.get("name"), image_column=named)
         options = {**options, **_columns_of_pairs(rows, "replay", facts, columns)}
@@ -150,7 +152,9 @@ def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: 
             options[option] = options[option] if options[option] in rows.column_names else None
         if is_string(rows.features[options["caption_column"]]):
             options["captions_per_image"] = 1
-        return with_name(ImageTextDataset(rows, **options))
+        dataset = ImageTextDataset(rows, **options)
+        dataset.name = name
+        return dataset
 
 
 def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[str, Any]:
@@ -187,16 +191,17 @@ def guard_datasets(
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
-        with _named("--guard_dataset", source) as with_name:
+        with _named("--guard_dataset", source) as shown:
             facts = _facts(source, guards, "guard")
             rows = _rows(source, facts, columns, data)
             rows = rows if half is None else halves(rows)[half]
             captions = find_caption_column(rows.features, facts["caption_column"] or columns.caption_column)
             labels = find_label_column(rows.features, evaluation.label_column)
             if facts.keys() & set(_CLASSES) or (captions not in rows.column_names and labels in rows.column_names):
-                sets[name] = with_name(_labelled(rows, "guard", facts, columns, evaluation))
+                sets[name] = _labelled(rows, "guard", facts, columns, evaluation)
             else:
-                sets[name] = with_name(_pairs(rows, "guard", facts, columns))
+                sets[name] = _pairs(rows, "guard", facts, columns)
+            sets[name].name = shown
     chosen = None if half is None else lambda rows: halves(rows)[half]
     return sets | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
 
@@ -211,15 +216,17 @@ def evaluation_datasets(
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:
-        with _named("--eval_dataset", options.eval_dataset) as with_name:
+        with _named("--eval_dataset", options.eval_dataset) as shown:
             facts = _facts(options.eval_dataset, options, "eval")
             rows = _rows(options.eval_dataset, facts, columns, data)
-            sets["pairs"] = with_name(_pairs(rows, "eval", facts, columns))
+            sets["pairs"] = _pairs(rows, "eval", facts, columns)
+            sets["pairs"].name = shown
     if options.zero_shot_dataset:
-        with _named("--zero_shot_dataset", options.zero_shot_dataset) as with_name:
+        with _named("--zero_shot_dataset", options.zero_shot_dataset) as shown:
             facts = {"class_names": options.class_names} | _facts(options.zero_shot_dataset, options, "zero_shot")
             rows = _rows(options.zero_shot_dataset, facts, columns, data)
-            sets["zero_shot"] = with_name(_labelled(rows, "zero_shot", facts, columns, options))
+            sets["zero_shot"] = _labelled(rows, "zero_shot", facts, columns, options)
+            sets["zero_shot"].name = shown
     return sets | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
@@ -250,16 +257,10 @@ def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | 
 
 
 @contextmanager
-def _named(option: str, source: str) -> Iterator[Callable[[_Set], _Set]]:
-    """Names the errors within the context after the option and its source, and a set that the yielded function gets."""
+def _named(option: str, source: str) -> Iterator[str]:
     name = f"{option} {source}"
-
-    def named(dataset: _Set) -> _Set:
-        dataset.name = name
-        return dataset
-
     try:
-        yield named
+        yield name
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -77,9 +77,9 @@ def count(config: PretrainedConfig, pairs: int, *, autocast: bool = True, **opti
 
 
 def _run(encoder: DualEncoder, inputs: Mapping[str, Tensor], *, autocast: bool) -> tuple[int, int, Tower, Tower]:
-    """Runs a micro-batch: the dimensions of its embeddings, the most bytes in use, and what both towers take."""
+    """Runs a micro-batch. Returns the dimensions of its embeddings, the most bytes in use, and both towers."""
     model = encoder.model
-    with FakeTensorMode(allow_non_fake_inputs=True):  # of the meta device
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the model is on the meta device
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -152,8 +152,8 @@ def micro_batch(
 ) -> tuple[DualEncoder, dict[str, Tensor]]:
     """A model and a micro-batch of its last steps: black images, and captions of full length of token 0.
 
-    The model has random weights in fp32. It is as it trains with these options, of which those change it that do so in
-    `EFFECTS`, ``image_size`` and ``max_text_tokens``; others are ignored.
+    The model has random weights in fp32. It is prepared as for a training with these options: those that change a
+    model in `EFFECTS`, ``image_size`` and ``max_text_tokens``. Others are ignored.
     """
     config = config_for_images(config, options.get("image_size"))
     vision = config.vision_config
@@ -183,7 +183,7 @@ def micro_batch(
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention without dropout, with which a CPU would not fuse it as a GPU does."""
+    """Computes attention without dropout: with it, a CPU would not fuse attention, as a GPU does."""
 
     def __torch_function__(
         self, function: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None

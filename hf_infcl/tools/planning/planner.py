@@ -35,7 +35,7 @@ class PlannedStage(NamedTuple):
     share: float  # of the samples of the training
     choice: Choice
     seconds: float  # of a step
-    words: str  # of the sizes of its images, and whether they have fewer patches
+    words: str  # the size of its images, if that changes, and whether they have fewer patches
 
 
 def make_choice(args: Any) -> Choice:

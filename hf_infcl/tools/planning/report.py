@@ -123,7 +123,7 @@ def _found(planner: Planner) -> dict[str, object]:
 
 
 def _without_effect(choice: Choice) -> set[str]:
-    """The options about micro-batches that a training refuses, since there are too few of them."""
+    """The options that a training refuses, because it has too few micro-batches for them."""
     texts = {"texts_at_once"} if choice.dealt < 2 else set()
     return texts | ({"retain_graphs"} if choice.gradient_accumulation_steps == 1 else set())
 
