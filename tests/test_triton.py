@@ -19,6 +19,7 @@ from triton import language
 from triton.runtime import interpreter
 
 from hf_infcl import contrastive_loss, kernels, reference
+from hf_infcl.encoders import triton_quick_gelu
 from hf_infcl.kernels import torch_backend, triton_operands, triton_tiling
 from hf_infcl.kernels import triton_backend as backend
 from hf_infcl.loss import cuda_graphs, strategies
@@ -702,6 +703,27 @@ def test_a_forgotten_recording_leaves_no_memory(monkeypatch: pytest.MonkeyPatch)
         cuda_graphs.forget_recordings()
         call()  # a workspace of this stream is there again, as before
         assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2047, 2048, 4100])
+def test_quick_gelu_and_its_gradient(count: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(count)
+    x, grad = ((3 * torch.randn(count, generator=g)).to(dtype) for _ in range(2))
+    exact = x.double().requires_grad_()
+    y = exact * torch.sigmoid(1.702 * exact)
+    y.backward(grad.double())
+    found = triton_quick_gelu.forward(x.to(DEVICE)), triton_quick_gelu.backward(x.to(DEVICE), grad.to(DEVICE))
+    for value, expected in zip(found, (y, exact.grad), strict=True):
+        assert value.dtype == dtype
+        assert relative_error(value.cpu(), expected) < max(torch.finfo(dtype).eps, 1e-6)
+
+
+@pytest.mark.gpu
+def test_quick_gelu_of_more_elements_than_an_int32_counts() -> None:
+    x = torch.full((2**31 + 5,), -1.0, device="cuda", dtype=torch.bfloat16)
+    expected = torch.tensor(-1.0, dtype=torch.bfloat16) * torch.sigmoid(torch.tensor(-1.702))
+    assert torch.equal(triton_quick_gelu.forward(x)[-5:].cpu(), expected.bfloat16().expand(5))
 
 
 @pytest.mark.gpu

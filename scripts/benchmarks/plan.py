@@ -37,6 +37,7 @@ from .inputs import prefixes, sizes_of
 WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
 FORWARD_ALONE = 1.28 * GIB / 256  # bytes per pair of a forward of ViT-B/16 without a graph
 SETTING = (*STEP_SETTING, "accumulation_steps", "implementation")
+FUSED = "2026-11-27"  # the first day on which eager rows have `hf_infcl.encoders.fused_layers`
 FULL_LENGTH = "77"  # tokens
 PIXEL_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SMALLEST = 8192  # pairs; the time of smaller losses is only that of the host
@@ -138,6 +139,8 @@ def _counts(row: Row) -> Counts:
         max_text_tokens=None if row["text_tokens"] == FULL_LENGTH else int(row["text_tokens"]),
         freeze="image" if "freeze" in row["implementation"] else None,
         bf16_activations="bf16" in row["implementation"],
+        # As under torch.compile, layers were not fused before.
+        torch_compile="compiled" in row["implementation"] or row["date"] < FUSED,
     )
 
 

@@ -26,6 +26,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from ...conversion.models import load_config
 from ...encoders.dual_encoder import DualEncoder
+from ...encoders.fused_layers import fuse_layers
 from ...encoders.image_size import config_for_images
 from ...encoders.in_bf16 import is_in_bf16, rounded, rounded_parameters
 from ...optimizers.groups import BY_MUON, roles
@@ -152,8 +153,8 @@ def micro_batch(
 ) -> tuple[DualEncoder, dict[str, Tensor]]:
     """A model and a micro-batch of its last steps: black images, and captions of full length of token 0.
 
-    The model has random weights in fp32. It is prepared as for a training with these options: those that change a
-    model in `EFFECTS`, ``image_size`` and ``max_text_tokens``. Others are ignored.
+    The model has random weights in fp32. It is prepared as for a training on a GPU with these options: those that
+    change a model in `EFFECTS`, ``image_size``, ``max_text_tokens`` and ``torch_compile``. Others are ignored.
     """
     config = config_for_images(config, options.get("image_size"))
     vision = config.vision_config
@@ -178,6 +179,8 @@ def micro_batch(
         value = None if name == "patch_dropout" and options.get("full_tokens_last") else options.get(name)
         if effect.model is not None and value is not None and value is not False:
             effect.model(encoder, value)
+    if device.type != "cpu" and not options.get("torch_compile"):
+        fuse_layers(encoder.model)
     encoder.eval_frozen_parts()
     return encoder, inputs
 

@@ -144,8 +144,8 @@ class Planner:
 
     def counts(self, choice: Choice, **changes: Any) -> Counts:
         """The model and a micro-batch of the choice, in the last stage or with changed options."""
-        checkpointed = choice.options[CHECKPOINTED]
-        return self._count(choice.per_device_train_batch_size, gradient_checkpointing=checkpointed, **changes)
+        same = {name: choice.options.get(name, False) for name in (CHECKPOINTED, "torch_compile")}
+        return self._count(choice.per_device_train_batch_size, **same, **changes)
 
     def cost(self, choice: Choice) -> Cost:
         """What a step of the last stage takes."""

@@ -1,0 +1,94 @@
+"""Layers of `fuse_layers`: the same values and gradients as those of transformers, from fewer tensors that are kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.numerics import relative_error
+from helpers.trainers import trained, trainer_for
+from test_model_types import KINDS
+from torch import Tensor, nn
+from transformers.activations import QuickGELUActivation
+
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.encoders.fused_layers import QuickGELU, RoundedLayerNorm, fuse_layers
+
+
+def gradients(model: nn.Module, batch: Any, *, autocast: bool = False) -> tuple[list[Tensor], int]:
+    """The embeddings and the gradients of their sum of squares, and the bytes that the forward keeps."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    encoder = DualEncoder(model)
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            embeds = encoder.embed(model, batch)
+        weights = torch.linspace(-1, 1, embeds[0].numel()).view_as(embeds[0])
+        (embeds[0].float() * embeds[1].float() * weights).sum().backward()
+    return [*embeds, *(p.grad for p in model.parameters() if p.grad is not None)], sum(kept.values())
+
+
+@pytest.mark.parametrize("kind", ["altclip", "blip", "chinese_clip", "clip", "metaclip_2", "owlvit", "siglip"])
+def test_a_fused_model_has_the_same_embeddings_and_gradients(kind):
+    torch.manual_seed(0)
+    model, batch = KINDS[kind]().eval(), models.batch_for(kind)
+    names = list(model.state_dict())
+    expected, _ = gradients(model, batch)
+    fuse_layers(model)
+    fuse_layers(model)
+    assert any(isinstance(module, RoundedLayerNorm) for module in model.modules())
+    assert list(model.state_dict()) == names
+    found, _ = gradients(model, batch)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-7
+
+
+def test_under_autocast_it_keeps_less_and_is_as_near_to_fp32():
+    torch.manual_seed(0)
+    widths = {"intermediate_size": 64, "hidden_act": "quick_gelu"}  # four times as wide, as of real models
+    model, batch = models.clip_with(widths, widths).eval(), models.batch_for("clip")
+    exact, _ = gradients(model, batch)
+    exact = [one.clone() for one in exact]
+    plain, bytes_of_plain = gradients(model, batch, autocast=True)
+    errors = [relative_error(torch.cat([t.flatten() for t in plain]), torch.cat([t.flatten() for t in exact]))]
+    fuse_layers(model)
+    fused, bytes_of_fused = gradients(model, batch, autocast=True)
+    errors += [relative_error(torch.cat([t.flatten() for t in fused]), torch.cat([t.flatten() for t in exact]))]
+    assert bytes_of_fused < 0.85 * bytes_of_plain
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_quick_gelu_of_any_layout(dtype):
+    torch.manual_seed(0)
+    x = (4 * torch.randn(3, 5, 7)).to(dtype).transpose(0, 2)
+    weights = torch.randn(7, 5, 3).to(dtype).transpose(0, 1).reshape(5, 21).reshape(7, 5, 3)
+    results = []
+    for layer, precision in ((QuickGELUActivation(), torch.float64), (QuickGELU(), dtype)):
+        leaf = x.to(precision).requires_grad_()
+        y = layer(leaf)
+        (y * weights.to(precision)).sum().backward()
+        results.append((y, leaf.grad))
+    assert results[1][0].dtype == dtype
+    for found, expected in zip(*reversed(results), strict=True):
+        assert relative_error(found, expected) < 2 * torch.finfo(dtype).eps
+
+
+def test_a_training_on_a_cpu_has_the_layers_of_transformers(tmp_path):
+    model = trained(trainer_for(tmp_path, max_steps=1)).model
+    assert not any(isinstance(module, (QuickGELU, RoundedLayerNorm)) for module in model.modules())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_training_on_a_gpu_fuses_layers_unless_they_are_compiled(tmp_path, compiled):
+    model = trained(trainer_for(tmp_path, max_steps=1, use_cpu=False, bf16=True, torch_compile=compiled)).model
+    kinds = {type(module) for module in model.modules()}
+    assert kinds.isdisjoint({QuickGELU, RoundedLayerNorm}) == compiled
+    assert (QuickGELUActivation in kinds) == compiled
