@@ -113,7 +113,7 @@ x = torch.eye(4)
 loss = hf_infcl.contrastive_loss(x, x, 1.0)
 assert abs(loss.item() - torch.nn.functional.cross_entropy(x, torch.arange(4)).item()) < 1e-6, loss
 del sys.modules["datasets"], sys.modules["evaluate"]
-needs_triton = ("hf_infcl.kernels.triton_", "hf_infcl.kernels.hopper_")
+needs_triton = ("hf_infcl.kernels.triton_", "hf_infcl.kernels.hopper_", "hf_infcl.encoders.triton_")
 for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
     if not module.name.startswith(needs_triton) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)

@@ -13,12 +13,20 @@ Parameters, their names and what is saved stay as they are. `torch.compile` fuse
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import QuickGELUActivation
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Whether the kernels run on a device: on AMD's GPUs, and on Nvidia's since Ampere, wherever there is Triton."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def fuse_layers(model: nn.Module) -> None:

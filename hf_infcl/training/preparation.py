@@ -14,12 +14,11 @@ from transformers.utils import logging
 from ..checkpoints.model_files import saves_shards
 from ..encoders.adapters import beside_adapters, has_adapters
 from ..encoders.dual_encoder import DualEncoder
-from ..encoders.fused_layers import fuse_layers
+from ..encoders.fused_layers import can_fuse, fuse_layers
 from ..encoders.image_size import check_sizes, resize_images
 from ..encoders.in_bf16 import compute_in_bf16
 from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_in_bf16, check_wrapper, prepare_for_wrapper
-from ..kernels import obstacle
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import CHECKPOINTING, NO_DEEPSPEED
 from ..options.rate_options import RATES
@@ -107,7 +106,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"With ema_decay, the running statistics of the batch norms {', '.join(names)} stay those of the last "
             "weights. They are not those that the averaged weights would have on data."
         )
-    if args.device.type == "cuda" and not args.torch_compile and not obstacle("triton", args.device, torch.float32):
+    if can_fuse(args.device) and not args.torch_compile:
         fuse_layers(model)
     keeps = bool(args.keep_features or args.keep_weights)
     # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
