@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..encoders.adapters import weight_fingerprint
 from ..encoders.dual_encoder import IMAGE_INPUTS, DualEncoder
+from ..encoders.fused_layers import can_fuse, fuse_layers
 from ..passes.grad_cache import Features
 from .terms import OF_TEACHERS, Inputs
 
@@ -52,6 +53,8 @@ class OnlineTeacher:
         licence: str | None = None,
     ) -> None:
         encoder.model.requires_grad_(False).eval()
+        if can_fuse(accelerator.device):
+            fuse_layers(encoder.model)
         self._encoder, self._accelerator, self._normalise = encoder, accelerator, normalise
         self._prefix, self._sides = teacher_prefix(number), sides
         self.inputs, self.width = inputs, encoder.width()
