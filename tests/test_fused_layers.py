@@ -83,6 +83,15 @@ def test_quick_gelu_of_any_layout(dtype):
         assert relative_error(found, expected) < 2 * torch.finfo(dtype).eps
 
 
+def test_a_trained_model_can_be_exported_and_traced():
+    x = torch.linspace(-3, 3, 7)
+    exported = torch.export.export(QuickGELU(), (x,)).module()
+    traced = torch.jit.trace(QuickGELU(), x)
+    assert "PythonOp" not in str(traced.graph)
+    for layer in (exported, traced):
+        assert torch.equal(layer(x), QuickGELUActivation()(x))
+
+
 def test_a_training_on_a_cpu_has_the_layers_of_transformers(tmp_path):
     model = trained(trainer_for(tmp_path, max_steps=1)).model
     assert not any(isinstance(module, (QuickGELU, RoundedLayerNorm)) for module in model.modules())

@@ -53,7 +53,7 @@ class QuickGELU(QuickGELUActivation):
     """x·σ(1.702x) of a tensor of any shape, in its dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or input.dtype == torch.float64:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or input.dtype == torch.float64:
             return super().forward(input)
         return _QuickGELU.apply(input)
 
