@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.data import ContrastiveCollator, ZeroShotDataset
 from hf_infcl.data import images as decoding
+from hf_infcl.encoders.fused_layers import can_fuse, fuse_layers
 from hf_infcl.training.prompts import class_vectors
 
 from . import common, data, inputs
@@ -91,6 +92,8 @@ def measured(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     loaded = {"per_second": round(loaded_per_second(args, collator, files), 1), "note": note}
     yield {"implementation": "workers, jpeg"} | loaded
     model = inputs.build(args.model).to(device).eval()
+    if can_fuse(device):  # as the trainer does
+        fuse_layers(model)
     pixels = torch.rand(args.batch, 3, side, side, device=device)
     exact = embeddings(model, pixels[:64], "fp32")
     for dtype in args.dtypes:

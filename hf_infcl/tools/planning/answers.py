@@ -84,7 +84,7 @@ ANSWERS = {
     "many pairs": Answer(
         "a checkpoint and some 5 million pairs",
         "--recipe finetune_clip --streaming --samples_per_epoch 5000000 --torch_compile",
-        f"[2,650 images a second, compiled, instead of 1,592]({_STEP}); recalls were not measured",
+        f"[2,636 images a second, compiled, instead of 2,480]({_STEP}); recalls were not measured",
         "old knowledge goes: use finetune_keep if you have old pairs",
     ),
     "random weights": Answer(
@@ -172,7 +172,7 @@ ANSWERS = {
         "--global_batch_size 1024",
         "one loss over 1,024 pairs instead of four over 256, from random weights: "
         f"[with AdamW 20.2 → 22.9, with Muon 40.1 → 44.6]({_TABLES}#the-same-number-of-steps)",
-        "another forward, or memory: with short texts [1,592 images a second in 77.1 GiB, `Trainer` 1,515 in 26.1]"
+        "another forward, or memory: with short texts [2,480 images a second in 76.2 GiB, `Trainer` 1,492 in 26.1]"
         f"({_STEP})",
         RECALL,
     ),
