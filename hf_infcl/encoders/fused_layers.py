@@ -4,7 +4,7 @@ An eager step spends a third of its time on operators that read and write activa
 changes, which leave the mathematics alone, save most of that:
 
 - QuickGELU, the activation of OpenAI's CLIP models, is one kernel instead of three, and in the backward one instead of
-  six; its input alone is kept.
+  five; its input alone is kept.
 - Under autocast a layer norm returns fp32, which the projections to queries, keys and values round and keep one by one.
   Here it is rounded once.
 
