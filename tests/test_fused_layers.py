@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import models
 from helpers.numerics import relative_error
 from helpers.processes import without_tf32
@@ -11,6 +12,7 @@ from helpers.trainers import trained, trainer_for
 from test_model_types import KINDS
 from torch import Tensor, nn
 from transformers.activations import QuickGELUActivation
+from transformers.models.clipseg.modeling_clipseg import CLIPSegDecoderLayer
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.fused_layers import QuickGELU, RoundedLayerNorm, fuse_layers
@@ -48,6 +50,14 @@ def test_a_fused_model_has_the_same_embeddings_and_gradients(kind):
     found, _ = gradients(model, batch)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-7
+
+
+def test_a_norm_whose_output_is_added_up_is_not_rounded():
+    own = nn.TransformerEncoderLayer(8, 2)
+    own.layer_norm1 = own.norm1
+    for layer in (own, CLIPSegDecoderLayer(transformers.CLIPSegConfig().vision_config)):
+        fuse_layers(layer)
+        assert type(layer.layer_norm1) is nn.LayerNorm
 
 
 def test_under_autocast_it_keeps_less_and_is_as_near_to_fp32():

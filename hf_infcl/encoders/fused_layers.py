@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import QuickGELUActivation
 
+from .dual_encoder import MODEL_TYPES
+
 
 def can_fuse(device: torch.device) -> bool:
     """Whether the kernels run on a device: on AMD's GPUs, and on Nvidia's since Ampere, wherever there is Triton."""
@@ -34,10 +36,19 @@ def fuse_layers(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is QuickGELUActivation:
             module.__class__ = QuickGELU
-        # By this name, encoders of transformers normalise what their attention reads, and nothing else.
         norm = getattr(module, "layer_norm1", None)
-        if type(norm) is nn.LayerNorm:
+        if type(norm) is nn.LayerNorm and _normalises_first(module):
             norm.__class__ = RoundedLayerNorm
+
+
+def _normalises_first(layer: nn.Module) -> bool:
+    """Whether nothing but its attention reads the output of a layer's first norm, as in dual encoders of transformers.
+
+    Others add that output to what the attention returns, and rounding would reach the sums of their residual stream.
+    """
+    path = type(layer).__module__.split(".")
+    of_dual_encoder = path[:2] == ["transformers", "models"] and path[2] in MODEL_TYPES
+    return of_dual_encoder and type(layer).__name__.endswith(("EncoderLayer", "VisionLayer"))
 
 
 class RoundedLayerNorm(nn.LayerNorm):
