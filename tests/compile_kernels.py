@@ -50,6 +50,7 @@ def compile_for(target: str) -> None:
     )
     torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture), 10)
 
+    from hf_infcl.encoders import triton_quick_gelu
     from hf_infcl.kernels import triton_backend as backend
 
     backend.HOPPER_PAYS = 0  # also for the small blocks here
@@ -59,6 +60,8 @@ def compile_for(target: str) -> None:
     ids = torch.arange(6000, dtype=torch.int32) // 2
     backend.positive_logits(*block)
     backend.softmax_losses(*[vector] * 5)
+    triton_quick_gelu.forward(x)
+    triton_quick_gelu.backward(x, x)
     if architecture == "90":  # together the targets compile each kernel with ids, with ids as positives, and without
         backend.multi_positive_statistics(*block, vector, vector, ids, ids)
         backend.softmax_gradients(*block, vector, vector, vector, None, None, 0)

@@ -515,6 +515,7 @@ def test_kernels_compile_for_every_kind_of_gpu() -> None:
     compiled = [line.split() for line in output.splitlines()]
     names = {f"triton_softmax.{name}" for name in ("positives", "softmax_sums", "log_odds", "softmax_losses")}
     names |= {"triton_softmax.softmax_coefficients", "triton_sigmoid.sigmoid_coefficients", "triton_tiles.id_overlaps"}
+    names |= {"triton_quick_gelu._forward", "triton_quick_gelu._backward"}
     expected = {(target, name) for target in available for name in names}
     if backend.triton.__version__.startswith(backend.GLUON):
         on_hopper = ("softmax_sums", "softmax_coefficients", "sigmoid_coefficients")
