@@ -7,7 +7,7 @@ import torch
 import transformers
 from helpers import models
 from helpers.numerics import relative_error
-from helpers.processes import without_tf32
+from helpers.processes import on_ranks
 from helpers.trainers import trained, trainer_for
 from test_model_types import KINDS
 from torch import Tensor, nn
@@ -108,10 +108,10 @@ def test_a_training_on_a_cpu_has_the_layers_of_transformers(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_training_on_a_gpu_fuses_layers_unless_they_are_compiled(tmp_path, compiled):
-    model = trained(trainer_for(tmp_path, max_steps=1, use_cpu=False, bf16=True, torch_compile=compiled)).model
-    without_tf32()  # in later tests of this process
-    kinds = {type(module) for module in model.modules()}
-    assert kinds.isdisjoint({QuickGELU, RoundedLayerNorm}) == compiled
-    assert (QuickGELUActivation in kinds) == compiled
+@on_ranks(1, backend="nccl", timeout=300)
+def test_a_training_on_a_gpu_fuses_layers_unless_they_are_compiled(rank, world_size, tmp_path):
+    for compiled in (False, True):
+        options = {"max_steps": 1, "use_cpu": False, "bf16": True, "torch_compile": compiled}
+        kinds = {type(module) for module in trained(trainer_for(tmp_path, **options)).model.modules()}
+        assert kinds.isdisjoint({QuickGELU, RoundedLayerNorm}) == compiled
+        assert (QuickGELUActivation in kinds) == compiled
