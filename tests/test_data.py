@@ -55,6 +55,15 @@ class TestLoadPairs:
         assert load_pairs(str(tmp_path / "one"), split="train")["caption"][:] == ["a", "b"]
         assert load_pairs(str(tmp_path / "two"), split="test")["caption"][:] == ["b"]
 
+    def test_splits_of_a_saved_dataset_have_their_own_names_and_slices(self, tmp_path):
+        rows = Dataset.from_dict({"image": list("abcd"), "caption": list("efgh")}, split="train")
+        DatasetDict(train=rows.select([0, 1]), test=rows.select([2, 3])).save_to_disk(tmp_path / "saved")
+        for split, captions in (("train", "ef"), ("test", "gh"), ("test[1:]", "h"), ("train[:50%]+test[:1]", "eg")):
+            loaded = load_pairs(str(tmp_path / "saved"), split=split)
+            assert (str(loaded.split), "".join(loaded["caption"])) == (split, captions)
+        with pytest.raises(ValueError, match=r"no split 'tset'\. Its splits are \['train', 'test'\]"):
+            load_pairs(str(tmp_path / "saved"), split="test+tset[:1]")
+
     def test_a_wrong_split_is_told_which_there_are(self, tmp_path):
         folder = write_folder(tmp_path / "pairs", ["a"])
         with pytest.raises(ValueError, match=r'"tset".*\[\'train\'\]'):
