@@ -66,7 +66,6 @@ def describe_run(
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
         evaluations=describe_evaluations(evaluation, guards, eval_datasets),
-        caption_limit=getattr(collator, "max_length", None),
         settings=settings,
     )
 

@@ -19,7 +19,7 @@ from transformers import TrainerState
 from ... import __version__
 from ...checkpoints.average_search import Averaged, Measured
 from ...checkpoints.record import Stage
-from ...data import ImageTextDataset, ImageTextStream
+from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ...evaluation.metrics import score_if_measured
 from ...loading.loaders import drawn_texts
 from ...loading.replay import Replayed
@@ -199,8 +199,8 @@ def training_facts(
         start: Hub id or folder of the checkpoint that the training started from.
         pair_id_column: None if the batches had no ``pair_ids``. The card then says that pairs with equal captions were
             each other's negatives, so this argument has no default.
-        evaluations: the evaluated datasets, without their metrics. A guard set that is also another evaluation set with
-            the same results is listed once.
+        evaluations: the evaluated datasets, without their metrics; the trainer knows the prompts of a set of classes.
+            A guard set that is also another evaluation set with the same results is listed once.
         settings: further rows of the training table, by name; they replace rows of `training_settings`.
         **fields: further fields of `TrainingFacts` that the trainer does not know, at least ``model_class`` and
             ``sources``.
@@ -230,6 +230,7 @@ def training_facts(
         equal_ids=trainer.setup.equal_ids,
         captions_per_image=None if takes_all else drawn,
         negative_caption_column=negatives,
+        caption_limit=getattr(trainer.data_collator, "max_length", None),
         cut_captions=dict(trainer.caption_notices.cut),
         replayed=trainer.train_dataset.old_pairs(batch) if isinstance(trainer.train_dataset, Replayed) else 0,
         replay_as=args.replay_as or "negatives",
@@ -248,7 +249,7 @@ def training_facts(
             "hf_infcl": __version__,
             **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
         },
-        evaluations=_without_guards_again(_measured(evaluations, state, best)),
+        evaluations=_without_guards_again(_measured(_with_prompts(evaluations, trainer.eval_dataset), state, best)),
         measured_during_training=args.eval_strategy != "no",
         best=best,
         **fields,
@@ -322,6 +323,15 @@ def _check_name(dataset: str, on_hub: bool) -> None:
 
 def _last(state: TrainerState, key: str, default: int | None) -> Any:
     return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
+
+
+def _with_prompts(evaluations: Iterable[Evaluation], sets: Any) -> Iterator[Evaluation]:
+    """The evaluations, those of classes with the prompts and the names of the trainer's sets."""
+    for evaluation in evaluations:
+        dataset = sets.get(evaluation.key) if isinstance(sets, Mapping) else None
+        if isinstance(dataset, ZeroShotDataset):
+            evaluation = replace(evaluation, templates=dataset.templates, class_names=dataset.class_names)
+        yield evaluation
 
 
 def _measured(evaluations: Iterable[Evaluation], state: TrainerState, best: bool) -> Iterator[Evaluation]:
