@@ -260,6 +260,18 @@ def test_copies_between_training_and_evaluation_are_found(model, tmp_path):
     assert (code, found) == (1, {"train": {}, "pairs": {"overlap": {"0"}}})
 
 
+def test_copies_with_equal_pair_ids_are_nothing_wrong(model, tmp_path):
+    """For they are not each other's negatives."""
+    again = [Row(scene(number, (96, 80), "jpeg"), f"once more {number}") for number in (4, 5)]
+    _, saved = as_saved(tmp_path / "saved", [*clean(30), *again])
+    rows = datasets.load_from_disk(saved)["train"].add_column("product", [*range(30), 4, 31])
+    rows.save_to_disk(tmp_path / "data")
+    words = ["--dataset", tmp_path / "data"]
+    assert check(model, tmp_path / "out", *words)[1] == {"train": {"repeated_images": {"4", "30", "5", "31"}}}
+    words += ["--pair_id_column", "product"]
+    assert check(model, tmp_path / "out", *words)[1] == {"train": {"repeated_images": {"5", "31"}}}
+
+
 def test_old_pairs_are_checked_like_new_ones(model, tmp_path, capsys):
     words = as_folder(tmp_path / "data", clean())
     broken = Row(b"no image", "a broken picture")
