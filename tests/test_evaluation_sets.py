@@ -98,7 +98,9 @@ def test_a_bad_row_is_told_with_its_set(tmp_path):
     (tmp_path / "pairs/test/5.png").write_bytes(b"no image")
     evaluation = EvaluationOptions(eval_dataset=str(tmp_path / "pairs"))
     (rows,) = opening.evaluation_datasets(ColumnOptions(), evaluation).values()
-    with pytest.raises(ValueError, match=r"Row 0 of --eval_dataset .*pairs is bad"):
+    with pytest.raises(
+        ValueError, match=r"Row 0 of --eval_dataset .*pairs is bad: .*\. Repair or drop it\. `infcl check` lists"
+    ):
         rows[0]
 
 

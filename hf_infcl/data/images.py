@@ -67,6 +67,7 @@ class EncodedImage(TypedDict):
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
 
+    _or_skip = ""  # how to do without a bad row
     numbers: np.ndarray | None = None  # [n] int64, of the rows in the table from which they were selected, if they were
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, other_columns: Mapping[str, str | None]) -> None:
@@ -217,8 +218,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
         return BadSampleError(
-            f"Row {self.number(row)} of {self.name} is bad: {cause}. "
-            'Repair or drop it; in training, on_bad_sample="skip" replaces it by another row.',
+            f"Row {self.number(row)} of {self.name} is bad: {cause}. Repair or drop it"
+            f"{self._or_skip}. `infcl check` lists all such rows.",
             cause,
         )
 
