@@ -512,6 +512,12 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         ),
         (PAIRS, {"caption_column": "text"}, r"no column 'text'.* with caption_column \(--caption_column "),
         (PAIRS.select_columns("image"), {}, r"are \['image'\].* belong in its metadata.jsonl or metadata.csv"),
+        (
+            PAIRS,
+            {"caption_column": ["en", "de"]},
+            r"one column, got \['en', 'de'\]\. Join several into one of lists: rows",
+        ),
+        (PAIRS, {"image_column": ("a", "b")}, r"image_column must be the name of one column, got \('a', 'b'\)\.$"),
         (PAIRS, {"pair_id_column": "pair"}, r"no column 'pair'.* with pair_id_column \("),
         (PAIRS, {"image_column": "id"}, "image_column 'id' must hold images, .* not Value"),
         (PAIRS, {"image_column": "caption"}, "image_column and caption_column are both 'caption'. Name another"),

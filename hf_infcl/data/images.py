@@ -80,9 +80,13 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ValueError(
                 f"The dataset must be a datasets.Dataset, got {kind}. Pass a dataset of your own to InfCLTrainer."
             )
-        options = {"image_column": image_column, **other_columns}
+        options: dict[str, Any] = {"image_column": image_column, **other_columns}
         self.columns = {option: column for option, column in options.items() if column}  # by the options
         for option, column in self.columns.items():
+            if not isinstance(column, str):
+                joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"
+                more = f" Join several into one of lists: {joined}." if option == "caption_column" else ""
+                raise ValueError(f"The {option} must be the name of one column, got {column!r}.{more}")
             if column not in dataset.column_names:
                 hint = ""
                 if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
