@@ -27,10 +27,10 @@ from hf_infcl.tools.cli import main
 from hf_infcl.tools.cli.evaluate import other_loss
 from hf_infcl.tools.publishing import CardCallback, Evaluation, Source, pictures, training_facts
 from hf_infcl.tools.publishing.callback import write_publication
-from hf_infcl.tools.publishing.cards import model_card
+from hf_infcl.tools.publishing.cards import model_card, write_eval_results
 from hf_infcl.tools.publishing.changes import lines_of_changes
 from hf_infcl.tools.publishing.curves import plot_curves
-from hf_infcl.tools.publishing.facts import TrainingFacts, source_name
+from hf_infcl.tools.publishing.facts import TrainingFacts, source_name, with_texts
 from hf_infcl.tools.publishing.outcome import earlier_best, outcome
 from hf_infcl.tools.publishing.pictures import PICTURES_FILE, PicturesCallback
 from hf_infcl.tools.publishing.settings import training_settings
@@ -473,6 +473,27 @@ def test_facts_have_what_the_trainer_knows_of_texts(tmp_path):
     made = training_facts(trainer, **DESCRIBED, evaluations=[Evaluation("my", False, "test", 1, "classes")])
     assert [(e.templates, e.class_names) for e in made.evaluations] == [(("a {}", "{}"), ["cup", "vase"])]
     assert made.caption_limit == trainer.data_collator.max_length
+
+
+def test_columns_tell_apart_what_is_measured_on_the_same_images(tmp_path):
+    rows = captioned(["a"], de=["b"])
+    sets = {name: ImageTextDataset(rows, caption_column=name, all_captions=True) for name in ("caption", "de")}
+    other = dataclasses.replace(RETRIEVAL, dataset="someone/else", key="de")
+    assert [one.column for one in with_texts([RETRIEVAL, other], {"pairs": sets["caption"], "de": sets["de"]})] == [
+        None
+    ] * 2
+    both = with_texts([dataclasses.replace(RETRIEVAL, key=key, before=PAIRS) for key in sets], sets)
+    card = read(made := facts(evaluations=[*both, LABELLED]), tmp_path)
+    for column in sets:
+        assert f"| `someone/pairs`, split test, column {column} | evaluation |" in card.text
+        assert f"| `someone/pairs`, split test, column {column} | 1,000 | image retrieval recall@1 |" in card.text
+        assert (
+            sum(line.startswith(f"someone/pairs, split test, column {column} ") for line in lines_of_changes(made)) == 1
+        )
+    assert {result.dataset_config for result in card.data.eval_results} == {"caption", "de", None}
+    write_eval_results(made, tmp_path)
+    entries = yaml.safe_load((tmp_path / ".eval_results" / "someone_pairs.yaml").read_text())
+    assert {entry["notes"] for entry in entries} == {"split test, column caption", "split test, column de"}
 
 
 def test_every_set_is_told_as_it_was_before_and_after(tmp_path):

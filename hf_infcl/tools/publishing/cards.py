@@ -68,15 +68,17 @@ def model_card(
 
 def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``."""
+    entries: dict[str, list[EvalResultEntry]] = {}
     for evaluation in (one for one in facts.evaluations if one.on_hub):
-        of_set = {"dataset_revision": evaluation.commit, "notes": f"split {evaluation.split}"}
-        entries = [
+        of_set = {"dataset_revision": evaluation.commit, "notes": evaluation.part}
+        entries.setdefault(evaluation.dataset, []).extend(
             EvalResultEntry(evaluation.dataset, metric, round(value, 4), **of_set)
             for metric, value in _defined(evaluation)
-        ]
-        path = Path(folder, ".eval_results", evaluation.dataset.replace("/", "_") + ".yaml")
+        )
+    for dataset, of_dataset in entries.items():
+        path = Path(folder, ".eval_results", dataset.replace("/", "_") + ".yaml")
         path.parent.mkdir(exist_ok=True)
-        path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(of_dataset), sort_keys=False), encoding="utf-8")
 
 
 def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
@@ -204,6 +206,7 @@ def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
                 task_name=task[1],
                 dataset_type=evaluation.dataset,
                 dataset_name=evaluation.dataset,
+                dataset_config=evaluation.column,  # which keeps the results of several columns apart
                 dataset_split=evaluation.split,
                 dataset_revision=evaluation.commit,
                 metric_type=METRICS[metric].hub_type if metric in METRICS else metric,
@@ -266,7 +269,7 @@ def how_averaged(average: Averaged) -> Iterator[str]:
 
 
 def set_and_split(evaluation: Evaluation) -> str:
-    return f"{code(evaluation.dataset)}, split {escaped(evaluation.split)}"
+    return f"{code(evaluation.dataset)}, {escaped(evaluation.part)}"
 
 
 def _results(facts: TrainingFacts) -> str:

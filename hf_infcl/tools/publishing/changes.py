@@ -38,7 +38,7 @@ def changes(facts: TrainingFacts) -> list[Change]:
     Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
     """
     measured = sorted(_changes(facts), key=lambda change: change.evaluation.guard)
-    places = [(change.evaluation.dataset, change.evaluation.split) for change in measured]
+    places = [(change.evaluation.dataset, change.evaluation.part) for change in measured]
     kinds = [" (classes)" if change.evaluation.class_names else " (captions)" for change in measured]
     return [
         replace(change, kind=kind if places.count(place) > 1 else "")
@@ -75,7 +75,7 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
     """A table of `changes` in lines of text, in per cent; nothing if no set was measured before the training."""
     if not (set_changes := changes(facts)):
         return
-    names = [f"{change.evaluation.dataset}, split {change.evaluation.split}{change.kind}" for change in set_changes]
+    names = [f"{change.evaluation.dataset}, {change.evaluation.part}{change.kind}" for change in set_changes]
     width = max(map(len, names))
     yield f"{'':<{width}}   before    after   change"
     for name, change in zip(names, set_changes, strict=True):

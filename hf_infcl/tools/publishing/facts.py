@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
@@ -78,6 +79,7 @@ class Evaluation:
     before: Mapping[str, float] = field(default_factory=dict)  # its metrics before the training, if they were measured
     step: int | None = None  # the step whose weights were measured; None if it is not known
     revision: str | None = None  # of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy
+    column: str | None = None  # of the captions, where the same images are measured with those of several columns
 
     def __post_init__(self) -> None:
         _check_name(self.dataset, self.on_hub)
@@ -86,6 +88,11 @@ class Evaluation:
     def commit(self) -> str | None:
         """The revision if it is a commit on the Hub."""
         return None if self.revision is None or ":" in self.revision else self.revision
+
+    @property
+    def part(self) -> str:
+        """Which part of the dataset it is, in words."""
+        return f"split {self.split}" + (f", column {self.column}" if self.column else "")
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,7 @@ def training_facts(
             "hf_infcl": __version__,
             **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
         },
-        evaluations=_without_guards_again(_measured(_with_prompts(evaluations, trainer.eval_dataset), state, best)),
+        evaluations=_without_guards_again(_measured(with_texts(evaluations, trainer.eval_dataset), state, best)),
         measured_during_training=args.eval_strategy != "no",
         best=best,
         **fields,
@@ -325,13 +332,23 @@ def _last(state: TrainerState, key: str, default: int | None) -> Any:
     return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
 
 
-def _with_prompts(evaluations: Iterable[Evaluation], sets: Any) -> Iterator[Evaluation]:
-    """The evaluations, those of classes with the prompts and the names of the trainer's sets."""
-    for evaluation in evaluations:
-        dataset = sets.get(evaluation.key) if isinstance(sets, Mapping) else None
-        if isinstance(dataset, ZeroShotDataset):
-            evaluation = replace(evaluation, templates=dataset.templates, class_names=dataset.class_names)
-        yield evaluation
+def with_texts(evaluations: Sequence[Evaluation], sets: Any) -> list[Evaluation]:
+    """The evaluations with the prompts and names of classes, or with the captions' column where it tells them apart.
+
+    ``sets`` are the evaluated datasets by the keys of the evaluations; what is no such mapping tells nothing.
+    """
+    known = sets if isinstance(sets, Mapping) else {}
+    columns = {one.key: getattr(known.get(one.key), "caption_column", None) for one in evaluations}
+    pairs = {(one.dataset, one.split, columns[one.key]) for one in evaluations if columns[one.key]}
+    places = Counter(place[:2] for place in pairs)
+    made = []
+    for one in evaluations:
+        if isinstance(dataset := known.get(one.key), ZeroShotDataset):
+            one = replace(one, templates=dataset.templates, class_names=dataset.class_names)
+        elif places[one.dataset, one.split] > 1:
+            one = replace(one, column=columns[one.key])
+        made.append(one)
+    return made
 
 
 def _measured(evaluations: Iterable[Evaluation], state: TrainerState, best: bool) -> Iterator[Evaluation]:
@@ -362,7 +379,7 @@ def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
     def alike(evaluation: Evaluation) -> tuple[Any, ...]:
         # The times of Trainer's evaluations differ, as do the last digits of a GPU.
         results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
-        return evaluation.dataset, evaluation.split, evaluation.size, results
+        return evaluation.dataset, evaluation.part, evaluation.size, results
 
     evaluations = list(measured)
     guards = [alike(evaluation) for evaluation in evaluations if evaluation.guard]
