@@ -895,6 +895,11 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--model m --dataset d --learning_rate fast", "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", "strategy must be one of"),
         ("--model m more --dataset d", "'more' belongs to no option: --model takes one value."),
+        ("--model m --dataset d --eval_dataset en de", "takes one value. Measure each set with `infcl evaluate`"),
+        (
+            "c.yaml: model: m\ndataset: d\neval_dataset: [{path: en}, de]\n",
+            "c.yaml: eval_dataset must be a single value, not a list. Measure each set with",
+        ),
         (
             "--model m --dataset d --caption_column en de",
             "takes one value. Join several columns into one of lists: rows.",
