@@ -38,7 +38,7 @@ def changes(facts: TrainingFacts) -> list[Change]:
     Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
     """
     measured = sorted(_changes(facts), key=lambda change: change.evaluation.guard)
-    places = [(change.evaluation.dataset, change.evaluation.part) for change in measured]
+    places = [(change.evaluation.dataset, change.evaluation.split) for change in measured]
     kinds = [" (classes)" if change.evaluation.class_names else " (captions)" for change in measured]
     return [
         replace(change, kind=kind if places.count(place) > 1 else "")
