@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
 from hf_infcl.tools.checking import sheet
 from hf_infcl.tools.checking.copies import Print, copies
-from hf_infcl.tools.checking.looking import Looker
+from hf_infcl.tools.checking.looking import Looker, thumbnail
 from hf_infcl.tools.checking.reading import read
 from hf_infcl.tools.checking.sheet import draw_rows
 from hf_infcl.tools.cli.commands import PARSERS
@@ -355,6 +355,18 @@ def test_pairs_of_one_caption_stand_beside_each_other(model, tmp_path, monkeypat
     assert (finding["kind"], finding["rows"]) == ("repeated_captions", ["7", "20", "31", "3", "12"])
     what = "5 of 40 pairs (12.50%) have a caption that another one also has, such as 'two words' (3 times)"
     assert titles[1:] == [f"the training set: {what}"]
+
+
+def test_each_text_of_a_picture_has_lines_of_its_own(monkeypatch):
+    """So that what a model answers is seen beside a long caption."""
+    drawn: list[str] = []
+    pen = sheet.ImageDraw.ImageDraw
+    monkeypatch.setattr(pen, "multiline_text", lambda self, place, text, *rest, **options: drawn.append(text))
+    picture = thumbnail(np.zeros((8, 8, 3), np.uint8))
+    long = draw_rows([("the title", [(picture, ("a long text " * 20, "second model: b"))])], lines=2)
+    short = draw_rows([("the title", [(picture, "c")])], lines=2)
+    assert drawn == ["a long text a long\ntext a long …\nsecond model: b", "c"]
+    assert long.height - short.height == 2 * sheet._LINE
 
 
 def test_a_pair_is_named_by_its_row_in_the_table_that_was_not_yet_thinned_out(model, tmp_path, capsys):
