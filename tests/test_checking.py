@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
 from hf_infcl.tools.checking import sheet
 from hf_infcl.tools.checking.copies import Print, copies
-from hf_infcl.tools.checking.looking import Looker
+from hf_infcl.tools.checking.looking import Looker, thumbnail
 from hf_infcl.tools.checking.reading import read
 from hf_infcl.tools.checking.sheet import draw_rows
 from hf_infcl.tools.cli.commands import PARSERS
@@ -260,6 +260,18 @@ def test_copies_between_training_and_evaluation_are_found(model, tmp_path):
     assert (code, found) == (1, {"train": {}, "pairs": {"overlap": {"0"}}})
 
 
+def test_copies_with_equal_pair_ids_are_nothing_wrong(model, tmp_path):
+    """For they are not each other's negatives."""
+    again = [Row(scene(number, (96, 80), "jpeg"), f"once more {number}") for number in (4, 5)]
+    _, saved = as_saved(tmp_path / "saved", [*clean(30), *again])
+    rows = datasets.load_from_disk(saved)["train"].add_column("product", [*range(30), 4, 31])
+    rows.save_to_disk(tmp_path / "data")
+    words = ["--dataset", tmp_path / "data"]
+    assert check(model, tmp_path / "out", *words)[1] == {"train": {"repeated_images": {"4", "30", "5", "31"}}}
+    words += ["--pair_id_column", "product"]
+    assert check(model, tmp_path / "out", *words)[1] == {"train": {"repeated_images": {"5", "31"}}}
+
+
 def test_old_pairs_are_checked_like_new_ones(model, tmp_path, capsys):
     words = as_folder(tmp_path / "data", clean())
     broken = Row(b"no image", "a broken picture")
@@ -343,6 +355,18 @@ def test_pairs_of_one_caption_stand_beside_each_other(model, tmp_path, monkeypat
     assert (finding["kind"], finding["rows"]) == ("repeated_captions", ["7", "20", "31", "3", "12"])
     what = "5 of 40 pairs (12.50%) have a caption that another one also has, such as 'two words' (3 times)"
     assert titles[1:] == [f"the training set: {what}"]
+
+
+def test_each_text_of_a_picture_has_lines_of_its_own(monkeypatch):
+    """So that what a model answers is seen beside a long caption."""
+    drawn: list[str] = []
+    pen = sheet.ImageDraw.ImageDraw
+    monkeypatch.setattr(pen, "multiline_text", lambda self, place, text, *rest, **options: drawn.append(text))
+    picture = thumbnail(np.zeros((8, 8, 3), np.uint8))
+    long = draw_rows([("the title", [(picture, ("a long text " * 20, "second model: b"))])], lines=2)
+    short = draw_rows([("the title", [(picture, "c")])], lines=2)
+    assert drawn == ["a long text a long\ntext a long …\nsecond model: b", "c"]
+    assert long.height - short.height == 2 * sheet._LINE
 
 
 def test_a_pair_is_named_by_its_row_in_the_table_that_was_not_yet_thinned_out(model, tmp_path, capsys):

@@ -186,7 +186,8 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert "--metric_for_best_model pairs_loss" in printed
     assert printed.count("global_batch_size 8") == 1, "what stays the same is told once"
     assert len(re.findall(r"^step \d of 6: loss ", printed, re.MULTILINE)) == 6
-    assert [line.split()[1] for line in printed.splitlines() if line.startswith("pairs ")][1:] == ["loss"] * 4
+    tables = [line.split()[1] for line in printed.splitlines() if line.startswith("pairs ")][1:]
+    assert tables == ["loss"] * (3 + ("With the weights that are saved:" in printed))
     assert "{'" not in printed, "no dict"
     assert "The global batch of 8 pairs is 8 per device × 1 accumulation step × 1 process." in printed
     last = printed.splitlines()[-1]
@@ -201,14 +202,17 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert evaluated.pop(0) > 0, "before the training"
     assert evaluated.keys() == {3, 6}
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
-    assert state["best_model_checkpoint"].endswith(f"checkpoint-{min(evaluated, key=evaluated.__getitem__)}")
+    best = min(evaluated, key=evaluated.__getitem__)
+    assert state["best_model_checkpoint"].endswith(f"checkpoint-{best}")
+    assert ("With the weights that are saved:" in printed) == (best == 3), "those of the last step are measured already"
 
 
-def test_what_was_measured_after_the_last_step_is_not_measured_again(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("best", [[], ["--load_best_model_at_end"]])
+def test_what_was_measured_after_the_last_step_is_not_measured_again(best, small, tmp_path, monkeypatch):
     measured, evaluate = [], InfCLTrainer.evaluate
     monkeypatch.setattr(InfCLTrainer, "evaluate", lambda self, *a, **k: measured.append(k) or evaluate(self, *a, **k))
     guard = ["--guard_dataset", tmp_path / "pairs", "--eval_dataset", tmp_path / "pairs"]
-    infcl(*small, *guard, "--max_steps", 2, "--eval_steps", 2)
+    infcl(*small, *guard, "--max_steps", 2, "--eval_steps", 2, *best)
     results = json.loads((tmp_path / "out/eval_results.json").read_text())
     last = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
     (logged,) = [e["eval_pairs_loss"] for e in last if e["step"] == 2 and "eval_pairs_loss" in e]
@@ -891,6 +895,11 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--model m --dataset d --learning_rate fast", "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", "strategy must be one of"),
         ("--model m more --dataset d", "'more' belongs to no option: --model takes one value."),
+        ("--model m --dataset d --eval_dataset en de", "takes one value. Measure each set with `infcl evaluate`"),
+        (
+            "c.yaml: model: m\ndataset: d\neval_dataset: [{path: en}, de]\n",
+            "c.yaml: eval_dataset must be a single value, not a list. Measure each set with",
+        ),
         (
             "--model m --dataset d --caption_column en de",
             "takes one value. Join several columns into one of lists: rows.",

@@ -55,6 +55,15 @@ class TestLoadPairs:
         assert load_pairs(str(tmp_path / "one"), split="train")["caption"][:] == ["a", "b"]
         assert load_pairs(str(tmp_path / "two"), split="test")["caption"][:] == ["b"]
 
+    def test_splits_of_a_saved_dataset_have_their_own_names_and_slices(self, tmp_path):
+        rows = Dataset.from_dict({"image": list("abcd"), "caption": list("efgh")}, split="train")
+        DatasetDict(train=rows.select([0, 1]), test=rows.select([2, 3])).save_to_disk(tmp_path / "saved")
+        for split, captions in (("train", "ef"), ("test", "gh"), ("test[1:]", "h"), ("train[:50%]+test[:1]", "eg")):
+            loaded = load_pairs(str(tmp_path / "saved"), split=split)
+            assert (str(loaded.split), "".join(loaded["caption"])) == (split, captions)
+        with pytest.raises(ValueError, match=r"no split 'tset'\. Its splits are \['train', 'test'\]"):
+            load_pairs(str(tmp_path / "saved"), split="test+tset[:1]")
+
     def test_a_wrong_split_is_told_which_there_are(self, tmp_path):
         folder = write_folder(tmp_path / "pairs", ["a"])
         with pytest.raises(ValueError, match=r'"tset".*\[\'train\'\]'):
@@ -503,6 +512,12 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         ),
         (PAIRS, {"caption_column": "text"}, r"no column 'text'.* with caption_column \(--caption_column "),
         (PAIRS.select_columns("image"), {}, r"are \['image'\].* belong in its metadata.jsonl or metadata.csv"),
+        (
+            PAIRS,
+            {"caption_column": ["en", "de"]},
+            r"one column, got \['en', 'de'\]\. Join several into one of lists: rows",
+        ),
+        (PAIRS, {"image_column": ("a", "b")}, r"image_column must be the name of one column, got \('a', 'b'\)\.$"),
         (PAIRS, {"pair_id_column": "pair"}, r"no column 'pair'.* with pair_id_column \("),
         (PAIRS, {"image_column": "id"}, "image_column 'id' must hold images, .* not Value"),
         (PAIRS, {"image_column": "caption"}, "image_column and caption_column are both 'caption'. Name another"),

@@ -98,7 +98,9 @@ def test_a_bad_row_is_told_with_its_set(tmp_path):
     (tmp_path / "pairs/test/5.png").write_bytes(b"no image")
     evaluation = EvaluationOptions(eval_dataset=str(tmp_path / "pairs"))
     (rows,) = opening.evaluation_datasets(ColumnOptions(), evaluation).values()
-    with pytest.raises(ValueError, match=r"Row 0 of --eval_dataset .*pairs is bad"):
+    with pytest.raises(
+        ValueError, match=r"Row 0 of --eval_dataset .*pairs is bad: .*\. Repair or drop it\. `infcl check` lists"
+    ):
         rows[0]
 
 
@@ -182,6 +184,11 @@ def test_folders_named_by_numbers_are_told_and_take_names_from_a_file(tmp_path, 
     sets = opening.evaluation_datasets(ColumnOptions(), EvaluationOptions(**options, **files))
     assert sets["zero_shot"].prompts() == ["a cat.", "some cats.", "a dog, or hound.", "some dog, or hounds."]
     assert "numbers" not in caplog.text
+    for option in files:
+        with pytest.raises(ValueError, match=r"There is no file 'gone\.txt' in the working folder /"):
+            opening.evaluation_datasets(
+                ColumnOptions(), EvaluationOptions(**options, **{**files, option: ["gone.txt"]})
+            )
 
 
 @pytest.mark.parametrize(

@@ -436,6 +436,10 @@ def test_no_time_of_a_cpu_is_told_unless_it_is_measured(small_model, capsys):
     assert "A global batch of 64 pairs is 64 per process.\n" in said
     assert "of one H100 with 79.6 GiB, in bf16, and no time is predicted. --measure times a micro-batch" in said
     assert "An epoch of 640 pairs takes 10 steps." in said
+    assert "Memory per GPU at the peak of a step, MiB\n" in said, "in GiB, a small model's is zero"
+    *parts, whole = (float(value) for value in re.findall(r"^ +([\d.]+)  \w", said, re.MULTILINE))
+    assert 0 < whole < 1024
+    assert whole == pytest.approx(sum(parts), abs=0.03)
     assert not re.search(r"\d m?s\b|Time of a step|images per second|torch_compile", said)
     said = planned(capsys, small_model, *words, "--measure")
     assert re.search(r"Measured on the CPU of this machine: a micro-batch of 32 takes [\d.]+ m?s forward and", said)
@@ -486,7 +490,8 @@ def test_an_option_is_planned_by_its_one_row_in_the_table(small_model):
     code, printed = alone(plan_with_a_further_option, small_model)
     assert code == 0, printed
     assert [" --dose 3.0" in line for line in re.findall("^Choose  .*$", printed, re.MULTILINE)] == [0, 1, 1, 1]
-    _, free, costly, _ = map(float, re.findall(r"([\d.]+)  weights and gradients", printed))
+    weights = re.findall(r"step, (MiB|GiB)\n +([\d.]+)  weights and gradients", printed)
+    _, free, costly, _ = (float(number) / {"GiB": 1, "MiB": 1024}[unit] for unit, number in weights)
     assert costly - free == pytest.approx(3, abs=0.011)
     assert [trained == "all" for trained in re.findall(r"parameters, (.*) of them trained", printed)] == [1, 1, 1, 0]
 

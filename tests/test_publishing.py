@@ -14,22 +14,23 @@ import torch
 import yaml
 from helpers import models, processors
 from helpers.guides import ROOT, blocks
+from helpers.pictures import captioned
 from helpers.trainers import StopAt, arguments, trained, trainer_for
 from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from PIL import Image
 from transformers import TrainerCallback, TrainerState
 
-from hf_infcl import ImageTextDataset, InfCLTrainer
+from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, ZeroShotDataset
 from hf_infcl.checkpoints.average_search import Averaged
 from hf_infcl.tools.cli import main
 from hf_infcl.tools.cli.evaluate import other_loss
 from hf_infcl.tools.publishing import CardCallback, Evaluation, Source, pictures, training_facts
 from hf_infcl.tools.publishing.callback import write_publication
-from hf_infcl.tools.publishing.cards import model_card
+from hf_infcl.tools.publishing.cards import model_card, write_eval_results
 from hf_infcl.tools.publishing.changes import lines_of_changes
 from hf_infcl.tools.publishing.curves import plot_curves
-from hf_infcl.tools.publishing.facts import TrainingFacts, source_name
+from hf_infcl.tools.publishing.facts import TrainingFacts, source_name, with_texts
 from hf_infcl.tools.publishing.outcome import earlier_best, outcome
 from hf_infcl.tools.publishing.pictures import PICTURES_FILE, PicturesCallback
 from hf_infcl.tools.publishing.settings import training_settings
@@ -368,6 +369,29 @@ def test_an_adapter_is_loaded_onto_its_base(tmp_path):
     assert 'CLIPModel.from_pretrained("path/to/clip")' in local.text, "its path is not told, its name is no Hub id"
 
 
+def test_the_code_of_a_card_pads_texts_as_the_training_did(tmp_path, monkeypatch):
+    """The pipeline of transformers pads those for SigLIP to 64 tokens, and may end with an error."""
+    model, processor = models.siglip(), processors.siglip_processor()
+    collator = ContrastiveCollator.for_model(processor, model.config)
+    assert collator.max_length != 64
+    labelled = dataclasses.replace(LABELLED, templates=["a {}"], class_names=["b", "c"])
+    of_siglip = {"model_class": "SiglipModel", "location": str(tmp_path), "evaluations": [labelled]}
+    for other in ({"caption_limit": 64}, {"caption_limit": None}, {"caption_limit": 9, "model_class": "CLIPModel"}):
+        assert "pipeline(" in read(facts(**{**of_siglip, **other}), tmp_path).text
+    for part in (model, processor):
+        part.save_pretrained(tmp_path)
+    image = Image.new("RGB", (40, 30), (200, 40, 90))
+    image.save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(read(facts(**of_siglip, caption_limit=collator.max_length), tmp_path).text)
+    exec(code, found := {})
+    batch = collator([{"image": np.asarray(image), "caption": [text]} for text in ("a b", "a c")])
+    with torch.no_grad():
+        expected = model(**batch).logits_per_image[:1].sigmoid()
+    torch.testing.assert_close(found["scores"], expected)
+    assert expected[0, 0] != expected[0, 1]
+
+
 def test_local_paths_are_neither_told_nor_linked(tmp_path):
     (tmp_path / "pairs").mkdir()
     assert source_name(str(tmp_path / "pairs")) == ("pairs", False)
@@ -439,6 +463,34 @@ def test_facts_are_the_last_of_the_logs(tmp_path):
     assert not made.start_on_hub
     assert "Measured in fp32; another precision" in read(made, tmp_path).text
     assert made.settings["precision"] == "fp32", "accelerate computes in fp32 on CPUs where fp16 is asked for"
+
+
+def test_facts_have_what_the_trainer_knows_of_texts(tmp_path):
+    rows = datasets.Dataset.from_dict({"image": [Image.new("RGB", (8, 8))], "label": [0]})
+    labelled = ZeroShotDataset(rows, class_names=["cup", "vase"], templates=["a {c}", "{c}"])
+    trainer = trainer_for(tmp_path, data=ImageTextDataset(captioned(["a cup"] * 8)), eval_dataset={"classes": labelled})
+    trainer.state.log_history = [{"step": 1, "eval_classes_acc1": 0.5}]
+    made = training_facts(trainer, **DESCRIBED, evaluations=[Evaluation("my", False, "test", 1, "classes")])
+    assert [(e.templates, e.class_names) for e in made.evaluations] == [(("a {}", "{}"), ["cup", "vase"])]
+    assert made.caption_limit == trainer.data_collator.max_length
+
+
+def test_columns_tell_apart_what_is_measured_on_the_same_images(tmp_path):
+    rows = captioned(["a"], de=["b"])
+    sets = {name: ImageTextDataset(rows, caption_column=name, all_captions=True) for name in ("caption", "de")}
+    apart = [RETRIEVAL, dataclasses.replace(RETRIEVAL, dataset="someone/else", key="de")]
+    assert with_texts(apart, {"pairs": sets["caption"], "de": sets["de"]}) == apart
+    both = with_texts([dataclasses.replace(RETRIEVAL, key=key, before=PAIRS) for key in sets], sets)
+    card = read(made := facts(evaluations=[*both, LABELLED]), tmp_path)
+    for column in sets:
+        assert f"| `someone/pairs`, split test, column {column} (captions) | evaluation |" in card.text
+        assert f"| `someone/pairs`, split test, column {column} | 1,000 | image retrieval recall@1 |" in card.text
+        told = f"someone/pairs, split test, column {column} (captions) "
+        assert [line.startswith(told) for line in lines_of_changes(made)].count(True) == 1
+    assert {result.dataset_config for result in card.data.eval_results} == {"caption", "de", None}
+    write_eval_results(made, tmp_path)
+    entries = yaml.safe_load((tmp_path / ".eval_results" / "someone_pairs.yaml").read_text())
+    assert {entry["notes"] for entry in entries} == {"split test, column caption", "split test, column de"}
 
 
 def test_every_set_is_told_as_it_was_before_and_after(tmp_path):
@@ -604,7 +656,7 @@ def test_prompts_and_the_example_are_those_of_the_run(tmp_path):
     several = dataclasses.replace(LABELLED, templates=[f"{n} {{}}" for n in range(80)])
     text = read(facts(evaluations=[several]), tmp_path).text
     assert "is the mean of the embeddings of 80 prompts, such as `0 cat`: `0 {}`, `1 {}`, " in text
-    assert "`9 {}` and 70 more. The pipeline below takes only the first prompt" in text
+    assert "`9 {}` and 70 more. The code below takes only the first prompt" in text
 
 
 def test_the_card_and_the_curves_are_kept_up_to_date_during_the_training(tmp_path):

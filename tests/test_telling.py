@@ -128,6 +128,17 @@ def test_only_the_first_process_warns_of_what_all_meet(monkeypatch, capfd):
         assert capfd.readouterr().err.split() == told
 
 
+def test_the_default_config_of_siglip_is_no_news(monkeypatch, caplog):
+    """transformers makes one for each SigLIP, to leave out what is as in it."""
+    logger = logging.getLogger("transformers.configuration_utils")
+    monkeypatch.setattr(logger, "filters", [])
+    text = "Model config: bos_token_id must be `None` or an integer within the vocabulary (between 0 and %d), got %d."
+    warn_once()
+    for ids in ((31999, 49406), (31999, 49407), (31999, 32000), (999, 49406)):
+        logger.warning(text, *ids)
+    assert [record.args for record in caplog.records] == [(31999, 32000), (999, 49406)]
+
+
 def test_too_many_workers_are_told_once(monkeypatch, capfd):
     monkeypatch.setattr(logging, "lastResort", None)
     monkeypatch.setattr(logging.root, "handlers", [])

@@ -67,6 +67,7 @@ class EncodedImage(TypedDict):
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
 
+    _or_skip = ""  # how to do without a bad row
     numbers: np.ndarray | None = None  # [n] int64, of the rows in the table from which they were selected, if they were
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, other_columns: Mapping[str, str | None]) -> None:
@@ -79,9 +80,13 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ValueError(
                 f"The dataset must be a datasets.Dataset, got {kind}. Pass a dataset of your own to InfCLTrainer."
             )
-        options = {"image_column": image_column, **other_columns}
+        options: dict[str, Any] = {"image_column": image_column, **other_columns}
         self.columns = {option: column for option, column in options.items() if column}  # by the options
         for option, column in self.columns.items():
+            if not isinstance(column, str):
+                joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"
+                more = f" Join several into one of lists: {joined}." if option == "caption_column" else ""
+                raise ValueError(f"The {option} must be the name of one column, got {column!r}.{more}")
             if column not in dataset.column_names:
                 hint = ""
                 if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
@@ -217,8 +222,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
         return BadSampleError(
-            f"Row {self.number(row)} of {self.name} is bad: {cause}. "
-            'Repair or drop it; in training, on_bad_sample="skip" replaces it by another row.',
+            f"Row {self.number(row)} of {self.name} is bad: {cause}. Repair or drop it"
+            f"{self._or_skip}. `infcl check` lists all such rows.",
             cause,
         )
 

@@ -174,8 +174,14 @@ def with_class_labels(dataset: Any, label_column: str) -> Any:
 
 
 def read_lines(values: Sequence[str]) -> list[str]:
-    """The values, or the lines of the text file that a single value names."""
+    """The values, or the lines of the text file that a single value names.
+
+    Raises:
+        ValueError: the value looks like a text file, and there is none.
+    """
     if len(values) != 1 or not Path(values[0]).is_file():
+        if len(values) == 1 and values[0].endswith(".txt"):
+            raise ValueError(f"There is no file {values[0]!r} in the working folder {Path.cwd()}.")
         return list(values)
     lines = [line.strip() for line in Path(values[0]).read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if line]

@@ -247,6 +247,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         self.negative_caption_column = negative_caption_column
         self.pair_id_column = pair_id_column
         self._all_captions = all_captions
+        self._or_skip = "" if all_captions else ', or pass on_bad_sample="skip" (--on_bad_sample skip in a command)'
         self.seed = seed
         self.on_bad_sample: str = on_bad_sample
         self._augmentation = augmentation

@@ -39,8 +39,7 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
             local folder, such as an imagefolder (images beside a `metadata.csv` or `metadata.jsonl` with a `file_name`
             column), a folder with a `train.csv` whose columns hold image paths and captions, separated by commas, tabs,
             semicolons or bars, or a folder of tar shards, whose JSON fields become columns.
-        split: name of the split, for example "train". Slices such as "train[:10%]" work for whatever `load_dataset`
-            loads.
+        split: name of the split, for example "train", or slices such as "train[:10%]".
         name: configuration of the dataset, if it has several.
         image_column: the column of images; if there is no such column, the one of `find_image_column`, if any. Relative
             paths of images in parquet files are relative to the file, as in `ImageTextStream`, and become absolute
@@ -161,10 +160,23 @@ def _load_saved(source: str, split: str) -> datasets.Dataset:
         ) from error
     if isinstance(loaded, datasets.Dataset):
         # A dataset saved by itself may not know what split it was.
-        loaded = datasets.DatasetDict({str(loaded.split or split): loaded})
-    if split not in loaded:
-        raise ValueError(f"{source!r} has no split {split!r}. Its splits are {list(loaded)}.")
-    return loaded[split]
+        loaded = datasets.DatasetDict({str(loaded.split or split_names(split)[0]): loaded})
+    if unknown := [name for name in split_names(split) if name not in loaded]:
+        raise ValueError(f"{source!r} has no split {unknown[0]!r}. Its splits are {list(loaded)}.")
+    return _selected(loaded, split)
+
+
+def _selected(tables: Mapping[str, datasets.Dataset], split: str) -> datasets.Dataset:
+    """The rows of such as "train[:10%]+test" among the tables of the splits."""
+    import datasets
+
+    lengths = {name: len(rows) for name, rows in tables.items()}
+    parts = [
+        tables[part.splitname].select(range(part.from_ or 0, lengths[part.splitname] if part.to is None else part.to))
+        for part in datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    ]
+    # Tables that were selected from one dataset, as by `train_test_split`, all call themselves by its split.
+    return datasets.concatenate_datasets(parts, split=datasets.NamedSplit(split))
 
 
 def _check_no_pairs_of_files(rows: datasets.Dataset, files: Mapping[str, Sequence[str]], split: str) -> None:
@@ -195,12 +207,7 @@ def _of_tar_files(files: Mapping[str, Sequence[str]], split: str, image_column: 
             raise ValueError(f"{wrong[0]!r} is compressed. Compressed tar files have to be unpacked once to .tar.")
         local = datasets.DownloadManager().download([str(file) for file in files[name]])
         tables[name] = tar_table(list(zip(local, map(Url, files[name]), strict=True)), image_column, name)
-    lengths = {name: len(rows) for name, rows in tables.items()}
-    parts = [
-        tables[part.splitname].select(range(part.from_ or 0, lengths[part.splitname] if part.to is None else part.to))
-        for part in datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
-    ]
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts, split=datasets.NamedSplit(split))
+    return _selected(tables, split)
 
 
 def _separator(files: Sequence[str]) -> str | None:

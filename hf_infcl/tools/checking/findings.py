@@ -82,10 +82,12 @@ def _of_captions(facts: SetFacts, dataset: Any) -> Iterator[Finding]:
 def _of_copies(facts: SetFacts) -> Iterator[Finding]:
     names = list(facts.prints)
     pairs = [(names[first], names[second]) for first, second in copies(list(facts.prints.values()))]
+    ids = facts.pair_ids if facts.is_trained else {}
+    pairs = [(one, other) for one, other in pairs if ids.get(one) is None or ids[one] != ids.get(other)]
     rows = tuple(dict.fromkeys(name for pair in pairs for name in pair))
     if len(rows) <= REPEATED * len(names):
         return
-    effect = "They are each other's negatives unless their pair ids are equal (--pair_id_column)."
+    effect = "They are each other's negatives, which equal pair ids (--pair_id_column) would prevent."
     effect = effect if facts.is_trained else "Retrieval cannot tell them apart."
     text = f"{_count(len(rows), facts.looks)} have an image that looks like another one: {_and_copy(pairs)}. {effect}"
     yield Finding("repeated_images", text, len(rows) > COPIES * len(names), rows)

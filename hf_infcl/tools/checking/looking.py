@@ -57,6 +57,7 @@ class Look:
     label: str = ""  # the name of its class; empty for a pair
     captions: tuple[Caption, ...] = ()  # all usable ones
     is_captionless: bool = False  # whether a pair has none
+    pair_id: int | None = None  # if the training gives it one
     size: tuple[int, int] | None = None  # width and height in pixels; None if the image cannot be decoded
     nbytes: int = 0  # of the encoded image
     seconds: float = 0.0  # to read and decode it and to prepare it for the model
@@ -98,14 +99,16 @@ class Looker:
             known = replace(known, captions=captions, is_captionless=not captions)
         began = time.perf_counter()
         try:
-            image = item()["image"]
+            made = item()
         except BadSampleError as error:
             return replace(known, problem=error.cause or str(error))
+        image = made["image"]
         self._collator([{"image": image}])
         seconds = time.perf_counter() - began
         one_colour = is_one_colour(image)
         return replace(
             known,
+            pair_id=made.get("pair_id"),
             size=(image.shape[1], image.shape[0]),
             nbytes=_size(values["image"]),
             seconds=seconds,

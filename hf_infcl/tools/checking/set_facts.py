@@ -46,6 +46,7 @@ class SetFacts:
     texts: dict[int, str] = field(default_factory=dict)  # the first caption of each of up to `KEPT` ids
     one_embedding: str = ""  # why two different captions have one embedding, if they have; see `Pooling.fault`
     prints: dict[str, Print] = field(default_factory=dict)  # from which copies are recognised
+    pair_ids: dict[str, int] = field(default_factory=dict)  # of the pairs that have one
     thumbnails: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # JPEG and caption or class, of up to `KEPT`
     pairs_of_shards: Counter[int] = field(default_factory=Counter)  # that were read, by the number of the shard
     bytes_of_shards: dict[int, int] = field(default_factory=dict)  # where they are known
@@ -86,6 +87,8 @@ class SetFacts:
         self.seconds.append(look.seconds)
         if look.print is not None:
             self.prints[look.name] = look.print
+        if look.pair_id is not None:
+            self.pair_ids[look.name] = look.pair_id
         if len(self.thumbnails) < KEPT:
             self.thumbnails[look.name] = look.thumbnail, look.captions[0].text if look.captions else look.label
 

@@ -35,27 +35,25 @@ def draw_sheet(sets: Sequence[tuple[SetFacts, Sequence[Finding]]]) -> Image.Imag
     return draw_rows(rows)
 
 
-def draw_rows(rows: Sequence[tuple[str, Sequence[tuple[bytes, str]]]], lines: int = 3) -> Image.Image:
-    """Titled rows of pictures: for each its `thumbnail` and its caption, of which so many lines are shown."""
-    cell = SIDE + _GAP, SIDE + lines * _LINE + _GAP
-    heights = [_TITLE + -(-len(shown) // COLUMNS) * cell[1] for _, shown in rows]
-    sheet = Image.new("RGB", (COLUMNS * cell[0] + _GAP, sum(heights) + _GAP), "white")
+def draw_rows(rows: Sequence[tuple[str, Sequence[tuple[bytes, str | Sequence[str]]]]], lines: int = 3) -> Image.Image:
+    """Titled rows of pictures: for each its `thumbnail` and one or several texts, each of at most so many lines."""
+    wrapped = [[_wrapped(texts, lines) for _, texts in shown] for _, shown in rows]
+    cells = [SIDE + _LINE * max(map(len, texts)) + _GAP for texts in wrapped]  # heights
+    heights = [_TITLE + -(-len(texts) // COLUMNS) * cell for texts, cell in zip(wrapped, cells, strict=True)]
+    sheet = Image.new("RGB", (COLUMNS * (SIDE + _GAP) + _GAP, sum(heights) + _GAP), "white")
+    pen, large, small = ImageDraw.Draw(sheet), letters_of(13), letters_of(9)
     top = _GAP
-    for (title, shown), height in zip(rows, heights, strict=True):
-        _draw_row(sheet, top, title, shown, cell, lines)
+    for (title, shown), texts, cell, height in zip(rows, wrapped, cells, heights, strict=True):
+        pen.text((_GAP, top), "".join(lines_of(title, 110, 1)), "black", large)
+        for number, ((thumbnail, _), text) in enumerate(zip(shown, texts, strict=True)):
+            row, column = divmod(number, COLUMNS)
+            left, above = _GAP + column * (SIDE + _GAP), top + _TITLE + row * cell
+            sheet.paste(Image.open(io.BytesIO(thumbnail)), (left, above))
+            pen.multiline_text((left, above + SIDE + 1), "\n".join(text), "#444444", small, spacing=2)
         top += height
     return sheet
 
 
-def _draw_row(
-    sheet: Image.Image, top: int, title: str, shown: Sequence[tuple[bytes, str]], cell: tuple[int, int], lines: int
-) -> None:
-    pen = ImageDraw.Draw(sheet)
-    large, small = letters_of(13), letters_of(9)
-    pen.text((_GAP, top), "".join(lines_of(title, 110, 1)), "black", large)
-    for number, (thumbnail, caption) in enumerate(shown):
-        row, column = divmod(number, COLUMNS)
-        left, above = _GAP + column * cell[0], top + _TITLE + row * cell[1]
-        sheet.paste(Image.open(io.BytesIO(thumbnail)), (left, above))
-        text = "\n".join(lines_of(caption, _LETTERS, lines))
-        pen.multiline_text((left, above + SIDE + 1), text, "#444444", small, spacing=2)
+def _wrapped(texts: str | Sequence[str], lines: int) -> list[str]:
+    each = (texts,) if isinstance(texts, str) else texts
+    return [line for text in each for line in lines_of(text, _LETTERS, lines)]

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ...conversion.models import licence_of
 from ...conversion.pretrained import base_of_adapters
-from ...data import ImageTextDataset, ZeroShotDataset
+from ...data import ImageTextDataset
 from ...data.images import ImageDataset
 from ...encoders.adapters import has_adapters, layers_of_adapters, words_of_adapters
 from ...loading.replay import Replayed
@@ -20,7 +20,7 @@ from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
 from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
-from ..publishing.facts import Evaluation, Source, TrainingFacts, content_of, source_name, training_facts
+from ..publishing.facts import Evaluation, Source, TrainingFacts, content_of, source_name, training_facts, with_texts
 from ..publishing.markdown import code, escaped, joined
 from ..scoring.excluding import words_of_excluded
 from .command_options import ColumnOptions, DataOptions
@@ -66,7 +66,6 @@ def describe_run(
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
         evaluations=describe_evaluations(evaluation, guards, eval_datasets),
-        caption_limit=getattr(collator, "max_length", None),
         settings=settings,
     )
 
@@ -125,9 +124,6 @@ def describe_evaluations(
             (name, on_hub), split = source_name(str(options.eval_dataset)), options.eval_split
         else:
             (name, on_hub), split = source_name(str(options.zero_shot_dataset)), options.zero_shot_split
-        prompts: dict[str, Any] = {}
-        if isinstance(dataset, ZeroShotDataset):
-            prompts = {"templates": dataset.templates, "class_names": dataset.class_names}
         split = dataset.split or split or "test"
-        entries.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision, **prompts))
-    return entries
+        entries.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision))
+    return with_texts(entries, datasets)

@@ -112,9 +112,11 @@ def tell_bf16_on_cpu(namespace: argparse.Namespace, file: str = "") -> None:
 
 
 def warn_once() -> None:
-    """Lets only the first launched process print warnings that all of them would print."""
+    """Lets only the first launched process print warnings that all of them would print, and none those of no use."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # which `fit_workers` tells once
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # which peft reads
+    # transformers finds the ids of SigLIP's own default config outside of its vocabulary, whatever the model has.
+    logging.getLogger("transformers.configuration_utils").addFilter(_is_of_use)
     if os.environ.get("RANK", "0") == "0":
         return
 
@@ -126,6 +128,10 @@ def warn_once() -> None:
     for handler in (logging.lastResort, *logging.root.handlers):
         if handler is not None:
             handler.addFilter(is_of_this_process)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "between 0 and 31999), got 4940" not in record.getMessage()
 
 
 def leave(trainer: InfCLTrainer, code: int = 0) -> None:

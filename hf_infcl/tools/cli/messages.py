@@ -48,10 +48,12 @@ def about_words(left: Sequence[str], words: Sequence[str], places: Mapping[str, 
         return f"{told}. Before the options stand {meanings}"
     if "=" in option:  # of a file, or none
         return f"{told}. Every value follows its option: --NAME VALUE."
-    return f"{told}: {option} takes one value.{to_one_column(option)}"
+    return f"{told}: {option} takes one value.{instead_of_several(option)}"
 
 
-def to_one_column(option: str) -> str:
-    """Advice for several columns of captions, as the end of a message; empty for other options."""
+def instead_of_several(option: str) -> str:
+    """Advice for an option that takes one value and was given several, as the end of a message; empty without any."""
+    if option.endswith("eval_dataset"):
+        return " Measure each set with `infcl evaluate`, or name the others of a training as --guard_dataset."
     joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"
     return f" Join several columns into one of lists: {joined} in Python." if option.endswith("caption_column") else ""

@@ -28,7 +28,7 @@ from ...options.declaring import HEADINGS
 from ...options.facts import check_values, facts_by_name
 from ...options.files import FILES, RECIPES, options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
-from .messages import about_words, missing_package, tell, to_one_column
+from .messages import about_words, instead_of_several, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
 ELSEWHERE = {
@@ -414,8 +414,8 @@ class Parser(HfArgumentParser):
                 if NoneType not in choices:
                     raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
                 values[name] = None
-            elif name in FACTS_OF_SETS and isinstance(value, (dict, list)):
-                values[name] = text if lists and isinstance(text, list) else [text] if lists else text
+            elif name in FACTS_OF_SETS and isinstance(value, (dict, list) if lists else dict):
+                values[name] = [text] if lists and not isinstance(text, list) else text
             elif isinstance(value, dict):
                 if dict not in [typing.get_origin(choice) or choice for choice in choices]:
                     raise ValueError(f"{path}: {name} must be a single value, not a mapping.")
@@ -423,7 +423,7 @@ class Parser(HfArgumentParser):
             elif isinstance(value, list):
                 if not lists or any(item is None or isinstance(item, (dict, list)) for item in value):
                     what = "a list of single values" if lists else "a single value, not a list"
-                    raise ValueError(f"{path}: {name} must be {what}.{to_one_column(name)}")
+                    raise ValueError(f"{path}: {name} must be {what}.{instead_of_several(name)}")
                 (item_kind,) = typing.get_args(lists[0])
                 try:
                     values[name] = [item_kind(item) for item in text]

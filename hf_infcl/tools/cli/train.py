@@ -177,8 +177,10 @@ def save_results(
             write_averages(folder, saved, start, str(end))
             print(*described(saved), f"The average at alpha {saved.alpha:g} is saved; the end is {end}.", sep="\n")
     if eval_datasets:
-        has_other_weights = trainer.args.load_best_model_at_end or average is not None  # than those of the last step
-        measured = {} if has_other_weights else measured_last(trainer.state, eval_datasets)
+        state = trainer.state
+        step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step  # of the weights
+        of_last = average is None and step == state.global_step
+        measured = measured_last(state, eval_datasets) if of_last else {}
         described_sets = what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
         trainer.save_metrics("eval", (measured or trainer.evaluate()) | described_sets)
     trainer.save_state()

@@ -29,10 +29,11 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     if planner.searched and (found := _found(planner)):
         yield f"  A training finds them before its first step. To fix them, add {_written(found)}"
     cost = planner.cost(choice)
-    yield "\nMemory per GPU at the peak of a step, GiB"
+    unit, parts = ("GiB", GIB) if cost.total >= GIB else ("MiB", GIB / 1024)  # a small model's would be zeros
+    yield f"\nMemory per GPU at the peak of a step, {unit}"
     for name in MEMORY:
-        yield f"  {getattr(cost, name) / GIB:7.2f}  {name}{' and gradients' * (name == 'weights')}"
-    yield f"  {cost.total / GIB:7.2f}  in all, of {USABLE * planner.memory_gib:.1f} usable"
+        yield f"  {getattr(cost, name) / parts:7.2f}  {name}{' and gradients' * (name == 'weights')}"
+    yield f"  {cost.total / parts:7.2f}  in all, of {USABLE * planner.memory_gib:.1f} GiB usable"
     if is_timed := options.measure or not options.use_cpu:
         yield from _times(planner)
     # The steps for each pair of the set, to which the old pairs of a batch do not belong.

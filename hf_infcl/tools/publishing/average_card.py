@@ -22,6 +22,7 @@ def average_card(
     end: str,
     *,
     model_class: str,
+    tokens: int | None = None,
     adapter: bool = False,
     evaluations: Sequence[Evaluation] = (),
 ) -> ModelCard:
@@ -31,6 +32,7 @@ def average_card(
         folder: that holds the average; its name is that of the model.
         start, end: Hub ids or folders of both models, of which the card names the last part alone.
         model_class: the class of transformers that loads the model, or the model under the adapters.
+        tokens: the tokens of a text that the model reads, if they are known.
         adapter: whether the folder holds an adapter of the start.
         evaluations: the sets that were measured, by their keys; their metrics are not read.
     """
@@ -62,7 +64,7 @@ def average_card(
         how=" ".join(how_averaged(average)),
         results=_results(average, evaluations),
         front=FRONT_FILE if (folder / FRONT_FILE).is_file() else None,
-        usage=usage(model_class, name, base if adapter else None, evaluations),
+        usage=usage(model_class, name, base if adapter else None, evaluations, tokens=tokens),
     )
 
 

@@ -19,6 +19,7 @@ from .markdown import code, escaped, joined, literal, table
 from .outcome import outcome
 
 _SHOWN = 10  # prompts that the results name
+_PADDED = 64  # tokens to which the pipeline of transformers pads the texts for SigLIP, whatever length the model reads
 
 
 def model_card(
@@ -67,15 +68,17 @@ def model_card(
 
 def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``."""
+    entries: dict[str, list[EvalResultEntry]] = {}
     for evaluation in (one for one in facts.evaluations if one.on_hub):
-        of_set = {"dataset_revision": evaluation.commit, "notes": f"split {evaluation.split}"}
-        entries = [
+        of_set = {"dataset_revision": evaluation.commit, "notes": evaluation.part}
+        entries.setdefault(evaluation.dataset, []).extend(
             EvalResultEntry(evaluation.dataset, metric, round(value, 4), **of_set)
             for metric, value in _defined(evaluation)
-        ]
-        path = Path(folder, ".eval_results", evaluation.dataset.replace("/", "_") + ".yaml")
+        )
+    for dataset, of_dataset in entries.items():
+        path = Path(folder, ".eval_results", dataset.replace("/", "_") + ".yaml")
         path.parent.mkdir(exist_ok=True)
-        path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(of_dataset), sort_keys=False), encoding="utf-8")
 
 
 def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
@@ -203,6 +206,7 @@ def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
                 task_name=task[1],
                 dataset_type=evaluation.dataset,
                 dataset_name=evaluation.dataset,
+                dataset_config=evaluation.column,  # which keeps the results of several columns apart
                 dataset_split=evaluation.split,
                 dataset_revision=evaluation.commit,
                 metric_type=METRICS[metric].hub_type if metric in METRICS else metric,
@@ -265,7 +269,7 @@ def how_averaged(average: Averaged) -> Iterator[str]:
 
 
 def set_and_split(evaluation: Evaluation) -> str:
-    return f"{code(evaluation.dataset)}, split {escaped(evaluation.split)}"
+    return f"{code(evaluation.dataset)}, {escaped(evaluation.part)}"
 
 
 def _results(facts: TrainingFacts) -> str:
@@ -334,7 +338,7 @@ def _prompts(evaluation: Evaluation) -> str:
     more = f" and {len(rest) - _SHOWN + 1} more" if len(rest) >= _SHOWN else ""
     return (
         f". The vector of a class is the mean of the embeddings of {len(rest) + 1} prompts, such as {example}: "
-        f"{named}{more}. The pipeline below takes only the first prompt, so its accuracy may differ."
+        f"{named}{more}. The code below takes only the first prompt, so its accuracy may differ."
     )
 
 
@@ -357,11 +361,24 @@ def _when(facts: TrainingFacts) -> Iterator[str]:
 
 def _usage(facts: TrainingFacts) -> str:
     base = None if not facts.adapter else facts.start if facts.start_on_hub else f"path/to/{facts.start}"
-    return usage(facts.model_class, facts.location, base, facts.evaluations, facts.revision)
+    return usage(
+        facts.model_class,
+        facts.location,
+        base,
+        facts.evaluations,
+        tokens=facts.caption_limit,
+        revision=facts.revision,
+    )
 
 
 def usage(
-    model_class: str, place: str, base: str | None, evaluations: Iterable[Evaluation], revision: str | None = None
+    model_class: str,
+    place: str,
+    base: str | None,
+    evaluations: Iterable[Evaluation],
+    *,
+    tokens: int | None,
+    revision: str | None = None,
 ) -> str:
     """The code that loads a model and classifies an image.
 
@@ -369,6 +386,7 @@ def usage(
         place: the folder or the Hub id.
         base: the model under the adapters that are there; None for a whole model.
         evaluations: the first zero-shot evaluation, if there was one, gives the example its classes and prompt.
+        tokens: the tokens of a text that the model reads, if they are known.
         revision: the branch of a Hub repository.
     """
     labels, template = ["dog", "cat"], "a photo of a {}."
@@ -384,12 +402,21 @@ def usage(
             "model=model.merge_and_unload(),\n"
             "                      tokenizer=processor.tokenizer, image_processor=processor.image_processor"
         )
+    load = f"model = {model}\nprocessor = AutoProcessor.from_pretrained({at})\n\n"
+    if tokens in (None, _PADDED) or not model_class.startswith("Siglip"):
+        return (
+            f"{of_peft}from transformers import AutoProcessor, {model_class}, pipeline\n\n{load}"
+            f'classifier = pipeline("zero-shot-image-classification", {given})\n'
+            f'classifier("image.png", candidate_labels={literal(labels)}, hypothesis_template={literal(template)})'
+        )
+    texts = [template.replace("{}", label) for label in labels]
     return (
-        f"{of_peft}from transformers import AutoProcessor, {model_class}, pipeline\n\n"
-        f"model = {model}\n"
-        f"processor = AutoProcessor.from_pretrained({at})\n\n"
-        f'classifier = pipeline("zero-shot-image-classification", {given})\n'
-        f'classifier("image.png", candidate_labels={literal(labels)}, hypothesis_template={literal(template)})'
+        f"import torch\nfrom PIL import Image\n{of_peft}from transformers import AutoProcessor, {model_class}\n\n{load}"
+        f"# The model reads texts of {tokens} tokens, to which transformers' pipeline would not pad them.\n"
+        f'inputs = processor(images=Image.open("image.png").convert("RGB"), text={literal(texts)},\n'
+        f'                   padding="max_length", max_length={tokens}, truncation=True, return_tensors="pt")\n'
+        f"with torch.no_grad():\n"
+        f"    scores = model(**inputs).logits_per_image.sigmoid()  # [1, {len(texts)}]"
     )
 
 

@@ -75,7 +75,7 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
     """A table of `changes` in lines of text, in per cent; nothing if no set was measured before the training."""
     if not (set_changes := changes(facts)):
         return
-    names = [f"{change.evaluation.dataset}, split {change.evaluation.split}{change.kind}" for change in set_changes]
+    names = [f"{change.evaluation.dataset}, {change.evaluation.part}{change.kind}" for change in set_changes]
     width = max(map(len, names))
     yield f"{'':<{width}}   before    after   change"
     for name, change in zip(names, set_changes, strict=True):

@@ -71,7 +71,7 @@ def write_comparison(folder: str | Path, comparisons: Mapping[str, Comparison], 
     (folder / "compare_results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
     (folder / "compare.png").unlink(missing_ok=True)  # of an earlier command
     if rows := [row for key, one in comparisons.items() for row in _pictures(key, one)]:
-        draw_rows(rows, lines=6).save(folder / "compare.png")
+        draw_rows(rows, lines=4).save(folder / "compare.png")
 
 
 def lines_of_comparison(comparisons: Mapping[str, Comparison]) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _results(compared: Comparison) -> dict[str, Any]:
     }
 
 
-def _pictures(key: str, compared: Comparison) -> Iterator[tuple[str, Sequence[tuple[bytes, str]]]]:
+def _pictures(key: str, compared: Comparison) -> Iterator[tuple[str, Sequence[tuple[bytes, tuple[str, str]]]]]:
     """Titled rows of pictures of what each model alone gets right."""
     for model, (winner, loser) in enumerate((("first", "second"), ("second", "first"))):
         rows = compared.wins(model)
@@ -123,7 +123,7 @@ def _pictures(key: str, compared: Comparison) -> Iterator[tuple[str, Sequence[tu
         shown = []
         for row in rows[:PICTURES]:
             right, answer = _right_and_answer(compared.dataset, wrong, row)
-            shown.append((thumbnail(compared.dataset.image(row)), f"{right} / {loser} model: {answer}"))
+            shown.append((thumbnail(compared.dataset.image(row)), (right, f"{loser} model: {answer}")))
         if shown:
             yield f"{key}: right by the {winner} model alone, {len(rows):,} of {len(compared.dataset):,} images", shown
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
@@ -19,7 +20,7 @@ from transformers import TrainerState
 from ... import __version__
 from ...checkpoints.average_search import Averaged, Measured
 from ...checkpoints.record import Stage
-from ...data import ImageTextDataset, ImageTextStream
+from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ...evaluation.metrics import score_if_measured
 from ...loading.loaders import drawn_texts
 from ...loading.replay import Replayed
@@ -78,6 +79,7 @@ class Evaluation:
     before: Mapping[str, float] = field(default_factory=dict)  # its metrics before the training, if they were measured
     step: int | None = None  # the step whose weights were measured; None if it is not known
     revision: str | None = None  # of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy
+    column: str | None = None  # of the captions, where the same images are measured with those of several columns
 
     def __post_init__(self) -> None:
         _check_name(self.dataset, self.on_hub)
@@ -86,6 +88,11 @@ class Evaluation:
     def commit(self) -> str | None:
         """The revision if it is a commit on the Hub."""
         return None if self.revision is None or ":" in self.revision else self.revision
+
+    @property
+    def part(self) -> str:
+        """Which part of the dataset it is, in words."""
+        return f"split {self.split}" + (f", column {self.column}" if self.column else "")
 
 
 @dataclass(frozen=True)
@@ -199,8 +206,8 @@ def training_facts(
         start: Hub id or folder of the checkpoint that the training started from.
         pair_id_column: None if the batches had no ``pair_ids``. The card then says that pairs with equal captions were
             each other's negatives, so this argument has no default.
-        evaluations: the evaluated datasets, without their metrics. A guard set that is also another evaluation set with
-            the same results is listed once.
+        evaluations: the evaluated datasets, without their metrics; the trainer knows the prompts of a set of classes.
+            A guard set that is also another evaluation set with the same results is listed once.
         settings: further rows of the training table, by name; they replace rows of `training_settings`.
         **fields: further fields of `TrainingFacts` that the trainer does not know, at least ``model_class`` and
             ``sources``.
@@ -230,6 +237,7 @@ def training_facts(
         equal_ids=trainer.setup.equal_ids,
         captions_per_image=None if takes_all else drawn,
         negative_caption_column=negatives,
+        caption_limit=getattr(trainer.data_collator, "max_length", None),
         cut_captions=dict(trainer.caption_notices.cut),
         replayed=trainer.train_dataset.old_pairs(batch) if isinstance(trainer.train_dataset, Replayed) else 0,
         replay_as=args.replay_as or "negatives",
@@ -248,7 +256,7 @@ def training_facts(
             "hf_infcl": __version__,
             **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
         },
-        evaluations=_without_guards_again(_measured(evaluations, state, best)),
+        evaluations=_without_guards_again(_measured(with_texts(evaluations, trainer.eval_dataset), state, best)),
         measured_during_training=args.eval_strategy != "no",
         best=best,
         **fields,
@@ -324,6 +332,25 @@ def _last(state: TrainerState, key: str, default: int | None) -> Any:
     return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
 
 
+def with_texts(evaluations: Sequence[Evaluation], sets: Any) -> list[Evaluation]:
+    """The evaluations with the prompts and names of classes, or with the captions' column where it tells them apart.
+
+    ``sets`` are the evaluated datasets by the keys of the evaluations; what is no such mapping tells nothing.
+    """
+    known = sets if isinstance(sets, Mapping) else {}
+    columns = {one.key: getattr(known.get(one.key), "caption_column", None) for one in evaluations}
+    pairs = {(one.dataset, one.split, columns[one.key]) for one in evaluations if columns[one.key]}
+    places = Counter(place[:2] for place in pairs)
+    made = []
+    for one in evaluations:
+        if isinstance(dataset := known.get(one.key), ZeroShotDataset):
+            one = replace(one, templates=dataset.templates, class_names=dataset.class_names)
+        elif places[one.dataset, one.split] > 1:
+            one = replace(one, column=columns[one.key])
+        made.append(one)
+    return made
+
+
 def _measured(evaluations: Iterable[Evaluation], state: TrainerState, best: bool) -> Iterator[Evaluation]:
     """The evaluations that were made, with their metrics before the training and those of the present weights.
 
@@ -352,7 +379,7 @@ def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
     def alike(evaluation: Evaluation) -> tuple[Any, ...]:
         # The times of Trainer's evaluations differ, as do the last digits of a GPU.
         results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
-        return evaluation.dataset, evaluation.split, evaluation.size, results
+        return evaluation.dataset, evaluation.part, evaluation.size, results
 
     evaluations = list(measured)
     guards = [alike(evaluation) for evaluation in evaluations if evaluation.guard]

@@ -58,7 +58,7 @@ def earlier_best(history: Sequence[Mapping[str, Any]], facts: TrainingFacts) -> 
         if best > high:
             last = score_if_measured(evaluation.metrics)
             return (
-                f"The best score of {evaluation.dataset}, split {evaluation.split}, was {best:.2%} after step {-step:,}"
+                f"The best score of {evaluation.dataset}, {evaluation.part}, was {best:.2%} after step {-step:,}"
                 f", and {last:.2%} at the end, which the 95% interval does not explain. With --load_best_model_at_end "
                 "a training saves the best one."
             )
