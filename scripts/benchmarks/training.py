@@ -58,6 +58,11 @@ class Clock(transformers.TrainerCallback):
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forgets the peak of the windows that InfCLTrainer has tried, with memory that they left to a training."""
+        self.look()
+        self.peak = 0
+
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_step_end(args, state, control)
 

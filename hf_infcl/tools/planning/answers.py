@@ -157,7 +157,7 @@ ANSWERS = {
         "--global_batch_size 1024 --offload_inputs",
         f"[4,096 pairs per step in 3.0 GiB, 256 in 2.7]({_TABLES}#cost)",
         f"[5,116 pairs a second instead of 5,580]({_TABLES}#cost); `--patch_dropout 0.5` takes "
-        "[20.5 GiB instead of 30.8](benchmarks/results/README.md#fewer-patches-and-texts-encoded-at-once) and "
+        "[16.2 GiB instead of 23.9](benchmarks/results/README.md#fewer-patches-and-texts-encoded-at-once) and "
         "[4 points](real_pairs/README.md#fewer-tokens)",
     ),
     "many GPUs": Answer(
