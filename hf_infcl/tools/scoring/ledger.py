@@ -34,7 +34,7 @@ class Ledger:
     score: np.ndarray
     p_wrong: np.ndarray  # [n] fp32; see `probability_wrong`
     # [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose image the text prefers.
-    # Both are the pair itself if it has the highest cosine. -1 if unknown.
+    # Both are the pair itself if it has the highest cosine, or its image, its caption or its id. -1 if unknown.
     text_key: np.ndarray
     image_key: np.ndarray
     caption: list[str] = field(default_factory=list)  # n captions, of each pair one; empty if unknown
