@@ -179,6 +179,10 @@ def check_resume(folder: Path, data: Any, stops: Sequence[int], **options: Any) 
     assert torch.equal(parameters(whole), parameters(resumed))
     assert resumed.samples_seen == whole.samples_seen == sum(e["global_batch_size"] for e in history[0])
     assert resumed.steps_trained == whole.steps_trained - stops[-1]
+    (end,) = (entry for entry in resumed.state.log_history if "train_steps_per_second" in entry)
+    pairs = sum(entry["global_batch_size"] for entry in history[1][stops[-1] :])
+    told = end["train_samples_per_second"] / end["train_steps_per_second"]
+    assert told == pytest.approx(pairs / resumed.steps_trained, rel=0.01), "of the steps of this call"
 
 
 @pytest.mark.parametrize(

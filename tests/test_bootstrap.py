@@ -126,6 +126,12 @@ def test_classes_are_compared_one_by_one():
     }
 
 
+def test_a_class_of_one_image_does_not_differ_by_more_than_noise():
+    labels = torch.tensor([0] * 5 + [1])
+    found = differences_by_class(classified(labels == 0, labels), classified(labels >= 0, labels))[1]
+    assert (found.first, found.second, found.low, found.high, found.is_noise) == (0, 1, -1, 1, True)
+
+
 def test_results_on_other_images_are_not_compared():
     few, many = (classified(torch.ones(n).bool(), torch.zeros(n).long()) for n in (3, 4))
     with pytest.raises(ValueError, match=r"Only results on the same images can be compared, got \[3\] and \[4\]"):

@@ -113,6 +113,12 @@ def test_one_process_resumes_to_the_bit_after_an_interruption(tmp_path, changes)
         assert trainer.evaluate()["eval_loss"] == min(best)
 
 
+def test_the_average_begins_with_the_limited_temperature(tmp_path):
+    found = Weights()
+    trainer = trained(trainer_of(tmp_path, found, max_steps=1, save_strategy="no", max_logit_scale=2.0))
+    assert all(torch.equal(a, b) for a, b in zip(whole(trainer.model), found.seen[0], strict=True))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_an_average_in_host_memory_has_the_same_bits(device):
     def averages(*, in_host: bool) -> list[Tensor]:

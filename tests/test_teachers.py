@@ -469,6 +469,13 @@ def test_embeddings_are_found_in_every_kind_of_data_on_any_number_of_processes(r
     assert (one - other).norm() > 0.05 * (one - start).norm()
 
 
+def test_captions_of_an_image_add_up():
+    features, wanted = ([F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5)] for _ in range(2))
+    value = TeacherDistance([_Fixed(torch.ones(3).bool())], BETA).value(tuple(features), tuple(wanted))
+    distances = [(f - w).square().sum() for f, w in zip(features, wanted, strict=True)]
+    torch.testing.assert_close(value, BETA * (distances[0] + distances[1]) / 3)
+
+
 def test_pairs_without_an_embedding_are_left_to_the_contrastive_loss(tmp_path):
     """The mean is that over the others: the gradient of the term does not shrink with the share of new pairs."""
     term = TeacherDistance([_Fixed(torch.tensor([True, True, False]))], BETA, partial=True)

@@ -191,8 +191,8 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
     """The names of classes in the order of their labels.
 
     If they are the names that the dataset knows, they are matched by name; case, spaces, "_" and "-" do not count.
-    Otherwise the i-th name belongs to label i. If the names in the dataset are numbers, sorted as text as folders are
-    (1, 10, 2), it belongs to the i-th number instead.
+    Otherwise the i-th name belongs to label i. If the names in the dataset are numbers, with or without a letter before
+    them, and sorted as text as folders are (1, 10, 2), it belongs to the i-th number instead.
 
     Raises:
         ValueError: there is another number of names.

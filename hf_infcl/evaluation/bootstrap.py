@@ -8,7 +8,7 @@ of two sets of equal size are the same, so two models are compared on the same r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -137,7 +137,10 @@ def differences(first: Found, second: Found) -> dict[str, Difference]:
 
 
 def differences_by_class(first: ClassRanks, second: ClassRanks) -> dict[int, Difference]:
-    """The recalls of each class that occurs, by its number; arguments as for `differences`."""
+    """The recalls of each class that occurs, by its number; arguments as for `differences`.
+
+    A class of a single image has the widest interval: its resamples are all alike, and say nothing of other images.
+    """
     recalls = {}
     right = [ranks.classes == 0 for ranks in (first, second)]
     for label in first.labels.unique().tolist():
@@ -145,6 +148,8 @@ def differences_by_class(first: ClassRanks, second: ClassRanks) -> dict[int, Dif
         one = torch.ones(int(rows.sum()), dtype=torch.int64)
         both = ({"recall": Hits(hits[rows], one)} for hits in right)
         recalls[label] = _differences(*both)["recall"]
+        if len(one) == 1:
+            recalls[label] = replace(recalls[label], low=-1.0, high=1.0)
     return recalls
 
 

@@ -6,12 +6,23 @@ published ones. `hf_infcl.evaluation.ranking` explains how ties are resolved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .metrics import ClassRanks, LabelScores, measured
 from .ranking import Places, checked_embeds, checked_finite, checked_index, positive_places
+
+
+def distinct(prompts: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Each prompt once, and the place of each of ``prompts`` among them.
+
+    Classes with equal prompts tie exactly if these are encoded once: the embeddings of two batches differ by rounding.
+    """
+    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+    return list(places), [places[prompt] for prompt in prompts]
 
 
 @torch.no_grad()

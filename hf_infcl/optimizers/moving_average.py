@@ -97,7 +97,8 @@ class MovingAverage:
         self._stepped = False
         pairs = list(self._pairs())
         number = self._first.get(UPDATES, 0)  # a loaded optimizer may have been without average
-        decay = min(self._decay, (1 + number) / (10 + number))
+        # The first time the average becomes the weights: after the step that began it, logit_scale was limited.
+        decay = min(self._decay, (1 + number) / (10 + number)) if number else 0.0
         update = get_ema_multi_avg_fn(decay)
         if self._in_host:
             for average, weights in pairs:

@@ -12,7 +12,8 @@ from .declaring import FINITE, HelpPlace, Range, option
 class KeepingOptions:
     keep_features: float | None = option(
         "Weight β of the squared distance to the embeddings before the training. All are normalised. The mean over the "
-        "batch, summed over both towers, is minimised with the loss. A frozen copy of the model runs once per step.",
+        "images of the batch, summed over both towers and all captions of an image, is minimised with the loss. A "
+        "frozen copy of the model runs once per step.",
         decides=True,
         within=FINITE,
         card="weight of the distance from the embeddings of the start",

@@ -13,9 +13,9 @@ NOISY = "noisy"
 class SelectionOptions:
     leave_out: str | None = option(
         "Leave out pairs that do not seem to belong together: 'noisy' finds how many, or a share such as 0.1. They "
-        "are neither positives nor negatives. 'noisy' leaves out none while too few pairs look "
-        "wrong; epochs of a shuffled table pass over what it leaves out. Both begin when the pairs have been seen "
-        "three times, so they need several epochs.",
+        "are neither positives nor negatives, but teachers and keep_features still draw them. 'noisy' leaves out none "
+        "while too few pairs look wrong; epochs of a shuffled table pass over what it leaves out. Both begin when the "
+        "pairs have been seen three times, so they need several epochs.",
         decides=True,
         short_help=HelpPlace("Data", 110),
         excludes={

@@ -25,7 +25,8 @@ class TeacherOptions:
     )
     teacher_weight: float = option(
         "Weight β of the squared distance to the embeddings of the teacher. All are normalised. The mean over the "
-        "batch and over several teachers, summed over both towers, is minimised with the loss.",
+        "images of the batch and over several teachers, summed over both towers and all captions of an image, is "
+        "minimised with the loss.",
         default=1.0,
         decides=True,
         within=FINITE,

@@ -35,7 +35,7 @@ class Progress:
 
     def __init__(self, step: int, course: Course, earlier: float = 0.0) -> None:
         now = time.perf_counter()
-        self._first_step, self.samples = step, course.samples_before
+        self.first_step, self.samples = step, course.samples_before
         self._began = now - earlier
         self._last_log = now, step
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
@@ -65,10 +65,6 @@ class Progress:
         kept: Any = state.stateful_callbacks
         kept[_SECONDS] = round(time.perf_counter() - self._began, 3)
 
-    def steps(self, step: int) -> int:
-        """The optimizer steps of this training up to a step."""
-        return step - self._first_step
-
     def logs(self, step: int, device: torch.device) -> dict[str, float]:
         """global_batch_size, samples_seen, samples_per_second since the last call, train_seconds, peak_memory.
 
@@ -84,6 +80,10 @@ class Progress:
         if device.type == "cuda":
             logs["peak_memory"] = torch.cuda.max_memory_allocated(device)
         return logs
+
+    def rate(self, step: int, seconds: float) -> dict[str, float]:
+        """train_samples_per_second of this training, up to a step: Trainer takes its steps for equally large."""
+        return {"train_samples_per_second": round((self.samples(step) - self.samples(self.first_step)) / seconds, 3)}
 
     def operations(self, inputs: dict[str, Tensor], count: Callable[[dict[str, Tensor]], int]) -> int:
         """Trainer's ``count`` of the operations of a batch, made once for each shape, since it lists all parameters."""

@@ -32,7 +32,7 @@ def class_vectors(dataset: ZeroShotDataset, setup: Setup, processing_class: obje
     Raises:
         ValueError: neither of them has a tokenizer, or a token has no embedding.
     """
-    tokenize, prompts = _tokenizer(setup, processing_class), dataset.prompts()
+    tokenize, (prompts, places) = _tokenizer(setup, processing_class), evaluation.distinct(dataset.prompts())
     size = setup.args.per_device_eval_batch_size
     with failures_announced_unless_sharded(setup.accelerator):
         padding = setup.collator.text_padding if isinstance(setup.collator, ContrastiveCollator) else None
@@ -51,7 +51,7 @@ def class_vectors(dataset: ZeroShotDataset, setup: Setup, processing_class: obje
             return _encoded(batches[0] if len(batches) == 1 else _joined(batches, padding or {}), setup)
 
         share = encode_share(prompts, encode, size * batches_at_once)
-    texts = gather_rows(share)[: len(prompts)]
+    texts = gather_rows(share)[places]
     return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))
 
 

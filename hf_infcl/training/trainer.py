@@ -182,7 +182,7 @@ class InfCLTrainer(Trainer):
     @property
     def steps_trained(self) -> int:
         """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
-        return self.progress.steps(self.state.global_step)
+        return self.state.global_step - self.progress.first_step
 
     @property
     def samples_seen(self) -> int:
@@ -326,9 +326,10 @@ class InfCLTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds `WindowStep.logs`, `Progress.logs` and `TrainingData.logs` to the logs of the training; collective."""
         if "loss" in logs:
-            logs |= self.window_step.logs(logs)
-            logs |= self.progress.logs(self.state.global_step, self.args.device)
+            logs |= self.window_step.logs(logs) | self.progress.logs(self.state.global_step, self.args.device)
             logs |= self.training_data.logs()
+        elif "train_samples_per_second" in logs:
+            logs |= self.progress.rate(self.state.global_step, logs["train_runtime"])
         super().log(logs, start_time)
         if "loss" in logs:
             self.progress.warn_of_flat_loss(self.state, self.setup, self.training_data.window)

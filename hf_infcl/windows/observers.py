@@ -46,7 +46,7 @@ class TowerNorms(StepObserver):
 
 
 class PositiveCosines(StepObserver):
-    """The mean cosine of the positives of the global batch."""
+    """The mean cosine of all pairs of the global batch, also of those that are left out."""
 
     name = "positive_cosines"
 

@@ -51,6 +51,8 @@ class Teacher(Protocol):
 class TeacherDistance(LossTerm):
     """β times the mean over the global batch of ‖v − v_T‖² + ‖t − t_T‖², the squared distances to a teacher's.
 
+    Several captions of an image add up, and so do negative captions: the batch is its images.
+
     Of several teachers it is the mean of their distances. Pairs that no teacher knows are left out of the mean. A
     teacher of another width is compared with a linear map of the student's embeddings (without bias, then normalised),
     which is trained with the model and not saved with it. CLIP-KD (arXiv 2307.12732) found this the best single term.

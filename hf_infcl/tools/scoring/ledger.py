@@ -34,7 +34,7 @@ class Ledger:
     score: np.ndarray
     p_wrong: np.ndarray  # [n] fp32; see `probability_wrong`
     # [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose image the text prefers.
-    # Both are the pair itself if it has the highest cosine. -1 if unknown.
+    # Both are the pair itself if it has the highest cosine, or its image, its caption or its id. -1 if unknown.
     text_key: np.ndarray
     image_key: np.ndarray
     caption: list[str] = field(default_factory=list)  # n captions, of each pair one; empty if unknown
@@ -168,8 +168,8 @@ def probability_wrong(score: np.ndarray) -> np.ndarray:
 
     Scores of pairs that do not belong together lie around 0, as many above it as below, and those of other pairs
     above. So there are as many wrong pairs with a score near s > 0 as pairs with one near -s, and their share of all
-    pairs near s is the probability; near means within 0.25. It is 1 for s <= 0, and never rises with the score. Where
-    all pairs belong together, hardly any score is below 0, and hardly any pair is taken for wrong.
+    pairs near s is the probability; near means within 0.25. It is 1 for s <= 0, and at least that of any higher score.
+    Where all pairs belong together, hardly any score is below 0, and hardly any pair is taken for wrong.
 
     Of the scores after trainings with ``leave_out`` on drawings with 10, 20 and 50% wrong captions, those with a
     probability of at least 0.9 were wrong in 76, 87 and 93% of the cases, and were half of all that are wrong; the sum

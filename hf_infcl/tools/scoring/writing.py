@@ -35,7 +35,9 @@ def write_ledger(
     averages: tuple[Tensor, Tensor] | None = None,
     left_out: np.ndarray | None = None,
 ) -> Ledger:
-    """Scores a training set without augmentation by the model of an `InfCLTrainer`; see `score_pairs`; collective.
+    """Scores a training set by the model of an `InfCLTrainer`; see `score_pairs`; collective.
+
+    The set should not augment its images.
 
     The main process writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``, and alone knows the file names of a
     table. With ``averages``, ``left_out`` [n] bool says of the same pairs whether they are left out.
