@@ -44,8 +44,8 @@ def load_pretrained(
             model that is created from the config, with this ``seed``.
 
     Raises:
-        ValueError: they cannot be loaded; weights are missing, or have other shapes; ``new_weights`` names weights that
-            are not missing.
+        ValueError: they cannot be loaded; weights are missing, have other shapes, or are not finite; ``new_weights``
+            names weights that are not missing.
     """
     base = base_of_adapters(checkpoint)
     model = _complete(base or checkpoint, dtype, new_weights, seed, adapters=checkpoint if base else None)
@@ -102,7 +102,8 @@ def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
     That is the adapter, and what was trained beside it, such as ``logit_scale``.
 
     Raises:
-        ValueError: peft is not installed, the adapter is not one of this model, or its file lacks tensors.
+        ValueError: peft is not installed, the adapter is not one of this model, or its file lacks tensors or holds some
+            that are not finite.
     """
     try:
         import peft
@@ -123,6 +124,7 @@ def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
                 f"The adapter {adapter} {words} {_listed(names)}. Name the adapter as it was saved, and the model on "
                 "which it was trained."
             )
+    check_finite(adapter, held)
     for name in held.keys() & parameters.keys():
         parameters[name].requires_grad_(True)
     return model
@@ -148,7 +150,21 @@ def _complete(
         raise ValueError(f"{adapters!r} holds adapters of {checkpoint!r}, which cannot be loaded. {error}") from error
     if new:
         _fill(model, new, seed)
+    check_finite(checkpoint, model.state_dict())
     return model
+
+
+def check_finite(checkpoint: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError if a tensor of the checkpoint holds values that are not finite, which would spread."""
+    # aminmax passes NaN on, and reads the weights once and without a copy.
+    wrong = [name for name, one in tensors.items() if one.numel() and not all(end.isfinite() for end in one.aminmax())]
+    if wrong:
+        count = int((~tensors[wrong[0]].isfinite()).sum())
+        raise ValueError(
+            f"{checkpoint!r} holds weights that are NaN or infinite: {_listed(wrong)} ({count:,} of "
+            f"{tensors[wrong[0]].numel():,} values of {wrong[0]}). Leave this checkpoint out, and name one that was "
+            "saved before."
+        )
 
 
 def _lacking(model: nn.Module, report: Mapping[str, Any]) -> dict[str, str]:
