@@ -9,6 +9,7 @@ import torch
 
 from ...loading.shares import replay_share
 from ...options.batch_options import DIVISION
+from ...options.declaring import spelled
 from .answers import TOO_FEW_STEPS
 from .costs import DECODED, GIB, LEFT_OUT, MEMORY, USABLE, Choice
 from .planner import Planner
@@ -90,7 +91,7 @@ def _premises(planner: Planner, old: int, *, has_adapters: bool) -> Iterator[str
     else:
         rates = f" Times are predicted with the rates of an {gpu}." if options.gpu_memory else ""
         yield f"{batch} on {choice.gpus} × {name} is {choice.rows:,} per GPU.{rates}"
-    left_out = [f"--{name} {value}" for name in LEFT_OUT if (value := getattr(options, name))]
+    left_out = [_written({name: value}) for name in LEFT_OUT if (value := getattr(options, name))]
     if left_out := [*left_out, *["the adapters of the model"] * has_adapters]:
         yield (
             f"The prediction leaves out {' and '.join(left_out)}: it is of bf16 and AdamW or Muon, with the whole "
@@ -133,7 +134,7 @@ def _written(options: Mapping[str, object]) -> str:
     words = []
     for name, value in options.items():
         of_value = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name}", *map(str, of_value)]
+        words += [f"--{name}", *map(spelled, of_value)]
     return " ".join(words)
 
 
