@@ -705,7 +705,7 @@ class TestCollator:
     def test_items_of_different_kinds_are_refused(self, key):
         rows = [{"image": picture(0, (20, 30)), key: ["a"]}, {"image": picture(1, (20, 30))}]
         for mixed in (rows, rows[::-1]):
-            with pytest.raises(ValueError, match=rf"1 of 2 items of a batch have {key!r}.*same options"):
+            with pytest.raises(ValueError, match=rf"{key!r} is in 1 of 2 items of a batch, and not in .*same options"):
                 ContrastiveCollator(clip_processor())(mixed)
 
     def test_zero_shot_items(self):

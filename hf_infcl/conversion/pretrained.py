@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig,
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_config_file
 
 from ..hub import asks_hub_once
+from ..shards.values import counted
 from .explaining import explained
 from .folders import HUB
 
@@ -232,7 +233,7 @@ def _prefix_of_all(unexpected: Sequence[str], lacking: Mapping[str, str]) -> str
 
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more:,} others" if more > 0 else "")
+    return ", ".join(names[:_SHOWN]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
 def _has_file(checkpoint: str, name: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..options.batch_schedule import BatchSchedule, Course, divided_batch
+from ..shards.values import counted
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class BatchPlan(Course):
                 new = f", of which {size - self.old(size):,} are new" if self.old(size) else ""
                 fits = 1 << max(0, (rows // 4).bit_length() - 1)  # with four steps in a pass, or more
                 raise ValueError(
-                    f"A pass over the training set has {rows:,} pairs, fewer than one global batch of {size:,}"
+                    f"A pass over the training set has {counted(rows, 'pair')}, fewer than one global batch of {size:,}"
                     f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, for example to {fits}, "
                     "use more data, or raise samples_per_epoch of a stream."
                 )

@@ -10,6 +10,7 @@ import torch
 from ...loading.shares import replay_share
 from ...options.batch_options import DIVISION
 from ...options.declaring import spelled
+from ...shards.values import counted
 from .answers import TOO_FEW_STEPS
 from .costs import DECODED, GIB, LEFT_OUT, MEMORY, USABLE, Choice
 from .planner import Planner
@@ -48,7 +49,7 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
             yield f"  The mean of all steps is {duration(mean)}."
 
     def length(steps: int) -> str:
-        return f"{number(steps, 'step')}{f' and {duration(steps * mean)}' * is_timed}."
+        return f"{counted(steps, 'step')}{f' and {duration(steps * mean)}' * is_timed}."
 
     pairs, steps = options.dataset_size, options.max_steps
     if pairs is not None:
@@ -163,14 +164,10 @@ def _times(planner: Planner) -> Iterator[str]:
     rate = planner.images_per_second
     yield (
         f"  {'This machine' if on_cpu else 'Each GPU'} trains up to {rate:,.0f} images per second. These times leave "
-        f"out the loading, which takes about {number(math.ceil(rate / DECODED), 'worker')} of {DECODED} images per "
+        f"out the loading, which takes about {counted(math.ceil(rate / DECODED), 'worker')} of {DECODED} images per "
         "second (one core, images of 54 kB: scripts/benchmarks/results/README.md#images-and-shards); `infcl check` "
         "measures yours."
     )
-
-
-def number(count: int, word: str) -> str:
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def duration(seconds: float) -> str:
