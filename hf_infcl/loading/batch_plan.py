@@ -24,6 +24,7 @@ class Position:
 
 
 BEGIN = Position()
+MOST_PASSES = 2**20  # each is planned, and so many take seconds and 300 MB
 _ENDLESS = 2**40  # steps of data without an end
 
 
@@ -105,6 +106,12 @@ class BatchPlan(Course):
                     f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, for example to {fits}, "
                     "use more data, or raise samples_per_epoch of a stream."
                 )
+        passes = self._whole / rows if rows else 0.0
+        if passes > MOST_PASSES:
+            raise ValueError(
+                f"The training would make about {passes:.3g} passes over {counted(rows or 0, 'pair')}, and a plan has "
+                f"room for {MOST_PASSES:,}. Lower num_train_epochs or max_steps."
+            )
         self.begin, self.largest = at, max(schedule.sizes)  # the latter in pairs
         self._too_large: set[int] = set()  # for the rest of a pass
         self.sections = list(self._walk(at))  # its steps, by size and pass
