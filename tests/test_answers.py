@@ -137,6 +137,17 @@ def test_the_answer_for_a_set_that_was_checked(options, known, name):
         ("old pairs", {"replay_dataset": ["my old"]}, 500, "--guard_dataset 'my old' --num_train_epochs 7\n"),
         ("several captions", {"captions_per_image": 2}, None, "image you have written: --captions_per_image 2\n"),
         ("few pairs", {"num_train_epochs": 200}, 500, "--global_batch_size 64 --num_train_epochs 200 --early"),
+        (
+            "few pairs",
+            {
+                "recipe": "finetune_alone",
+                "global_batch_size": 64,
+                "num_train_epochs": 200.0,
+                "early_stopping_patience": 3,
+            },
+            500,
+            "you have written: --recipe finetune_alone --global_batch_size 64 --num_train_epochs 200 --early",
+        ),
         ("frozen images", {"num_train_epochs": 200}, 20_000, "--recipe lit --global_batch_size 4096\n"),  # a quarter
         # From random weights a thousand steps in the epochs that were measured, and the batch that leaves two.
         (

@@ -89,7 +89,7 @@ def test_other_models_and_paths_are_refused():
     state = {"a": torch.zeros(2, 3), "b": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"a has the shape \(2, 3\) at the start and \(3, 2\) at the end"):
         interpolated(state, {**state, "a": torch.zeros(3, 2)}, 0.5)
-    with pytest.raises(ValueError, match="1 names of weights are in one of them alone, such as c of the end"):
+    with pytest.raises(ValueError, match="1 weight without a counterpart, such as c of the end"):
         interpolated(state, {**state, "c": torch.zeros(1)}, 0.5)
     with pytest.raises(ValueError, match="path must be one of line, depth, got 'curve'"):
         interpolated(state, state, 0.5, "curve")
@@ -241,7 +241,7 @@ def test_the_halves_of_a_guard_are_random_disjoint_and_always_the_same():
     assert 15 < sum(row < 51 for row in first) < 36, "not the first rows, and not every second one"
     assert first != list(range(0, 101, 2))
     assert [half["row"][:] for half in halves(rows)] == [first, second]
-    with pytest.raises(ValueError, match=r"it has 1 rows\. Give at least 2"):
+    with pytest.raises(ValueError, match=r"it has 1 row\. Give at least 2"):
         halves(rows.select([0]))
 
 

@@ -298,6 +298,9 @@ def test_images_of_another_size_are_refused(tmp_path):
         ({"on_divergence": "roll_back"}, "on_divergence=roll_back has no effect without divergence_factor"),
         ({"on_divergence": "roll_back", "divergence_factor": 3}, "needs checkpoints with the optimizer"),
         ({"bf16": True, "fp16": True}, "bf16=True and fp16=True exclude each other: at most one"),
+        # What a training would count without an end.
+        ({"global_batch_size": 10**30}, "global_batch_size must be less than 1,099,511,627,776, .* got 1,000,000,0"),
+        ({"max_steps": 2**40}, "max_steps must be less than 1,099,511,627,776, which no training counts up to, got"),
         ({"max_steps": 0}, "max_steps must be more than 0, or -1 to train num_train_epochs, got 0"),
         ({"max_grad_norm": None}, r"max_grad_norm must be a number of at least 0 \(0 disables clipping\), got None"),
         ({"learning_rate": "1e-3"}, "learning_rate must be a finite number of at least 0, got '1e-3'"),

@@ -1,6 +1,7 @@
 """A global batch that grows: the plan, exact gradients of each stage, resumes around a change, and what counts."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -48,6 +49,12 @@ def test_stages_get_their_shares_of_the_samples():
     assert {size: sizes.count(size) for size in sizes} == {256: 576, 512: 288, 1024: 144, 2048: 72}
     assert sizes == sorted(sizes)
     assert [plan.micro_batches(step) for step in (0, 600, 1079)] == [1, 2, 8]
+
+
+@pytest.mark.parametrize(("options", "passes"), [({"epochs": 1e30}, "1e+30"), ({"max_steps": 10**12}, "1.33e+11")])
+def test_passes_without_an_end_are_refused_before_they_are_planned(options, passes):
+    with pytest.raises(ValueError, match=f"about {re.escape(passes)} passes over 40 pairs, and a plan has room for"):
+        planned("4:0.5 8", 40, **options)
 
 
 @pytest.mark.parametrize(("rows", "epochs"), [(100, 3), (37, 5), (64, 0.5), (1000, 1)])

@@ -20,6 +20,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
+from hf_infcl.shards.values import counted
 from hf_infcl.tools.checking import sheet
 from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker, thumbnail
@@ -283,7 +284,7 @@ def test_old_pairs_are_checked_like_new_ones(model, tmp_path, capsys):
     _, found, options = check(model, tmp_path / "out", *words, "--guard_split", "train")
     assert found == {**{"train": {}, "replay1": {}, "replay2": {"broken": {"20"}}}, "guard1_test": {"overlap": {"0"}}}
     assert "--on_bad_sample skip" in options
-    assert f"look like an image of --replay_dataset {tmp_path / 'old1'}: row 0 like row 3." in capsys.readouterr().out
+    assert f"looks like an image of --replay_dataset {tmp_path / 'old1'}: row 0 like row 3." in capsys.readouterr().out
 
 
 def test_captions_that_no_recall_can_tell_apart_are_told_as_a_training_tells_them(model, tmp_path, capsys):
@@ -343,6 +344,21 @@ def test_a_caption_of_most_pairs_spoils_the_training(model, tmp_path):
     code, found, _ = check(model, tmp_path / "out", *as_folder(tmp_path / "data", rows), "--pair_id_column", "caption")
     assert code == 1
     assert found["train"].keys() == {"same_caption"}
+
+
+@pytest.mark.parametrize(
+    ("count", "word", "words"),
+    [
+        (1, "pair", "1 pair"),
+        (0, "pair", "0 pairs"),
+        (2000, "step", "2,000 steps"),
+        (1, "process", "1 process"),
+        (2, "process", "2 processes"),
+        (3, "full batch", "3 full batches"),
+    ],
+)
+def test_what_is_counted_has_its_number(count, word, words):
+    assert counted(count, word) == words
 
 
 def test_pairs_of_one_caption_stand_beside_each_other(model, tmp_path, monkeypatch):
@@ -504,6 +520,6 @@ def test_a_training_begins_with_a_short_check_that_changes_nothing(small, tmp_pa
         losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
         printed = capsys.readouterr().out
         assert ("26 pairs of the training set were checked." in printed) == (samples is None)
-        assert ("1 of 26 pairs (3.85%) have an image of a single colour: row 3 (8 × 8)" in printed) == (samples is None)
+        assert ("1 of 26 pairs (3.85%) has an image of a single colour: row 3 (8 × 8)" in printed) == (samples is None)
         assert "have a caption that another one" not in printed, "which the trainer tells"
     assert losses[0] == losses[1]

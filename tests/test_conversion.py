@@ -26,6 +26,7 @@ from helpers.open_clip_models import (
 from helpers.processors import tokenizer
 from huggingface_hub import constants
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from hf_infcl.conversion import (
     comparison,
@@ -321,6 +322,17 @@ def test_a_hub_repository_is_read_like_a_folder(tmp_path, monkeypatch):
     assert asked == ["laion/model", ("laion/model", "open_clip_model.safetensors")]
     assert checkpoint.folder == folder
     assert checkpoint.tensors.keys() == tensors("CLIP").keys()
+
+
+def test_weights_that_are_not_finite_are_not_converted(tmp_path, capsys):
+    folder = folder_of("CLIP", tmp_path / "theirs")
+    file = next(folder.glob("*.safetensors"))
+    weights = load_file(file)
+    weights["text_projection"][0, 0] = torch.nan
+    save_file(weights, file)
+    line = mistake(capsys, "convert", folder, tmp_path / "ours")
+    assert f"{str(folder)!r} holds weights that are NaN or infinite: text_projection.weight (1 of" in line
+    assert not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize("case", ["CLIP", "SigLIP"])

@@ -378,6 +378,23 @@ class TestPairIds:
         ids = [item["pair_id"] for item in ImageTextDataset(rows, pair_id_column="id")]
         assert ids == np.array(values, dtype).astype(np.int64).tolist()
 
+    @pytest.mark.parametrize("held", [False, True])
+    def test_images_are_ids_by_the_path_of_a_table_or_the_contents_that_it_holds(self, tmp_path, held):
+        for row in range(2):
+            picture(row).save(tmp_path / f"{row}.png")
+        (tmp_path / "table").mkdir()
+        (tmp_path / "table/train.csv").write_text("filepath,caption\n../0.png,a\n../1.png,b\n../0.png,c\n")
+        rows = load_pairs(str(tmp_path / "table"), split="train", image_column="filepath")
+        if held:
+            images = [{"bytes": (tmp_path / f"{row}.png").read_bytes(), "path": "any.png"} for row in (0, 1, 0)]
+            rows = Dataset.from_dict({"filepath": images, "caption": rows["caption"]})
+        dataset = ImageTextDataset(rows, pair_id_column="filepath")
+        items = [dataset[row] for row in range(3)]
+        assert [row_of(item) for item in items] == [0, 1, 0]
+        first, other, again = (item["pair_id"] for item in items)
+        assert first == again != other
+        assert [dataset.without_image(row)["pair_id"] for row in range(3)] == [first, other, again]
+
     @pytest.mark.parametrize("wrap", [lambda parts: parts, lambda parts: [Subset(part, range(8)) for part in parts]])
     def test_rows_of_several_datasets_have_ids_of_their_own(self, wrap):
         """The parts have the same numbers of rows, columns and captions. Only their images differ."""
@@ -521,7 +538,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS, {"pair_id_column": "pair"}, r"no column 'pair'.* with pair_id_column \("),
         (PAIRS, {"image_column": "id"}, "image_column 'id' must hold images, .* not Value"),
         (PAIRS, {"image_column": "caption"}, "image_column and caption_column are both 'caption'. Name another"),
-        (PAIRS, {"pair_id_column": "image"}, "image_column and pair_id_column are both 'image'. Name another"),
+        (PAIRS, {"negative_caption_column": "image"}, "image_column and negative_caption_column are both 'image'."),
         (PAIRS, {"caption_column": "id"}, "caption_column 'id' must hold strings or lists of strings, not Value"),
         (PAIRS, {"caption_column": "tags"}, "caption_column 'tags' must hold strings or lists of strings, not List"),
         (PAIRS, {"pair_id_column": "score"}, "pair_id_column 'score' must hold integers or strings, not Value"),
@@ -703,7 +720,7 @@ class TestCollator:
     def test_items_of_different_kinds_are_refused(self, key):
         rows = [{"image": picture(0, (20, 30)), key: ["a"]}, {"image": picture(1, (20, 30))}]
         for mixed in (rows, rows[::-1]):
-            with pytest.raises(ValueError, match=rf"1 of 2 items of a batch have {key!r}.*same options"):
+            with pytest.raises(ValueError, match=rf"{key!r} is in 1 of 2 items of a batch, and not in .*same options"):
                 ContrastiveCollator(clip_processor())(mixed)
 
     def test_zero_shot_items(self):

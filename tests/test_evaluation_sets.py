@@ -66,7 +66,7 @@ def test_documented_csv_trains_beside_folders_that_evaluate(table, tmp_path):
     assert [s[0]["image"][0, 0, 0] for s in sets.values()] == [5, 0, 5, 0]
     lines = list(opening.describe_sets(sets))
     assert lines[0] == (
-        f"pairs is --eval_dataset {pairs.parent}: 1 images of the split test; image_column image, "
+        f"pairs is --eval_dataset {pairs.parent}: 1 image of the split test; image_column image, "
         "caption_column caption."
     )
     assert lines[1].endswith("The prompts begin with 'a photo of a cat.', 'a photo of a dog.'.")

@@ -372,7 +372,7 @@ def test_a_batch_that_what_fits_does_not_divide_is_refused_before_the_first_step
 
 
 def test_nothing_fits(tmp_path):
-    with pytest.raises(ValueError, match="Not even micro-batches of 1 pairs fit into the memory of every process"):
+    with pytest.raises(ValueError, match="Not even micro-batches of 1 pair fit into the memory of every process"):
         trained(tmp_path, 0, global_batch_size=16)
 
 

@@ -1,6 +1,7 @@
 """A checkpoint that lacks weights is refused, and adapters come with the model on which they were trained."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from helpers.processors import clip_processor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_infcl.checkpoints.between import BetweenCheckpoints
+from hf_infcl.conversion import convert
 from hf_infcl.conversion.models import load, load_config, load_readers
 from hf_infcl.conversion.pretrained import base_of_adapters
 from hf_infcl.encoders.adapters import has_adapters, with_adapters
@@ -81,6 +84,29 @@ def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path, model, ch
     checkpoint = saved(tmp_path, model(), change)
     with pytest.raises(ValueError, match=message):
         load(checkpoint)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_named_and_neither_averaged_nor_converted(tmp_path, value):
+    def spoil(weights: Weights) -> Weights:
+        weights["text_projection.weight"][0, :3] = value
+        return weights
+
+    good, bad = saved(tmp_path / "good", models.clip()), saved(tmp_path / "bad", models.clip(), spoil)
+    message = re.escape(f"{bad!r} holds weights that are NaN or infinite: text_projection.weight (3 of 192 values of")
+    for ends in ((good, bad), (bad, good)):
+        with pytest.raises(ValueError, match=message):
+            BetweenCheckpoints(*ends, "line")
+    with pytest.raises(ValueError, match=message):
+        convert(bad, tmp_path / "open_clip", to="open_clip")
+    adapted(tmp_path / "adapter", good)
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "lora_B" in name)
+    weights[name][0, 0] = value
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"adapter' holds weights that are NaN or infinite: {re.escape(name)}"):
+        BetweenCheckpoints(good, str(tmp_path / "adapter"), "line")
 
 
 def test_buffers_and_other_heads_are_no_fault(tmp_path):

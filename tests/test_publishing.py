@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, ZeroShotDataset
 from hf_infcl.checkpoints.average_search import Averaged
+from hf_infcl.shards.values import counted
 from hf_infcl.tools.cli import main
 from hf_infcl.tools.cli.evaluate import other_loss
 from hf_infcl.tools.publishing import CardCallback, Evaluation, Source, pictures, training_facts
@@ -667,7 +668,7 @@ def test_the_card_and_the_curves_are_kept_up_to_date_during_the_training(tmp_pat
 
     class Look(TrainerCallback):
         def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-            assert f"{state.global_step} optimizer steps" in (tmp_path / "README.md").read_text()
+            assert f"| {counted(state.global_step, 'optimizer step')}, " in (tmp_path / "README.md").read_text()
             seen.append((tmp_path / "curves.png").read_bytes())
 
     callback = CardCallback(describe)

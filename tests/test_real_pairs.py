@@ -700,6 +700,24 @@ def test_runs_with_icons_and_of_pretrained_towers_can_be_made(module):
         assert args.text_learning_rate == pytest.approx(args.learning_rate * job["text"])
 
 
+def test_a_toy_of_pretrained_towers_keeps_clip_art_and_the_rest_with_their_swaps(module):
+    """Each caption is the number of its image here, and so is each swapped one."""
+    towers, rows, swapped = module("pretrained_towers"), torch.arange(6), torch.tensor([0, 1, 1, 3, 5, 5])
+    clip_art = torch.tensor([0, 0, 1, 0, 1, 1]).bool()
+    swaps = {"image": swapped, "tokens": swapped, "kind": torch.zeros(6)}
+    of_set = {"images": rows, "tokens": rows, "clip_art": clip_art, "swaps": swaps}
+    data = {**dict.fromkeys(("images", "tokens", "counts"), rows), "sources": [*3 * ["openmoji"], *3 * ["tuxpaint"]]}
+    toy = towers.without({**data, "sets": dict.fromkeys(("validation", "concepts", "vendor"), of_set)}, 2)
+    assert sorted(toy["images"].tolist()) == sorted(toy["counts"].tolist()) == [0, 1, 3, 4]
+    assert [data["sources"][row] for row in toy["tokens"].tolist()] == toy["sources"]
+    assert sorted(toy["sets"]["vendor"]["images"].tolist()) == [0, 1, 2, 4]
+    assert toy["sets"]["vendor"]["swaps"]["tokens"].tolist() == [0, 1, 1]
+    of_clip_art = towers.sets_of_clip_art(toy["sets"])
+    assert of_clip_art["concepts"]["images"].tolist() == [2, 4]
+    for found in (*toy["sets"].values(), *of_clip_art.values()):
+        assert torch.equal(found["images"][found["swaps"]["image"]], found["swaps"]["tokens"])
+
+
 def test_a_frozen_norm_is_the_batch_norm_in_evaluation(module):
     norm = torch.nn.BatchNorm2d(3)
     torch.nn.init.normal_(norm.weight)

@@ -60,6 +60,23 @@ def test_resume_is_bit_identical_with_dropout(rank, world_size, tmp_path, kind, 
     check_resume(tmp_path, data, stop, seed=99 + rank, **options)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_log_after_a_resume_has_the_mean_loss_of_its_whole_interval(rank, world_size, tmp_path):
+    data, options = models.Pairs(16 * world_size + 3), {**OPTIONS, "logging_steps": 4, "logging_first_step": False}
+    whole = trained(trainer_for(f"{tmp_path}/whole", models.clip(), data, **options))
+    trainer_for(f"{tmp_path}/parts", models.clip(), data, **options, callbacks=[StopAt(3)]).train()
+    resumed = trainer_for(f"{tmp_path}/parts", models.clip(), data, **options)
+    of_rest = resumed.train(resume_from_checkpoint=True).training_loss
+    logged = [[(e["step"], e["loss"]) for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert logged[0] == logged[1]
+    assert [step for step, _ in logged[0]] == [4]
+    one_by_one = trained(trainer_for(f"{tmp_path}/each", models.clip(), data, **{**options, "logging_steps": 1}))
+    losses = [e["loss"] for e in one_by_one.state.log_history if "loss" in e]
+    assert logged[0][0][1] == pytest.approx(sum(losses[:4]) / 4)
+    assert of_rest == pytest.approx(sum(losses[3:]) / 3), "that of the steps that this training made"
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_resume_is_bit_identical_with_workers(tmp_path, persistent):
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}

@@ -336,7 +336,7 @@ def test_the_words_of_what_is_left_out():
     shared, rare = lines_of_words(captions, chosen)
     assert "'otter' (3 of 4)" in shared
     assert "fox" not in shared
-    assert rare.startswith("100.0% of the 1 pairs with a word that no other caption has are among them, and 15.8%")
+    assert rare.startswith("Of pairs with a word that no other caption has (1), 100.0% are among them, and 15.8%")
     assert list(lines_of_words(captions, np.zeros(20, bool))) == []
 
 
@@ -465,7 +465,7 @@ def test_what_two_ledgers_leave_has_the_numbers_of_the_whole_table(folder, tmp_p
 def test_a_ledger_without_wrong_pairs_advises_to_exclude_none(tmp_path):
     for scores, told in (
         (np.full(50, 5.0), f"None of 50 pairs seems wrong. The score of each is in {tmp_path / LEDGER_FILE}."),
-        (np.array([-1.0] + [5.0] * 49), "1 of 50 pairs do not seem to belong together, 1 of them with a probability"),
+        (np.array([-1.0] + [5.0] * 49), "1 of 50 pairs does not seem to belong together, 1 of them with a probability"),
     ):
         (line, *_) = ledger_lines(make_ledger("data", np.arange(50), scores), tmp_path)
         assert told in line

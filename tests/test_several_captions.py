@@ -292,14 +292,14 @@ class Ids(TrainerCallback):
 
 def test_parts_with_and_without_ids_are_refused(tmp_path):
     data = ConcatDataset([pictures(), pictures(on_bad_sample="skip")])
-    with pytest.raises(ValueError, match=r"\d of 3 items of a batch have 'pair_id', and the others have not"):
+    with pytest.raises(ValueError, match=r"'pair_id' is in \d of 3 items of a batch, and not in the others"):
         trainer_of_pictures(tmp_path, data=data, gradient_accumulation_steps=8).train()
     without = iter([False, True])
 
     def sometimes(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return (without_ids if next(without) else collate)(items)
 
-    with pytest.raises(ValueError, match="1 of the 2 micro-batches of a global batch have pair_ids"):
+    with pytest.raises(ValueError, match="pair_ids are in 1 of the 2 micro-batches of a global batch"):
         trainer_for(tmp_path, data=WithNegatives(ROWS, 1), data_collator=sometimes).train()
 
 

@@ -141,7 +141,7 @@ def test_one_process_goes_on_where_two_stopped(ranks, tmp_path):
     whole = windows_of(tmp_path / "whole")
     assert {step: sorted(rows) for step, rows in (both | alone).items()} == {s: sorted(r) for s, r in whole.items()}
     options["dataloader_num_workers"] = 3
-    with pytest.raises(ValueError, match=r"4 lanes .* 1 processes with 3 .* dataloader_num_workers to one of"):
+    with pytest.raises(ValueError, match=r"4 lanes .* 1 process with 3 .* dataloader_num_workers to one of"):
         train(tmp_path / "shards", output, 10, "no", f"{output}/checkpoint-6", **options)
 
 

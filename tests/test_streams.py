@@ -140,7 +140,7 @@ def test_data_loader_workers_give_the_same_sequence(make, monkeypatch):
     batches = make().batches(2, numbers, num_workers=2)
     loader = DataLoader(batches, batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert [batch for batch, _ in itertools.islice(loader, 60)] == expected
-    with pytest.raises(ValueError, match="has 1 workers, but the batches were made for 2"):
+    with pytest.raises(ValueError, match="has 1 worker, but the batches were made for 2"):
         next(iter(batches))
     items = DataLoader(make(), batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert len({item["pair_id"] for item in itertools.islice(items, 100)}) > 90
@@ -293,7 +293,7 @@ def test_fewer_shards_than_readers_are_split_evenly(tmp_path, monkeypatch, kind,
 
 def test_a_shard_with_fewer_samples_than_readers_is_named(tmp_path):
     write_tars(tmp_path, [3])
-    with pytest.raises(ValueError, match=r"'.*00000.tar' has 3 samples, which cannot be shared among 4 readers"):
+    with pytest.raises(ValueError, match=r"'.*00000.tar' has 3 samples and cannot be shared among 4 readers"):
         ImageTextStream(str(tmp_path)).batches(1, num_workers=4)
 
 

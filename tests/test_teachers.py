@@ -622,7 +622,7 @@ def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path
     taught(tmp_path, ImageTextStream(f"{shards}/1.tar"), **given)
     with pytest.raises(ValueError, match="stored embedding of a teacher: 1 of the 3 shards"):
         taught(tmp_path, ImageTextStream(f"{shards}/*.tar"), **given)
-    with pytest.raises(ValueError, match="none of the 1 shards is one of the 2"):
+    with pytest.raises(ValueError, match="of its 1 shard, none is one of the 2"):
         taught(tmp_path, ImageTextStream(f"{shards}/2.tar"), **given)
     both = store(ShardSource(ImageTextStream(f"{shards}/2.tar")), tmp_path / "third")
     run = taught(tmp_path, ImageTextStream(f"{shards}/*.tar"), **{**given, "teacher_embeddings": [folder, both]})

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..evaluation.metrics import HIGH, LOW, score, score_if_measured
+from ..shards.values import counted
 
 ALPHAS = tuple(step / 10 for step in range(11))
 ROUNDING = 1e-9  # so that a loss of exactly the tolerance is within it
@@ -98,7 +99,9 @@ def halves(rows: Any) -> tuple[Any, Any]:
         ValueError: it has fewer than two rows.
     """
     if len(rows) < 2:
-        raise ValueError(f"A guard set is split into two halves, but it has {len(rows)} rows. Give at least 2.")
+        raise ValueError(
+            f"A guard set is split into two halves, but it has {counted(len(rows), 'row')}. Give at least 2."
+        )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     first, second = order.tensor_split([(len(rows) + 1) // 2])
     return rows.select(first.sort().values.tolist()), rows.select(second.sort().values.tolist())
@@ -186,6 +189,6 @@ def described(average: Averaged) -> Iterator[str]:
             yield "  ".join([f"{one.alpha:5.2g}", gained, *kept]) + ("  < chosen" if one.alpha == average.alpha else "")
     if average.batch_norms:
         yield (
-            f"The running statistics of {average.batch_norms} batch norms were averaged like the weights. They are not "
-            "those that the averaged weights would have on data, so measure the model before you use it."
+            f"The running statistics of {counted(average.batch_norms, 'batch norm')} were averaged like the weights. "
+            "They are not those that the averaged weights would have on data, so measure the model before you use it."
         )

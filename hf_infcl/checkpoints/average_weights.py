@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..encoders.depth import depths
+from ..shards.values import counted
 
 Path = Literal["line", "depth"]
 PATHS: tuple[str, ...] = get_args(Path)
@@ -61,7 +62,7 @@ def _check_same_model(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) ->
     if different := sorted(start.keys() ^ end.keys()):
         side = "start" if different[0] in start else "end"
         raise ValueError(
-            f"Start and end are not the same model: {len(different):,} names of weights are in one of them alone, such "
+            f"Start and end are not the same model: {counted(len(different), 'weight')} without a counterpart, such "
             f"as {different[0]} of the {side}. Name the checkpoint from which the training began as the start."
         )
     for name, tensor in end.items():

@@ -30,6 +30,7 @@ from .record import RunRecord
 from .saving import Checkpoints
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
+_SINCE_LOG = "loss_since_log"
 
 
 def save_weights(
@@ -172,6 +173,19 @@ def read_states(checkpoint: str | None) -> dict[str, Any]:
     """The states of the step's extensions in a checkpoint, by their names; empty if it has none."""
     path = Path(checkpoint or "", STATES_NAME)
     return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+
+
+def keep_losses_since_log(trainer: Any) -> None:
+    """Puts the sum of the losses since the last log, and the step of that, into what checkpoints keep of a state."""
+    trainer.state.stateful_callbacks[_SINCE_LOG] = [trainer._tr_loss.item(), trainer._globalstep_last_logged]
+
+
+def go_on_with_losses(trainer: Any) -> None:
+    """Lets the first log of a resumed training have the mean loss of all steps since the last log before it."""
+    if _SINCE_LOG in trainer.state.stateful_callbacks:
+        loss, trainer._globalstep_last_logged = trainer.state.stateful_callbacks.pop(_SINCE_LOG)
+        trainer._tr_loss += loss
+        trainer._total_loss_scalar -= loss  # of which the mean of this training's own steps is made at its end
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from .folders import CONFIG, read, write
 from .incoming import from_open_clip
 from .outgoing import to_open_clip
 from .preprocessing import image_processor
-from .pretrained import base_of_adapters, load_pretrained
+from .pretrained import base_of_adapters, check_finite, load_pretrained
 from .sentence_transformers import SENTENCE_FILES, write_sentence_files
 from .tokenizing import UNREPAIRED, prepared
 
@@ -112,6 +112,7 @@ def convert(
 def _incoming(source: str | Path, open_clip_model: str | None, named: str | None) -> tuple[Any, Any, Iterator[str]]:
     checkpoint = read(source, open_clip_model)
     model, notes = from_open_clip(checkpoint.tensors, checkpoint.config)
+    check_finite(str(source), model.state_dict())
     text = checkpoint.config["model_cfg"]["text_cfg"]
     images = image_processor(checkpoint.config.get("preprocess_cfg") or {}, model.config.vision_config.image_size)
     tokenizer = prepared(checkpoint.tokenizer(named), text)

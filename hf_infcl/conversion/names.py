@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..shards.values import counted
+
 KINDS = ("weight", "bias")
 # What each library calls the parts of a block of its transformers.
 BLOCK = (
@@ -24,6 +26,7 @@ TIMM_BLOCK = (
     ("mlp.fc1", "mlp.fc1"),
     ("mlp.fc2", "mlp.fc2"),
 )
+
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -77,7 +80,7 @@ def _renamed(
 
 def _refuse(what: str, names: set[str]) -> None:
     if names:
-        some = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
+        some = ", ".join(sorted(names)[:5]) + (f" and {counted(len(names) - 5, 'other')}" if len(names) > 5 else "")
         raise ValueError(
             f"The checkpoint {what}: {some}. The config is of another architecture, or the weights are incomplete; "
             "take both from one place."

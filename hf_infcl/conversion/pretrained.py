@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig,
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_config_file
 
 from ..hub import asks_hub_once
+from ..shards.values import counted
 from .explaining import explained
 from .folders import HUB
 
@@ -44,8 +45,8 @@ def load_pretrained(
             model that is created from the config, with this ``seed``.
 
     Raises:
-        ValueError: they cannot be loaded; weights are missing, or have other shapes; ``new_weights`` names weights that
-            are not missing.
+        ValueError: they cannot be loaded; weights are missing, have other shapes, or are not finite; ``new_weights``
+            names weights that are not missing.
     """
     base = base_of_adapters(checkpoint)
     model = _complete(base or checkpoint, dtype, new_weights, seed, adapters=checkpoint if base else None)
@@ -102,7 +103,8 @@ def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
     That is the adapter, and what was trained beside it, such as ``logit_scale``.
 
     Raises:
-        ValueError: peft is not installed, the adapter is not one of this model, or its file lacks tensors.
+        ValueError: peft is not installed, the adapter is not one of this model, or its file lacks tensors or holds some
+            that are not finite.
     """
     try:
         import peft
@@ -123,6 +125,7 @@ def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
                 f"The adapter {adapter} {words} {_listed(names)}. Name the adapter as it was saved, and the model on "
                 "which it was trained."
             )
+    check_finite(adapter, held)
     for name in held.keys() & parameters.keys():
         parameters[name].requires_grad_(True)
     return model
@@ -148,7 +151,21 @@ def _complete(
         raise ValueError(f"{adapters!r} holds adapters of {checkpoint!r}, which cannot be loaded. {error}") from error
     if new:
         _fill(model, new, seed)
+    check_finite(checkpoint, model.state_dict())
     return model
+
+
+def check_finite(checkpoint: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError if a tensor of the checkpoint holds values that are not finite, which would spread."""
+    # aminmax passes NaN on, and reads the weights once and without a copy.
+    wrong = [name for name, one in tensors.items() if one.numel() and not all(end.isfinite() for end in one.aminmax())]
+    if wrong:
+        count = int((~tensors[wrong[0]].isfinite()).sum())
+        raise ValueError(
+            f"{checkpoint!r} holds weights that are NaN or infinite: {_listed(wrong)} ({count:,} of "
+            f"{tensors[wrong[0]].numel():,} values of {wrong[0]}). Leave this checkpoint out, and name one that was "
+            "saved before."
+        )
 
 
 def _lacking(model: nn.Module, report: Mapping[str, Any]) -> dict[str, str]:
@@ -216,7 +233,7 @@ def _prefix_of_all(unexpected: Sequence[str], lacking: Mapping[str, str]) -> str
 
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more:,} others" if more > 0 else "")
+    return ", ".join(names[:_SHOWN]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
 def _has_file(checkpoint: str, name: str) -> bool:

@@ -323,7 +323,7 @@ def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:
         count = sum(key in item for item in items)
         if 0 < count < len(items):
             raise ValueError(
-                f"{count} of {len(items)} items of a batch have {key!r}, and the others have not. Create all datasets "
+                f"{key!r} is in {count} of {len(items)} items of a batch, and not in the others. Create all datasets "
                 "that you combine with the same options, such as pair_id_column and on_bad_sample."
             )
 

@@ -154,8 +154,9 @@ class ImageTextDataset(PairSource, ImageDataset):
             describe the image almost correctly, such as captions with two words swapped. In training they are negatives
             of all images and belong to none (NegCLIP, arXiv 2210.01936).
         pair_id_column: rows with the same value in this column are never each other's negatives. It holds integers or
-            strings such as urls. It can also be the caption column itself; captions that read the same then count as
-            equal (see `caption_pair_id`; the first caption of the item counts).
+            strings such as urls. It can also be the image column, for rows of the same file or the same contents, or
+            the caption column; captions that read the same then count as equal (see `caption_pair_id`; the first
+            caption of the item counts).
         all_captions: return all captions of a row, for evaluation.
         seed: determines drawn captions, augmentation and the rows that replace bad ones; `infcl train` passes its seed.
         on_bad_sample: "raise" a ValueError that names the row, or "skip" the row: another row, drawn at random, takes
@@ -220,13 +221,11 @@ class ImageTextDataset(PairSource, ImageDataset):
             )
         check_negative_captions(caption_column, negative_caption_column)
         caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
-        other_columns = {**caption_columns, "pair_id_column": pair_id_column}
-        if both := [option for option, column in other_columns.items() if column == image_column]:
+        if both := [option for option, column in caption_columns.items() if column == image_column]:
             raise ValueError(
-                f"image_column and {both[0]} are both {image_column!r}. Name another column for one of them. Paths of "
-                "images that are also the ids of pairs have to be in two columns."
+                f"image_column and {both[0]} are both {image_column!r}. Name another column for one of them."
             )
-        super().__init__(dataset, image_column, other_columns)
+        super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
         for option, column in caption_columns.items():
             captions = dataset.features[column] if column else None
             if column and not holds_captions(captions):
@@ -236,7 +235,7 @@ class ImageTextDataset(PairSource, ImageDataset):
                 )
         if is_string(dataset.features[caption_column]):
             check_captions_per_image(captions_per_image, single=caption_column)
-        if pair_id_column and pair_id_column != caption_column:
+        if pair_id_column and pair_id_column not in (caption_column, image_column):
             ids = dataset.features[pair_id_column]
             if not (is_integer(ids) or is_string(ids)):
                 held = "lists, since a pair has one id" if hasattr(ids, "feature") else ids
@@ -303,10 +302,12 @@ class ImageTextDataset(PairSource, ImageDataset):
 
     def without_image(self, row: int) -> dict[str, Any]:
         """The item of a row without its image, which is not read."""
-        return self._text(row, self._texts[row])
+        return self._text(row, (self.table if self.pair_id_column == self.image_column else self._texts)[row])
 
-    def _text(self, row: int, value: dict[str, object]) -> dict[str, Any]:
+    def _text(self, row: int, value: dict[str, Any]) -> dict[str, Any]:
         self._check_errors(row, value)
+        if self.pair_id_column == self.image_column and (image := value[self.image_column]) is not None:
+            value = {**value, self.image_column: image["path"] if image["bytes"] is None else _hash(image["bytes"])}
         try:
             item = self._draw_texts(value, row, self._now)
         except ValueError as error:

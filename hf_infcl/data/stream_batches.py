@@ -25,6 +25,7 @@ from ..shards.names import sample_key
 from ..shards.opening import digest
 from ..shards.readers import Sample
 from ..shards.tar_layout import DamagedShardError
+from ..shards.values import counted
 from .collator import DataCollator
 from .images import BadSampleError
 from .keyed import KeyedItem
@@ -257,7 +258,8 @@ class StreamBatches(MicroBatches):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         if workers != self._workers:
-            raise ValueError(f"The DataLoader has {workers} workers, but the batches were made for {self._workers}.")
+            has = counted(workers, "worker")
+            raise ValueError(f"The DataLoader has {has}, but the batches were made for {self._workers}.")
         lanes: dict[int, Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]] = {}
         cursors = dict(self._cursors)  # batches may be consumed while this iteration goes on
         first = self._consumed + worker * self._world_size + self._rank

@@ -31,9 +31,9 @@ def can_fuse(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def fuse_layers(model: nn.Module) -> None:
-    """Makes those layers of a model that can be fused such layers; those that are stay as they are."""
-    for module in model.modules():
+def fuse_layers(model: nn.Module, *, wanted: bool = True) -> None:
+    """Makes those layers of a model that can be fused such layers, if that is wanted; those that are stay such."""
+    for module in model.modules() if wanted else ():
         if type(module) is QuickGELUActivation:
             module.__class__ = QuickGELU
         norm = getattr(module, "layer_norm1", None)

@@ -86,7 +86,7 @@ def checked_finite(name: str, finite: Tensor) -> None:
     """A ValueError unless all rows are `finite`, a bool tensor [rows]."""
     if not finite.all():
         raise ValueError(
-            f"{name} must be finite, but {int((~finite).sum())} of {len(finite)} rows hold NaN or infinity, "
+            f"{name} must be finite, but NaN or infinity stand in {int((~finite).sum())} of {len(finite)} rows, "
             f"the first of them row {int((~finite).nonzero()[0])}."
         )
 

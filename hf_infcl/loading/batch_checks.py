@@ -17,7 +17,7 @@ def check_window(window: Sequence[Mapping[str, Tensor]], equal_ids: str) -> None
     with_ids = sum("pair_ids" in batch for batch in window)
     if 0 < with_ids < len(window):
         raise ValueError(
-            f"{with_ids} of the {len(window)} micro-batches of a global batch have pair_ids, and the others have not. "
+            f"pair_ids are in {with_ids} of the {len(window)} micro-batches of a global batch, and not in the others. "
             "The data collator must give them for all or for none."
         )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..options.batch_schedule import BatchSchedule, Course, divided_batch
+from ..shards.values import counted
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Position:
 
 
 BEGIN = Position()
+MOST_PASSES = 2**20  # each is planned, and so many take seconds and 300 MB
 _ENDLESS = 2**40  # steps of data without an end
 
 
@@ -100,10 +102,16 @@ class BatchPlan(Course):
                 new = f", of which {size - self.old(size):,} are new" if self.old(size) else ""
                 fits = 1 << max(0, (rows // 4).bit_length() - 1)  # with four steps in a pass, or more
                 raise ValueError(
-                    f"A pass over the training set has {rows:,} pairs, fewer than one global batch of {size:,}"
+                    f"A pass over the training set has {counted(rows, 'pair')}, fewer than one global batch of {size:,}"
                     f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, for example to {fits}, "
                     "use more data, or raise samples_per_epoch of a stream."
                 )
+        passes = self._whole / rows if rows else 0.0
+        if passes > MOST_PASSES:
+            raise ValueError(
+                f"The training would make about {passes:.3g} passes over {counted(rows or 0, 'pair')}, and a plan has "
+                f"room for {MOST_PASSES:,}. Lower num_train_epochs or max_steps."
+            )
         self.begin, self.largest = at, max(schedule.sizes)  # the latter in pairs
         self._too_large: set[int] = set()  # for the rest of a pass
         self.sections = list(self._walk(at))  # its steps, by size and pass

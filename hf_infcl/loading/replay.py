@@ -20,6 +20,7 @@ from ..data.pairs import as_pair_id
 from ..data.stream_batches import MicroBatches, Sides
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import BatchSchedule
+from ..shards.values import counted
 from .batch_plan import BatchPlan
 from .shares import SourceShare, replay_share
 from .table_rows import TableRows
@@ -122,9 +123,9 @@ class Replayed(IterableDataset[Any]):
                 )
             if len(dataset) < pairs:
                 raise ValueError(
-                    f"The {name} set has {len(dataset):,} pairs, fewer than its {pairs:,} of each global batch of "
-                    f"{batch:,} pairs, of which {old / batch:.3g} are old (replay_share). Lower the batch, or change "
-                    "the share."
+                    f"The {name} set has {counted(len(dataset), 'pair')}, fewer than its {pairs:,} of each global "
+                    f"batch of {batch:,} pairs, of which {old / batch:.3g} are old (replay_share). Lower the batch, or "
+                    "change the share."
                 )
 
     def batches(

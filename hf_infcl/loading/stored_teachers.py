@@ -15,6 +15,7 @@ from ..data import ImageTextDataset, ImageTextStream
 from ..data.pairs import usable_captions
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.grad_cache import Features
+from ..shards.values import counted
 from ..windows.teachers import teacher_prefix, teacher_words
 from .stored_embeddings import (
     StoredEmbeddings,
@@ -185,18 +186,19 @@ class _DataSet:
         recorded = stored.record["data"]
         if isinstance(self.part, ImageTextDataset):
             return differences(recorded, self._described, self._kinds)
-        return f"none of the {len(self._described['shards'])} shards is one of the {len(recorded.get('shards', {}))}"
+        shards = counted(len(self._described["shards"]), "shard")
+        return f"of its {shards}, none is one of the {len(recorded.get('shards', {}))}"
 
     def describe_missing(self, opened: Sequence[StoredEmbeddings]) -> str:
         """How many rows or shards no folder has, in words; empty if there are none."""
         lacks = [self.lacking(stored) for stored in opened]
         if isinstance(self.part, ImageTextDataset):
             missing = min((rows for rows in lacks if isinstance(rows, int)), default=len(self.part))
-            every = f"{len(self.part):,} rows"
+            every = counted(len(self.part), "row")
         else:
             shards = frozenset(self._described["shards"])
             missing = len(shards.intersection(*[some for some in lacks if isinstance(some, frozenset)]))
-            every = f"{len(shards):,} shards"
+            every = counted(len(shards), "shard")
         return f"{missing:,} of the {every} of {self.part.name}" if missing else ""
 
 

@@ -19,6 +19,7 @@ from ..options.batch_division import largest_micro_batch, possible_micro_batches
 from ..options.batch_options import DIVISION, SEARCHED
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, announce_failure, failures_announced
+from ..shards.values import counted
 from ..windows.setup import Setup
 from .search import ENOUGH, Trial, find_graphs, find_micro_batch, find_texts_at_once
 from .trials import Trials, memory_is_known, release_memory
@@ -108,7 +109,7 @@ def find_micro_batches(
         fits = find_micro_batch(attempt, trial, possible, pairs, agree)
         if fits == 0:
             raise ValueError(
-                f"Not even micro-batches of {possible[0]} pairs fit into the memory of every process. Pass "
+                f"Not even micro-batches of {counted(possible[0], 'pair')} fit into the memory of every process. Pass "
                 "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
             )
         following = next((n for n in possible if n > fits), fits)

@@ -67,7 +67,7 @@ class HelpPlace:
 def spelled(value: object) -> str:
     """The value of an option as on the command line."""
     value = getattr(value, "value", value)  # of a member of an Enum
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Protocol
 from .declaring import ExclusiveOptionsError, Facts, declared_facts, spelled
 from .theirs import facts_of_theirs
 
+LARGEST = 2**40  # of pairs, steps or whatever a whole number counts
+
 
 class Options(Protocol):
     """A dataclass of options."""
@@ -33,6 +35,8 @@ def check_values(options: Options) -> None:
         if declared_facts(one) is not None and str(one.type).startswith("list["):
             _make_list(options, one)
         value = getattr(options, name)
+        if isinstance(value, Integral) and int(value) >= LARGEST and not name.endswith("seed"):
+            raise ValueError(f"{name} must be less than {LARGEST:,}, which no training counts up to, got {value:,}.")
         is_default = one.default is not MISSING and value == one.default
         if facts.choices and not is_default:
             choices = facts.choices() if callable(facts.choices) else facts.choices

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from .readers import Reader
 from .tar_layout import DamagedShardError
+from .values import counted
 
 _MAX_EMPTY_PASSES = 100
 
@@ -58,10 +59,11 @@ class SampleOrder:
             cure = f"Use one of {divisors} processes"
         else:
             allowed = [number for number in divisors if self.lanes % (world_size * number) == 0]
-            cure = f"With {world_size} processes set dataloader_num_workers to one of {allowed}"
+            cure = f"With {counted(world_size, 'process')} set dataloader_num_workers to one of {allowed}"
         raise ValueError(
             f"The shards of the stream are dealt to {self.lanes} lanes (--lanes), each of which one worker reads, and "
-            f"{world_size} processes with {workers} DataLoader workers each cannot share them evenly. {cure}."
+            f"{counted(world_size, 'process')} with {counted(workers, 'DataLoader worker')} each cannot share them "
+            f"evenly. {cure}."
         )
 
 
@@ -108,7 +110,7 @@ class LaneSource:
                 empty_passes = 0 if buffer or start["buffer"] else empty_passes + 1
                 if empty_passes == _MAX_EMPTY_PASSES:
                     urls = sorted({self._shards[piece.shard].url for piece in self._pieces})
-                    raise ValueError(f"There are no samples in {len(urls)} shards such as {urls[0]!r}.")
+                    raise ValueError(f"There are no samples in {counted(len(urls), 'shard')} such as {urls[0]!r}.")
                 following = _begin_of_pass(start["pass"] + 1, start["opened"] + len(turns.pieces))
                 turns = self._turns(following)
             places = list(range(len(buffer)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable
 
+from .values import counted
+
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
 _SHOWN = 10  # names that a message lists
 _LONGEST = 80  # characters of a name
@@ -18,7 +20,7 @@ def shown(name: str) -> str:
 def few(names: Iterable[str]) -> str:
     """The first of many names, shortened."""
     every = list(names)
-    more = f" and {len(every) - _SHOWN:,} others" if len(every) > _SHOWN else ""
+    more = f" and {counted(len(every) - _SHOWN, 'other')}" if len(every) > _SHOWN else ""
     return ", ".join(map(_shortened, every[:_SHOWN])) + more
 
 

@@ -18,7 +18,7 @@ from .names import IMAGE_EXTENSIONS, apart, dots_in, few, sample_key, shown
 from .opening import open_shard
 from .tar_layout import BLOCK, DamagedShardError, split_name, tar_members, tar_samples, truncated
 from .tar_tables import tar_table
-from .values import json_object
+from .values import counted, json_object
 
 if TYPE_CHECKING:
     import datasets
@@ -387,8 +387,8 @@ def _pieces(url: str, starts: Sequence[int], parts: int) -> list[tuple[int, int 
     """Divides the samples that begin at ``starts`` into ``parts`` pieces whose sizes differ by at most one."""
     if len(starts) < parts:
         raise ValueError(
-            f"The shard {url!r} has {len(starts)} samples, which cannot be shared among {parts} readers. Use fewer "
-            "DataLoader workers or processes, or more shards."
+            f"The shard {url!r} has {counted(len(starts), 'sample')} and cannot be shared among {parts} readers. Use "
+            "fewer DataLoader workers or processes, or more shards."
         )
     firsts = [starts[len(starts) * part // parts] for part in range(parts)]
     return list(zip(firsts, [*firsts[1:], None], strict=True))

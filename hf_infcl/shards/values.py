@@ -33,6 +33,12 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def counted(count: int, word: str) -> str:
+    """A number with what it counts, whose plural ends in s: "1 step", "2,000 steps", "2 processes"."""
+    ending = "" if count == 1 else "es" if word.endswith(("s", "ch")) else "s"
+    return f"{count:,} {word}{ending}"
+
+
 def shortened(value: object) -> str:
     """How a message shows a value."""
     text = repr(value)

@@ -10,6 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, Tr
 from ..checkpoints.saving import Checkpoints
 from ..options.metric_sums import key_of, value_of
 from ..processes.preemption import Preempted, end_early
+from ..shards.values import counted
 
 
 def saved_early(
@@ -88,7 +89,7 @@ def _count(state: TrainerState) -> int:
 def why_complete(state: TrainerState, max_steps: int, patience: int | None) -> str:
     """Why a resumed training has no step left; empty if it has one."""
     if state.global_step >= max_steps:
-        return f"the run has {max_steps} steps"
+        return f"the run has {counted(max_steps, 'step')}"
     if patience is not None and _count(state) >= patience:
         return f"early_stopping_patience={patience} ended the run there; raise it to train on"
     return ""

@@ -31,8 +31,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     """Prepares a model before it is wrapped and its optimizer is created.
 
     Interpolates positions for images of another size, freezes the tower and the layers that ``args`` names and the
-    parameters on which no embedding depends, gives parameters the shapes that the wrapper supports,
-    initialises the temperature of a new SigLIP, and warns about harmful settings.
+    parameters on which no embedding depends, gives parameters the shapes that the wrapper supports, fuses layers on a
+    GPU, initialises the temperature of a new SigLIP, and warns about harmful settings.
 
     Returns:
         The weights as they are before the training, if ``args`` keeps the model near them.
@@ -75,8 +75,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             "torch.nn.Parameter(torch.full((1,), -10.0)) and model.logit_scale.data.fill_(math.log(10)). What is "
             "saved then holds a logit_bias that from_pretrained of this class leaves out."
         )
-    trains = any(p.requires_grad for p in model.parameters())
-    if trains and not scale.requires_grad:
+    if not scale.requires_grad and any(p.requires_grad for p in model.parameters()):
         value = dual_encoder.scale_and_bias()[0].item()
         logger.warning(
             f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}, as with all that "
@@ -106,13 +105,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"With ema_decay, the running statistics of the batch norms {', '.join(names)} stay those of the last "
             "weights. They are not those that the averaged weights would have on data."
         )
-    if can_fuse(args.device) and not args.torch_compile:
-        fuse_layers(model)
+    fuse_layers(model, wanted=can_fuse(args.device) and not args.torch_compile)
     keeps = bool(args.keep_features or args.keep_weights)
     # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
     adapted = has_adapters(model) and wrapper not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    embeds = bool(args.keep_features)
-    start = Start(model, accelerator, embeds=embeds, keeps=keeps) if keeps or adapted else None
+    start = Start(model, accelerator, embeds=bool(args.keep_features), keeps=keeps) if keeps or adapted else None
     compute_in_bf16(model, wanted=args.bf16_activations)
     return start
 

@@ -81,9 +81,10 @@ class Progress:
             logs["peak_memory"] = torch.cuda.max_memory_allocated(device)
         return logs
 
-    def rate(self, step: int, seconds: float) -> dict[str, float]:
-        """train_samples_per_second of this training, up to a step: Trainer takes its steps for equally large."""
-        return {"train_samples_per_second": round((self.samples(step) - self.samples(self.first_step)) / seconds, 3)}
+    def rate(self, logs: dict[str, float], step: int) -> dict[str, float]:
+        """train_samples_per_second, at the end of this training: Trainer takes its steps for equally large."""
+        pairs = self.samples(step) - self.samples(self.first_step)
+        return {"train_samples_per_second": round(pairs / logs["train_runtime"], 3)} if "train_runtime" in logs else {}
 
     def operations(self, inputs: dict[str, Tensor], count: Callable[[dict[str, Tensor]], int]) -> int:
         """Trainer's ``count`` of the operations of a batch, made once for each shape, since it lists all parameters."""

@@ -29,6 +29,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled
 from ..options.facts import facts_by_name
 from ..processes.collectives import Processes
+from ..shards.values import counted
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from .ending import why_complete
@@ -208,8 +209,8 @@ class Resumption:
             )
         if record.processes != world_size:
             logger.warning(
-                f"{checkpoint} was written by {record.processes} processes, but this run has {world_size}. The global "
-                "batches stay the same, but dropout draws different masks."
+                f"{checkpoint} was written by {counted(record.processes, 'process')}, but this run has {world_size}. "
+                "The global batches stay the same, but dropout draws different masks."
             )
 
     def _allow(self, changes: Iterable[str]) -> None:

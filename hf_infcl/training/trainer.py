@@ -96,7 +96,6 @@ class InfCLTrainer(Trainer):
         self._pushes, self.optimization = pushes.Pushes(args), Optimization(args, lambda: self.resumption.checkpoint)
         teacher, self._extensions = kwargs.pop("teacher", None), tuple(kwargs.pop("extensions", ()))
         super().__init__(model, args, data_collator, **kwargs)
-        # ---- What needs the accelerator, or the model that model_init has made ----
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
         self.data_collator = make_collator(self.model, self.processing_class, data_collator, self.data_collator, args)
@@ -161,6 +160,7 @@ class InfCLTrainer(Trainer):
         self.window_step = WindowStep(self.setup, self.model_wrapped, record, **hooks)
         self.training_data.passed_over = self.window_step.passed_over
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
+        files.go_on_with_losses(self)
         if loader is not None and self.is_world_process_zero():
             self.caption_notices.was_told = self.resumption.is_of_same_data
             self.caption_notices.look_at_all(self.setup, self.eval_dataset)
@@ -328,8 +328,7 @@ class InfCLTrainer(Trainer):
         if "loss" in logs:
             logs |= self.window_step.logs(logs) | self.progress.logs(self.state.global_step, self.args.device)
             logs |= self.training_data.logs()
-        elif "train_samples_per_second" in logs:
-            logs |= self.progress.rate(self.state.global_step, logs["train_runtime"])
+        logs |= self.progress.rate(logs, self.state.global_step)
         super().log(logs, start_time)
         if "loss" in logs:
             self.progress.warn_of_flat_loss(self.state, self.setup, self.training_data.window)
@@ -377,11 +376,12 @@ class InfCLTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
         self.interruptions.phases.enter("saving", self.state.global_step)
+        files.keep_losses_since_log(self)
         parts = self.training_data, self.window_step, self.optimization
         record = make_record(self.setup, *parts, self.resumption.stages, (self.samples_seen, self.state.global_step))
         files.save_checkpoint(
-            *(self.checkpoints, super()._get_output_dir(trial), record, self.window_step.state_dict()),
-            *(self.state, self.args),
+            *(self.checkpoints, super()._get_output_dir(trial), record),
+            *(self.window_step.state_dict(), self.state, self.args),
             save=partial(super()._save_checkpoint, model, trial),
             push=self._push_from_checkpoint,
             uploading=self._pushes.uploading,

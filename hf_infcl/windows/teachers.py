@@ -53,8 +53,7 @@ class OnlineTeacher:
         licence: str | None = None,
     ) -> None:
         encoder.model.requires_grad_(False).eval()
-        if can_fuse(accelerator.device):
-            fuse_layers(encoder.model)
+        fuse_layers(encoder.model, wanted=can_fuse(accelerator.device))
         self._encoder, self._accelerator, self._normalise = encoder, accelerator, normalise
         self._prefix, self._sides = teacher_prefix(number), sides
         self.inputs, self.width = inputs, encoder.width()

@@ -92,8 +92,7 @@ def measured(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     loaded = {"per_second": round(loaded_per_second(args, collator, files), 1), "note": note}
     yield {"implementation": "workers, jpeg"} | loaded
     model = inputs.build(args.model).to(device).eval()
-    if can_fuse(device):  # as the trainer does
-        fuse_layers(model)
+    fuse_layers(model, wanted=can_fuse(device))  # as the trainer does
     pixels = torch.rand(args.batch, 3, side, side, device=device)
     exact = embeddings(model, pixels[:64], "fp32")
     for dtype in args.dtypes:

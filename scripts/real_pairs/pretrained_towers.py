@@ -207,14 +207,23 @@ def of_features(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def without(data: dict[str, Any], rows: int) -> dict[str, Any]:
-    """The first rows of the data and of its sets, to try things out."""
+    """The first rows of clip art and of the rest, of the data and of its sets, to try things out."""
+
+    def first(clip_art: Tensor) -> Tensor:
+        return torch.cat([kind.nonzero()[:rows, 0] for kind in (clip_art, ~clip_art)])
+
     sets = {}
     for name in ("validation", "concepts", "vendor"):
-        found = data["sets"][name]
-        near = found["swaps"]["image"] < rows
-        swaps = {key: value[near] for key, value in found["swaps"].items()}
-        sets[name] = {"images": found["images"][:rows], "tokens": found["tokens"][:rows], "swaps": swaps}
-    return {**data, **{name: data[name][:rows] for name in ("images", "tokens", "counts", "sources")}, "sets": sets}
+        found = dict(data["sets"][name])
+        swaps, chosen = found.pop("swaps"), first(found["clip_art"])
+        places = torch.full_like(found["clip_art"], -1, dtype=torch.int64)
+        places[chosen] = torch.arange(len(chosen), device=places.device)
+        of_image = places[swaps["image"]]
+        swaps = {key: value[of_image >= 0] for key, value in {**swaps, "image": of_image}.items()}
+        sets[name] = {**{key: value[chosen] for key, value in found.items()}, "swaps": swaps}
+    chosen = first(torch.tensor([source in CLIP_ART for source in data["sources"]]))
+    of_rows = {name: data[name][chosen.to(data[name].device)] for name in ("images", "tokens", "counts")}
+    return {**data, **of_rows, "sources": [data["sources"][row] for row in chosen.tolist()], "sets": sets}
 
 
 def run_of(job: dict[str, Any], *, toy: bool) -> training.Run:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.pairs import REPEATED
+from ...shards.values import counted
 from ..scoring.ledger import CERTAIN, RATHER_WRONG, SHEET_FILE, Ledger
 from .copies import copies
 from .faults import FAULTS
@@ -51,7 +52,7 @@ def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
         option = "" if is_skipped else cures.get(kind, "")
         words = fault.words.format(limits=facts.limits)
         examples = _examples(rows, 240 if kind == "broken" else 80)  # a path and what is wrong with the file
-        text = f"{_count(len(rows), facts.looks)} {words}: {examples}. {fault.cure}"
+        text = f"{_count(len(rows), facts.looks, words)}: {examples}. {fault.cure}"
         text += facts.limits.more_positions if kind == "cut" else ""
         text += " The training leaves them out." if is_skipped else f" Or pass {option}." if option else ""
         spoils = len(rows) > (0.1 if is_skipped else fault.spoils) * facts.looks
@@ -62,8 +63,9 @@ def _of_captions(facts: SetFacts, dataset: Any) -> Iterator[Finding]:
     captioned = len(facts.caption_ids)
     text, count = facts.most_common_caption()
     if count > max(1.0, SAME_CAPTION * captioned):
-        what = f"{_count(count, facts.looks)} have the caption {_short(text)!r}. It tells nothing about their images."
-        yield Finding("same_caption", f"{what} Name the column of the captions.", spoils=True)
+        what = _count(count, facts.looks, f"have the caption {_short(text)!r}")
+        what += ". It tells nothing about their images. Name the column of the captions."
+        yield Finding("same_caption", what, spoils=True)
     if not facts.is_trained or dataset.pair_id_column is not None:
         return
     times = Counter(number for ids in facts.caption_ids.values() for number in ids)
@@ -73,7 +75,7 @@ def _of_captions(facts: SetFacts, dataset: Any) -> Iterator[Finding]:
     if len(rows) > REPEATED * captioned:
         option = f"--pair_id_column {dataset.caption_column}"
         text = (
-            f"{_count(len(rows), facts.looks)} have a caption that another one also has, such as {_short(text)!r} "
+            f"{_count(len(rows), facts.looks, 'have a caption that another one also has')}, such as {_short(text)!r} "
             f"({count:,} times). In a batch they are each other's negatives. Pass {option}."
         )
         yield Finding("repeated_captions", text, True, rows, option)
@@ -89,8 +91,8 @@ def _of_copies(facts: SetFacts) -> Iterator[Finding]:
         return
     effect = "They are each other's negatives, which equal pair ids (--pair_id_column) would prevent."
     effect = effect if facts.is_trained else "Retrieval cannot tell them apart."
-    text = f"{_count(len(rows), facts.looks)} have an image that looks like another one: {_and_copy(pairs)}. {effect}"
-    yield Finding("repeated_images", text, len(rows) > COPIES * len(names), rows)
+    text = _count(len(rows), facts.looks, "have an image that looks like another one")
+    yield Finding("repeated_images", f"{text}: {_and_copy(pairs)}. {effect}", len(rows) > COPIES * len(names), rows)
 
 
 def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list[Finding]:
@@ -101,9 +103,9 @@ def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list
     rows = tuple(name for name, ids in facts.seen.items() if any(images[number] > 1 for number in ids))
     highest = " or ".join(f"{name} of {value:.2%}" for name, value in ceilings.items())
     among = "" if facts.is_whole else " among those that were read"
-    text = (
-        f"{_count(len(rows), facts.looks)} have a caption that also belongs to another image, as the model reads it. "
-        f"No model can exceed {highest}{among}. Compare with these values, or evaluate on captions of one image each."
+    text = _count(len(rows), facts.looks, "have a caption that also belongs to another image, as the model reads it")
+    text += (
+        f". No model can exceed {highest}{among}. Compare with these values, or evaluate on captions of one image each."
     )
     return [Finding("ceiling", text, min(ceilings.values()) < 1 - COPIES, rows)]
 
@@ -127,9 +129,9 @@ def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     sheet = Path(path).with_name(SHEET_FILE)
     drawn = sheet if sheet.is_file() else "the sheet that `infcl score` draws"
     text = (
-        f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {CERTAIN:g}: {shown}. "
-        f"Right pairs of rare things look wrong, too, so look at {drawn}. Then pass {option}, "
-        "which leaves out all that are likelier wrong than right."
+        f"{_count(len(rows), len(ledger), 'do not belong together')} with a probability of at least {CERTAIN:g}: "
+        f"{shown}. Right pairs of rare things look wrong, too, so look at {drawn}. Then pass {option}, which leaves "
+        "out all that are likelier wrong than right."
     )
     if ledger.left_out is not None:
         text += f" At its end the training left out {_count(int(ledger.left_out.sum()), len(ledger))}."
@@ -145,16 +147,18 @@ def findings_of_overlap(trained: SetFacts, evaluated: SetFacts) -> list[Finding]
     if not pairs:
         return []
     more = "" if trained.is_whole else f" Only some of {trained.name} was read, so there may be more."
-    count = _count(len(pairs), len(after), "images")
     text = (
-        f"{count} look like an image of {trained.name}: {_and_copy(pairs.items())}. Drop them from one of the two "
-        f"sets.{more}"
+        f"{_count(len(pairs), len(after), 'look like', 'image')} an image of {trained.name}: "
+        f"{_and_copy(pairs.items())}. Drop them from one of the two sets.{more}"
     )
     return [Finding("overlap", text, len(pairs) > OVERLAP * len(after), tuple(pairs))]
 
 
-def _count(count: int, of: int, what: str = "pairs") -> str:
-    return f"{count:,} of {of:,} {what} ({count / max(1, of):.2%})"
+def _count(count: int, of: int, words: str = "", what: str = "pair") -> str:
+    """A number, its share, and what such pairs do, in ``words`` of several: of one, "has" takes the place of "have"."""
+    verb, _, rest = words.partition(" ")
+    verb = {"have": "has", "do": "does", "look": "looks"}.get(verb, verb) if count == 1 else verb
+    return f"{count:,} of {counted(of, what)} ({count / max(1, of):.2%}) {verb} {rest}".rstrip()
 
 
 def _examples(rows: dict[str, str], most: int) -> str:

@@ -21,8 +21,9 @@ def overlaps(trained: object, sets: Mapping[str, ImageDataset]) -> Iterator[str]
         shared, looked_for = shared_images(trained, guard)
         if shared:
             yield (
-                f"Warning: {shared:,} of {looked_for:,} images of {name}, {guard.name}, are also trained on, so they "
-                "cannot show what is forgotten. Name a set that the training does not contain."
+                f"Warning: {shared:,} of {looked_for:,} images of {name}, {guard.name}, "
+                f"{'is' if shared == 1 else 'are'} also trained on and cannot show what is forgotten. Name a set that "
+                "the training does not contain."
             )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ...shards.values import counted
 from .findings import Finding
 from .set_facts import SetFacts
 from .sheet import draw_sheet
@@ -23,7 +24,7 @@ def facts_lines(facts: SetFacts, *, workers: int, seconds: float) -> Iterator[st
     read = "all read" if facts.is_whole else f"{facts.looks:,} read"
     pairs = f"{facts.pairs:,} {what}, {read}" if facts.pairs is not None else f"{facts.looks:,} {what} read"
     split = "" if facts.split is None else f", split {facts.split}"
-    yield f"{facts.name}{split}: {pairs} by {workers} worker{'s' if workers > 1 else ''} in {seconds:.1f} s."
+    yield f"{facts.name}{split}: {pairs} by {counted(workers, 'worker')} in {seconds:.1f} s."
     if facts.sizes:
         width, height = (int(statistics.median(sides)) for sides in zip(*facts.sizes, strict=True))
         least, most = min(map(min, facts.sizes)), max(map(max, facts.sizes))

@@ -26,6 +26,7 @@ from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_options import DIVISION
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...processes.cores import cores
+from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
 from ...windows.selection import tell_if_too_short
 from ..checking.faults import make_limits
@@ -179,6 +180,7 @@ def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStre
     facts = read_facts(TRAINED, plain, looker, limits, samples, 0, show=False)
     findings = findings_of_set(facts, plain, skips_bad=data.on_bad_sample == "skip")
     findings = [finding for finding in findings if finding.kind not in TOLD_BY_TRAINER]
-    yield f"{facts.looks:,} pairs of the training set were checked. `infcl check` reads more, with the same options."
+    checked = f"{counted(facts.looks, 'pair')} of the training set {'was' if facts.looks == 1 else 'were'} checked"
+    yield f"{checked}. `infcl check` reads more, with the same options."
     if findings:
         yield from finding_lines(findings)

@@ -153,7 +153,8 @@ class ColumnOptions:
         short_help=HelpPlace("Data", 50),
     )
     pair_id_column: str | None = command_option(
-        "Rows with equal values in this column are never each other's negatives. It may be the column of captions.",
+        "Rows with equal values in this column are never each other's negatives. It may be the column of captions or, "
+        "in a table, that of images.",
         short_help=HelpPlace("Data", 60),
     )
 

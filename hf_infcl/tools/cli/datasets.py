@@ -20,6 +20,7 @@ from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.sets import facts_of
+from ...shards.values import counted
 from ..benchmarks.sets import benchmark_sets
 from ..publishing.facts import source_name
 from ..scoring.excluding import rows_kept, stream_kept
@@ -234,7 +235,7 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
     """A line for each evaluation set: what is read from it and, for classes, the first three prompts."""
     for key, dataset in sets.items():
         columns = ", ".join(f"{option} {column}" for option, column in dataset.columns.items())
-        line = f"{key} is {dataset.name}: {len(dataset):,} images of the split {dataset.split}; {columns}."
+        line = f"{key} is {dataset.name}: {counted(len(dataset), 'image')} of the split {dataset.split}; {columns}."
         if isinstance(dataset, ZeroShotDataset):
             if dataset.known_names not in (None, dataset.class_names):
                 named = zip(dataset.known_names[:3], dataset.class_names, strict=False)

@@ -23,9 +23,9 @@ from ...options.best_metric import check_metric, metrics_of, use_of_metric
 from ...options.combinations import check_command
 from ...options.evaluation_options import EvaluationOptions, StartOptions
 from ...options.files import FILES
+from ...shards.values import counted
 from ...training.optimization import check_optimizer_options
 from ..benchmarks.names import benchmark_key, expanded
-from ..planning.report import number
 from .command_options import OF_PAIRS, DataOptions
 from .datasets import guard_names
 
@@ -156,15 +156,14 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pai
     if chosen and steps:  # without steps, the training refuses the batch
         print("Chosen by default:", in_steps(chosen, steps))
     if plan is not None:
-        stages = (f"{size:,} pairs for {number(n, 'step')}" for size, n in plan.stages())
+        stages = (f"{size:,} pairs for {counted(n, 'step')}" for size, n in plan.stages())
         print("The global batch grows:", ", ".join(stages))
         return
     accumulation = args.gradient_accumulation_steps
     if not (args.divides_by_itself and memory_is_known(args.device)):  # otherwise it is not divided yet
         print(
             f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
-            f"{accumulation} accumulation step{'s' if accumulation > 1 else ''} × "
-            f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
+            f"{counted(accumulation, 'accumulation step')} × {counted(args.world_size, 'process')}."
         )
     if isinstance(pairs, Replayed):
         print(f"{pairs.old:,} of these pairs are old ({pairs.old / args.global_batch_size:.3g}, after rounding).")

@@ -10,6 +10,7 @@ from typing import Any
 from ...conversion.models import load, stated_licence
 from ...options.arguments import InfCLTrainingArguments
 from ...options.sets import facts_of
+from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
 from ..embedding.embedding import embed as embedded
 from ..embedding.sources import make_source, make_sources
@@ -73,11 +74,11 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             )
         counts = {kind: counts.get(kind, 0) + count for kind, count in source_counts.items()}
     if trainer.is_world_process_zero():
-        skipped = f"; {counts['skipped']:,} rows were left out" if counts["skipped"] else ""
+        skipped = f"; left out: {counted(counts['skipped'], 'row')}" if counts["skipped"] else ""
         use = f" `infcl train --teacher_embeddings {args.output_dir}` reads them." if namespace.data is None else ""
         print(
-            f"{counts['images']:,} images and {counts['texts']:,} texts were embedded{skipped}. All embeddings are in "
-            f"{Path(args.output_dir)}.{use}"
+            f"{counted(counts['images'], 'image')} and {counted(counts['texts'], 'text')} were embedded{skipped}. All "
+            f"embeddings are in {Path(args.output_dir)}.{use}"
         )
     leave(trainer)
 

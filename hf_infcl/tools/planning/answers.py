@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import safetensors
 
 from ...options.batch_options import DIVISION
+from ...options.declaring import spelled
 from ...options.files import RECIPES, options_in
 
 PAGE = "scripts/ANSWERS.md"
@@ -263,7 +264,7 @@ def answer_line(
     if "captions_per_image" in values.keys() - set(decided):  # as many as the pairs have
         values["captions_per_image"] = f"{min(3, max(2, round(texts)))}"
     values |= _batch_and_epochs(values, options or {}, decided, None if at_least else pairs)
-    is_written = all(name in decided and value == str((options or {}).get(name)) for name, value in values.items())
+    is_written = all(name in decided and value == spelled((options or {}).get(name)) for name, value in values.items())
     words = " ".join(f"--{name} {value}".rstrip() for name, value in values.items())
     write = answer.write.partition("--")[0] + words  # torchrun stands before the first option
     have, gain, price = (
@@ -291,7 +292,7 @@ def _words(answer: Answer, options: Mapping[str, Any], decided: Collection[str],
     of_user["guard_dataset"] = of_user.get("guard_dataset") or of_user.get("replay_dataset")
     for name, value in of_user.items():
         if value and name in values:
-            values[name] = shlex.join(map(str, value if isinstance(value, list) else [value]))
+            values[name] = shlex.join(map(spelled, value if isinstance(value, list) else [value]))
     if "dataset" in decided and not options.get("streaming"):
         values = {name: value for name, value in values.items() if name not in ("streaming", "samples_per_epoch")}
     if "nproc_per_node" in values:
@@ -350,7 +351,7 @@ def _batch_and_epochs(
     if from_random:
         least = max(min(least, MOST_EPOCHS), math.ceil(TOO_FEW_STEPS * batch / samples))
     if asked and "num_train_epochs" in values:
-        found["num_train_epochs"] = f"{asked:g}"
+        found["num_train_epochs"] = spelled(asked)
     elif not asked and epochs < least and not has_steps:
         found["num_train_epochs"] = str(least)
     return found

@@ -179,8 +179,7 @@ def micro_batch(
         value = None if name == "patch_dropout" and options.get("full_tokens_last") else options.get(name)
         if effect.model is not None and value is not None and value is not False:
             effect.model(encoder, value)
-    if device.type != "cpu" and not options.get("torch_compile"):
-        fuse_layers(encoder.model)
+    fuse_layers(encoder.model, wanted=device.type != "cpu" and not options.get("torch_compile"))
     encoder.eval_frozen_parts()
     return encoder, inputs
 

@@ -9,6 +9,8 @@ import torch
 
 from ...loading.shares import replay_share
 from ...options.batch_options import DIVISION
+from ...options.declaring import spelled
+from ...shards.values import counted
 from .answers import TOO_FEW_STEPS
 from .costs import DECODED, GIB, LEFT_OUT, MEMORY, USABLE, Choice
 from .planner import Planner
@@ -48,7 +50,7 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
             yield f"  The mean of all steps is {duration(mean)}."
 
     def length(steps: int) -> str:
-        return f"{number(steps, 'step')}{f' and {duration(steps * mean)}' * is_timed}."
+        return f"{counted(steps, 'step')}{f' and {duration(steps * mean)}' * is_timed}."
 
     pairs, steps = options.dataset_size, options.max_steps
     if pairs is not None:
@@ -91,7 +93,7 @@ def _premises(planner: Planner, old: int, *, has_adapters: bool) -> Iterator[str
     else:
         rates = f" Times are predicted with the rates of an {gpu}." if options.gpu_memory else ""
         yield f"{batch} on {choice.gpus} × {name} is {choice.rows:,} per GPU.{rates}"
-    left_out = [f"--{name} {value}" for name in LEFT_OUT if (value := getattr(options, name))]
+    left_out = [_written({name: value}) for name in LEFT_OUT if (value := getattr(options, name))]
     if left_out := [*left_out, *["the adapters of the model"] * has_adapters]:
         yield (
             f"The prediction leaves out {' and '.join(left_out)}: it is of bf16 and AdamW or Muon, with the whole "
@@ -134,7 +136,7 @@ def _written(options: Mapping[str, object]) -> str:
     words = []
     for name, value in options.items():
         of_value = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name}", *map(str, of_value)]
+        words += [f"--{name}", *map(spelled, of_value)]
     return " ".join(words)
 
 
@@ -163,14 +165,10 @@ def _times(planner: Planner) -> Iterator[str]:
     rate = planner.images_per_second
     yield (
         f"  {'This machine' if on_cpu else 'Each GPU'} trains up to {rate:,.0f} images per second. These times leave "
-        f"out the loading, which takes about {number(math.ceil(rate / DECODED), 'worker')} of {DECODED} images per "
+        f"out the loading, which takes about {counted(math.ceil(rate / DECODED), 'worker')} of {DECODED} images per "
         "second (one core, images of 54 kB: scripts/benchmarks/results/README.md#images-and-shards); `infcl check` "
         "measures yours."
     )
-
-
-def number(count: int, word: str) -> str:
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def duration(seconds: float) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 from transformers import PretrainedConfig
 
+from ...shards.values import counted
 from .planner import Planner
-from .report import number
 
 ASSUMED_BATCH = 256  # pairs, where no options name a global batch
 
@@ -45,7 +45,7 @@ def predict_workers(
     images = planner.images_per_second
     needed = math.ceil(images / rate)
     enough, to_add = min(needed, cores), []
-    found = f"{number(needed, 'worker')} like these can read them; this machine has {cores} cores."
+    found = f"{counted(needed, 'worker')} like these can read them; this machine has {cores} cores."
     if needed > cores:
         found = f"The {cores} cores of this machine read about {cores * rate:,.0f}, so the data limit the rate."
         to_add += [f"--min_side {2 * side}"] if smallest >= 4 * side else []

@@ -9,6 +9,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from ...checkpoints.average_search import Averaged, not_trained
+from ...shards.values import counted
 from .cards import how_averaged, set_and_split, table_of_averages, usage
 from .facts import Evaluation, source_name
 from .front import FRONT_FILE
@@ -71,7 +72,7 @@ def average_card(
 def _results(average: Averaged, evaluations: Sequence[Evaluation]) -> str:
     if not average.measured:
         return "None: neither the average nor its ends were measured."
-    gains = [f"{set_and_split(one)} ({one.size:,} images)" for one in evaluations if not one.guard]
+    gains = [f"{set_and_split(one)} ({counted(one.size, 'image')})" for one in evaluations if not one.guard]
     words = "Scores are recall@1 of pairs (the mean of both directions) and top-1 accuracy of classes."
     if gains:
         words = f"“Trained for” is measured on {joined(gains)}. {words}"

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 from ...checkpoints.average_search import Averaged, not_trained
 from ...evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound, score_if_measured
 from ...loss.objectives import OBJECTIVES
+from ...shards.values import counted
 from .changes import changes, explained, words_of_scores
 from .facts import SPEED, Evaluation, Source, TrainingFacts
 from .markdown import code, escaped, joined, literal, table
@@ -82,13 +83,13 @@ def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
 
 
 def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
-    processes = "1 process" if facts.processes == 1 else f"{facts.processes} processes"
+    processes = counted(facts.processes, "process")
     same = facts.steps * facts.global_batch_size  # pairs, if all steps had this batch
     seen = same if facts.samples is None else facts.samples
     epochs, earlier = "", "" if seen == same else "; earlier steps had other sizes"
     new = facts.global_batch_size - facts.replayed
     if facts.pairs is not None and (batches := facts.pairs // new):
-        full = f" of {batches:,} full batch{'es' if batches > 1 else ''}" if seen == same else ""
+        full = f" of {counted(batches, 'full batch')}" if seen == same else ""
         trained = batches * new if full else facts.pairs
         epochs = f", {seen * new / facts.global_batch_size / trained:.1f} epochs{full}"
     of_total = "" if facts.pairs is None else f"{facts.pairs:,} images with captions: "
@@ -103,7 +104,7 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
         yield "frozen", f"{facts.frozen} tower"
     batch = (
         f"**{facts.global_batch_size:,} pairs** = {facts.per_device_batch_size} per device × "
-        f"{facts.accumulation_steps} accumulation step{'s' if facts.accumulation_steps > 1 else ''} × {processes}"
+        f"{counted(facts.accumulation_steps, 'accumulation step')} × {processes}"
     )
     yield "global batch", batch + earlier
     if facts.processes > 1:
@@ -115,7 +116,8 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
         path = "" if facts.average.path == "line" else ", less for early layers than for late ones"
         yield "weights", f"start + {facts.average.alpha:g} · (end of the training − start){path}"
     planned = "" if facts.planned_steps is None else f" of {facts.planned_steps:,} planned"
-    yield "length", f"{facts.steps:,}{planned} optimizer steps, {seen:,} pairs seen{epochs}"
+    steps = f"{facts.steps:,}{planned} optimizer steps" if planned else counted(facts.steps, "optimizer step")
+    yield "length", f"{steps}, {seen:,} pairs seen{epochs}"
     if facts.stages:
         yield "stages", _stages(facts, seen)
     yield from facts.settings.items()

@@ -22,6 +22,7 @@ from ...evaluation import (
     differences_by_class,
 )
 from ...evaluation.metrics import METRICS
+from ...shards.values import counted
 from ..checking.looking import thumbnail
 from ..checking.sheet import draw_rows
 from ..scoring.sheet import lines_of
@@ -82,7 +83,7 @@ def lines_of_comparison(comparisons: Mapping[str, Comparison]) -> Iterator[str]:
 
 
 def _lines(key: str, compared: Comparison) -> Iterator[str]:
-    head = f"{key}: {len(compared.dataset):,} images"
+    head = f"{key}: {counted(len(compared.dataset), 'image')}"
     width = max(28, len(head) - 2, *(len(METRICS[name].words) for name in compared.metrics))
     yield f"{head:<{width + 2}}{'first':>9}  second   difference"
     for name, difference in compared.metrics.items():

@@ -11,8 +11,8 @@ from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
 from ...optimizers.groups import NAMES
 from ...options.arguments import InfCLTrainingArguments
 from ...options.declaring import spelled
+from ...shards.values import counted
 from ..planning.answers import TOO_FEW_STEPS
-from ..planning.report import number
 from .facts import Evaluation, TrainingFacts
 
 # A step of Adam moves a weight by about the learning rate, and one of Muon a matrix by a fifth of its rate (root mean
@@ -87,7 +87,7 @@ def _doubt_of_rate(algorithm: str, rate: float) -> str:
 
 def _reasons(facts: TrainingFacts) -> Iterator[str]:
     if facts.steps < TOO_FEW_STEPS:
-        yield f"the training made {number(facts.steps, 'step')} instead of a few hundred"
+        yield f"the training made {counted(facts.steps, 'step')} instead of a few hundred"
     yield from filter(None, (_doubt_of_rate(algorithm, rate) for algorithm, rate in facts.rates.items()))
 
 

@@ -15,6 +15,7 @@ from ...optimizers.moving_average import unwrapped
 from ...options.combinations import WITHOUT_WARM_UP
 from ...options.declaring import spelled
 from ...options.facts import values_of_card
+from ...shards.values import counted
 from .markdown import code, joined
 
 if TYPE_CHECKING:
@@ -123,4 +124,4 @@ def _schedule(trainer: InfCLTrainer) -> Iterator[str]:
         return
     yield (schedule := spelled(trainer.args.lr_scheduler_type))
     if schedule not in WITHOUT_WARM_UP:
-        yield f"{trainer.args.get_warmup_steps(trainer.state.max_steps)} steps of warm-up"
+        yield counted(trainer.args.get_warmup_steps(trainer.state.max_steps), "step") + " of warm-up"

@@ -46,7 +46,7 @@ def lines_of_words(captions: Sequence[str], chosen: np.ndarray) -> Iterator[str]
     rare = np.array([any(every[word] == 1 for word in _words(caption)) for caption in captions])
     if rare.any() and not rare.all() and chosen[rare].mean() > chosen[~rare].mean():
         yield (
-            f"{chosen[rare].mean():.1%} of the {int(rare.sum()):,} pairs with a word that no other caption has are "
+            f"Of pairs with a word that no other caption has ({int(rare.sum()):,}), {chosen[rare].mean():.1%} are "
             f"among them, and {chosen[~rare].mean():.1%} of the others: what is rare looks wrong."
         )
 

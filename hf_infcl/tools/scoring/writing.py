@@ -15,6 +15,7 @@ from ...data import ImageTextDataset, ImageTextStream
 from ...processes.collectives import Processes
 from ...shards.members import member_file
 from ...shards.names import sample_key
+from ...shards.values import counted
 from ...windows.selection import LEAST_BELOW, WithoutNoisyPairs
 from . import WINDOW
 from .ledger import CERTAIN, LEDGER_FILE, RATHER_WRONG, SHEET_FILE, Ledger, make_ledger
@@ -163,9 +164,10 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
             f" `infcl train --exclude {file}:{RATHER_WRONG:g}` trains without all that are likelier wrong than right."
         )
         about = "At least" if learned or waits_for else "About"
+        do = "does" if round(expected) == 1 else "do"
         yield (
-            f"{about} {expected:,.0f} of {len(ledger):,} pairs do not seem to belong together, {wrong:,} of them with "
-            f"a probability of at least {CERTAIN:g}.{exclude if wrong else ''}"
+            f"{about} {expected:,.0f} of {counted(len(ledger), 'pair')} {do} not seem to belong together, {wrong:,} of "
+            f"them with a probability of at least {CERTAIN:g}.{exclude if wrong else ''}"
         )
     if any(ledger.caption):
         yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
