@@ -184,7 +184,9 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     now[0] += 4
     logs = part.logs(12, torch.device("cpu"))
     assert (logs["samples_seen"], logs["samples_per_second"], logs["train_seconds"]) == (1016, 4.0, 9.0)
-    assert (part.steps(12), part.samples(12)) == (2, 1016)
+    assert (part.first_step, part.samples(12)) == (10, 1016)
+    assert part.rate({"train_runtime": 2.0}, 12) == {"train_samples_per_second": 8.0}
+    assert part.rate({"loss": 1.0}, 12) == {}
     now[0] += 1
     part.keep_seconds(state)
     assert trained_seconds(state) == 10.0, "a checkpoint knows the time since the last log as well"
