@@ -15,7 +15,7 @@ from transformers.activations import QuickGELUActivation
 from transformers.models.clipseg.modeling_clipseg import CLIPSegDecoderLayer
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.fused_layers import QuickGELU, RoundedLayerNorm, fuse_layers
+from hf_infcl.encoders.fused_layers import QuickGELU, RoundedLayerNorm, can_fuse, fuse_layers
 
 
 def gradients(model: nn.Module, batch: Any, *, autocast: bool = False) -> tuple[list[Tensor], int]:
@@ -91,6 +91,27 @@ def test_quick_gelu_of_any_layout(dtype):
     assert results[1][0].dtype == dtype
     for found, expected in zip(*reversed(results), strict=True):
         assert relative_error(found, expected) < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("weights", [torch.ones(7), torch.linspace(-1, 2, 7).requires_grad_()])
+def test_quick_gelu_has_a_second_derivative(weights):
+    """Also where the gradient of its output is a constant, which autograd would not refuse."""
+    second = []
+    for layer in (QuickGELUActivation(), QuickGELU()):
+        x = torch.linspace(-3, 3, 14)[::2].requires_grad_()
+        (first,) = torch.autograd.grad((layer(x) * weights).sum(), x, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*second)
+
+
+def test_layers_are_fused_where_triton_runs_and_is_wanted(monkeypatch):
+    gpu, capability = torch.device("cuda", 0), [(8, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    assert can_fuse(gpu)
+    assert not can_fuse(gpu, "torch")
+    assert not can_fuse(torch.device("cpu"))
+    capability[0] = (7, 5)
+    assert not can_fuse(gpu)
 
 
 def test_a_trained_model_can_be_exported_and_traced():

@@ -18,21 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.activations import QuickGELUActivation
 
 from .dual_encoder import MODEL_TYPES
 
 
-def can_fuse(device: torch.device) -> bool:
-    """Whether the kernels run on a device: on AMD's GPUs, and on Nvidia's since Ampere, wherever there is Triton."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+def can_fuse(device: torch.device, backend: str = "auto") -> bool:
+    """Whether the kernels run on a device: on AMD's GPUs, and on Nvidia's since Ampere, wherever there is Triton.
+
+    With the ``backend`` "torch" of the loss they do not, for Triton may be installed and unable to compile.
+    """
+    if device.type != "cuda" or backend == "torch" or importlib.util.find_spec("triton") is None:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def fuse_layers(model: nn.Module, *, wanted: bool = True) -> None:
-    """Makes those layers of a model that can be fused such layers, if that is wanted; those that are stay such."""
+    """Replaces the classes of all layers of a model that can be fused, if that is wanted; fused ones stay."""
     for module in model.modules() if wanted else ():
         if type(module) is QuickGELUActivation:
             module.__class__ = QuickGELU
@@ -74,21 +76,22 @@ class _QuickGELU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
         ctx.save_for_backward(x)
         if x.is_cuda:
             from . import triton_quick_gelu
 
-            return triton_quick_gelu.forward(x)
+            return triton_quick_gelu.forward(x.contiguous())
         return x * torch.sigmoid(1.702 * x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # by create_graph=True: only operators have a derivative
+            gate = torch.sigmoid(1.702 * x)
+            return grad * gate * (1 + 1.702 * x * (1 - gate))
         if x.is_cuda:
             from . import triton_quick_gelu
 
-            return triton_quick_gelu.backward(x, grad.contiguous())
+            return triton_quick_gelu.backward(x.contiguous(), grad.contiguous())
         gate = torch.sigmoid(1.702 * x)
         return (1 - gate).mul_(1.702 * x).add_(1).mul_(gate).mul_(grad)

@@ -105,7 +105,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"With ema_decay, the running statistics of the batch norms {', '.join(names)} stay those of the last "
             "weights. They are not those that the averaged weights would have on data."
         )
-    fuse_layers(model, wanted=can_fuse(args.device) and not args.torch_compile)
+    fuse_layers(model, wanted=can_fuse(args.device, args.backend) and not args.torch_compile)
     keeps = bool(args.keep_features or args.keep_weights)
     # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
     adapted = has_adapters(model) and wrapper not in (DistributedType.FSDP, DistributedType.DEEPSPEED)

@@ -26,7 +26,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from ...conversion.models import load_config
 from ...encoders.dual_encoder import DualEncoder
-from ...encoders.fused_layers import fuse_layers
+from ...encoders.fused_layers import can_fuse, fuse_layers
 from ...encoders.image_size import config_for_images
 from ...encoders.in_bf16 import is_in_bf16, rounded, rounded_parameters
 from ...optimizers.groups import BY_MUON, roles
@@ -179,7 +179,8 @@ def micro_batch(
         value = None if name == "patch_dropout" and options.get("full_tokens_last") else options.get(name)
         if effect.model is not None and value is not None and value is not False:
             effect.model(encoder, value)
-    fuse_layers(encoder.model, wanted=device.type != "cpu" and not options.get("torch_compile"))
+    fuses = device.type == "meta" or can_fuse(device)  # a plan is for a GPU
+    fuse_layers(encoder.model, wanted=fuses and not options.get("torch_compile"))
     encoder.eval_frozen_parts()
     return encoder, inputs
 
