@@ -103,7 +103,7 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
             "embeddings first (`infcl embed --format npy`), or leave cache_features out."
         )
     encoder = DualEncoder(module.to(args.device))
-    make_teacher = partial(OnlineTeacher, encoder, setup.accelerator, number=number, sides=sides, licence=licence)
+    make_teacher = partial(OnlineTeacher, encoder, setup, number=number, sides=sides, licence=licence)
     tokens = setup.encoder.vocabulary if processor is None else len(processor.tokenizer)
     if encoder.vocabulary is not None and tokens is not None and tokens > encoder.vocabulary:
         raise ValueError(

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor
 
 from ..encoders.adapters import weight_fingerprint
 from ..encoders.dual_encoder import IMAGE_INPUTS, DualEncoder
 from ..encoders.fused_layers import can_fuse, fuse_layers
 from ..passes.grad_cache import Features
+from .setup import Setup
 from .terms import OF_TEACHERS, Inputs
 
 
@@ -44,7 +44,7 @@ class OnlineTeacher:
     def __init__(
         self,
         encoder: DualEncoder,
-        accelerator: Accelerator,
+        setup: Setup,
         inputs: Inputs,
         normalise: Callable[[Tensor], Tensor] | None,
         *,
@@ -53,8 +53,8 @@ class OnlineTeacher:
         licence: str | None = None,
     ) -> None:
         encoder.model.requires_grad_(False).eval()
-        fuse_layers(encoder.model, wanted=can_fuse(accelerator.device))
-        self._encoder, self._accelerator, self._normalise = encoder, accelerator, normalise
+        fuse_layers(encoder.model, wanted=can_fuse(setup.args.device, setup.args.backend))
+        self._encoder, self._accelerator, self._normalise = encoder, setup.accelerator, normalise
         self._prefix, self._sides = teacher_prefix(number), sides
         self.inputs, self.width = inputs, encoder.width()
         self.options: Mapping[str, Any] = {"weights": weight_fingerprint(encoder.model)}
