@@ -1,7 +1,7 @@
 """Layers that take fewer passes over memory than those of transformers, and keep fewer tensors for their backward.
 
-An eager step spends a third of its time on operators that read and write activations and compute next to nothing. Two
-changes, which leave the mathematics alone, save most of that:
+An eager step of a ViT-B/16 spends two fifths of its time on operators that read and write activations and compute next
+to nothing. Two changes, which leave the mathematics alone, save half of that:
 
 - QuickGELU, the activation of OpenAI's CLIP models, is one kernel instead of three, and in the backward one instead of
   five; its input alone is kept.
@@ -26,7 +26,7 @@ from .dual_encoder import MODEL_TYPES
 def can_fuse(device: torch.device, backend: str = "auto") -> bool:
     """Whether the kernels run on a device: on AMD's GPUs, and on Nvidia's since Ampere, wherever there is Triton.
 
-    With the ``backend`` "torch" of the loss they do not, for Triton may be installed and unable to compile.
+    The ``backend`` "torch", as of the loss, leaves them out: Triton may be installed and yet unable to compile.
     """
     if device.type != "cuda" or backend == "torch" or importlib.util.find_spec("triton") is None:
         return False

@@ -112,7 +112,7 @@ def tell_bf16_on_cpu(namespace: argparse.Namespace, file: str = "") -> None:
 
 
 def warn_once() -> None:
-    """Lets only the first launched process print warnings that all of them would print, and none those of no use."""
+    """Hides warnings that the first launched process prints for all of them, and in all of them those of no use."""
     warnings.filterwarnings("ignore", "This DataLoader will create")  # which `fit_workers` tells once
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # which peft reads
     # transformers finds the ids of SigLIP's own default config outside of its vocabulary, whatever the model has.
