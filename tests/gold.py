@@ -4,8 +4,9 @@ python tests/gold.py write FILE      trains each configuration, in about a minut
 python tests/gold.py compare FILE    trains each again, and prints every difference; the exit code is 1 if there is any
 
 The file holds, for each process of each configuration, every number that was logged except times, the hash of each
-weight and each state of the optimizer at the end, the record of the last checkpoint, and the files of the output folder
-with hashes of the last checkpoint's weights, states and random states. It is only valid for the machine and the
+weight and each state of the optimizer at the end, the record of the last checkpoint, the order of the trained pairs
+where it is recorded, and the files of the output folder with hashes of the last checkpoint's weights, states and random
+states. ``--results`` compares the logs, weights, states and order alone, for changes of the files. It is only valid for the machine and the
 versions of the packages with which it was written. ``--only`` selects configurations by name.
 """
 
@@ -44,7 +45,7 @@ from helpers.processes import FreshRanks, Ranks, alone
 from helpers.processors import clip_processor
 from helpers.shards import png, write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, killed_at, trainer_for
+from helpers.trainers import StopAt, TrainedRows, killed_at, trainer_for
 from torch.distributed.tensor import DTensor
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer
@@ -52,7 +53,6 @@ from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, Inf
 TIMES = ("_seconds", "_per_second", "_runtime", "data_wait", "total_flos")  # the ends of the names of logged times
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 ACCUMULATING = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
-GROWS = {"global_batch_schedule": ["4:0.3", "8:0.3", "16"], "gradient_accumulation_steps": 1, "max_steps": 15}
 
 
 # ---- Data and models ----
@@ -119,8 +119,8 @@ def trained(trainer: InfCLTrainer) -> InfCLTrainer:
 
 
 def table(folder: Path) -> InfCLTrainer:
-    """Several captions per image, random crops and words left out, in two and a half epochs with evaluations."""
-    data = captioned(captions_per_image=2, augmentation="flip_crop", text_dropout=0.2, pair_id_column="id")
+    """Several captions per image and random crops, in two and a half epochs with evaluations."""
+    data = captioned(captions_per_image=2, augmentation="flip_crop", pair_id_column="id")
     options = {**SAVING, **ACCUMULATING, "max_steps": -1, "num_train_epochs": 2.5, "dataloader_num_workers": 1}
     options |= {"eval_dataset": captioned(11, 50, all_captions=True), "eval_strategy": "epoch"}
     return trained(trainer_for(folder / "run", of_words(), data, **words(), **options))
@@ -142,15 +142,6 @@ def of_replay(new: str, old: str, folder: Path, seed: int, **options: Any) -> In
     options = {**SAVING, **ACCUMULATING, "max_steps": 8, "save_steps": 4, "replay_share": 0.4, **options}
     model = models.clip(0.3, seed)
     return trainer_for(folder / "run", model, sets[0], replay_dataset=sets[1], data_collator=collate, **options)
-
-
-def of_growing(on_stream: bool, folder: Path, seed: int, **options: Any) -> InfCLTrainer:
-    options = {**SAVING, **GROWS, "save_steps": 10, "learning_rate_batch_size": 16, **options}
-    if on_stream:
-        data, options["data_collator"] = stream(folder, range(160)), collate
-    else:
-        data = models.Pairs(61)
-    return trainer_for(folder / "run", models.clip(0.3, seed), data, **options)
 
 
 def lora(folder: Path) -> InfCLTrainer:
@@ -186,8 +177,7 @@ def after_kill(folder: Path) -> InfCLTrainer:
 def many_options(folder: Path, **options: Any) -> InfCLTrainer:
     """What a step can do to its inputs and to its loss, together."""
     options |= {**SAVING, "max_steps": 6, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}
-    options |= {"image_size": 24, "image_size_schedule": ["16:0.5", "24"], "patch_dropout": 0.5}
-    options |= {"full_tokens_last": 0.2, "keep_features": 0.5}
+    options |= {"image_size": 24, "patch_dropout": 0.5, "keep_features": 0.5}
     options |= {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": captioned(9, 50)}
     return trained(trainer_for(folder / "run", of_words(), captioned(), **words(), **options))
 
@@ -204,17 +194,31 @@ def sigmoid(folder: Path) -> InfCLTrainer:
 
 
 def of_muon(folder: Path, seed: int, **options: Any) -> InfCLTrainer:
-    options = {**SAVING, "max_steps": 6, "save_steps": 3, "optimizer": "muon", "ema_decay": 0.6, **options}
-    options |= {"layer_decay": 0.7, "text_learning_rate": 2e-3, "weight_decay": 0.1}
+    options = {**SAVING, "max_steps": 6, "save_steps": 3, "optimizer": "muon", **options}
+    options |= {"text_learning_rate": 2e-3, "weight_decay": 0.1}
     options |= {"eval_dataset": models.Pairs(9), "eval_strategy": "steps", "eval_steps": 3}
     return trainer_for(folder / "run", models.clip(0.3, seed), **options)
 
 
 def cached(folder: Path) -> InfCLTrainer:
     """The cached features of a frozen image tower, and of the model before the training."""
-    options = {**SAVING, "max_steps": 6, "freeze": "image", "keep_features": 0.5, "keep_weights": 0.1}
+    options = {**SAVING, "max_steps": 6, "freeze": "image", "keep_features": 0.5}
     options |= {"cache_features": str(folder / "features")}
     return trained(trainer_for(folder / "run", of_words(), captioned(), **words(), **options))
+
+
+def of_order(kind: str, workers: int, folder: Path) -> InfCLTrainer:
+    """Three epochs, of which the report holds the pairs that each process has trained in each step."""
+    rows = TrainedRows()
+    options: dict[str, Any] = {**SAVING, "save_steps": 1000, "max_steps": -1, "num_train_epochs": 3}
+    options |= {"per_device_train_batch_size": 2, "dataloader_num_workers": workers, "callbacks": [rows]}
+    if kind == "stream":
+        data, options["data_collator"] = stream(folder, range(90)), collate
+    else:
+        data = models.Pairs(90, longest=16)
+    trainer = trained(trainer_for(folder / "run", models.clip(), data, **options))
+    trainer.order = rows.steps
+    return trainer
 
 
 class Configuration(NamedTuple):
@@ -235,21 +239,24 @@ CONFIGURATIONS = {
     "table": Configuration(table),
     "stream": Configuration(after_resume(4, partial(of_stream, dataloader_num_workers=1))),
     "stream, two processes": Configuration(after_resume(4, of_stream), 2),
-    **{
-        f"replay, {new} and {old}": Configuration(after_resume(4, partial(of_replay, new, old, replay_as=replay_as)))
-        for (new, old), replay_as in zip(KINDS, ("negatives", "own", "negatives", "own"), strict=True)
-    },
+    **{f"replay, {new} and {old}": Configuration(after_resume(4, partial(of_replay, new, old))) for new, old in KINDS},
     "replay, two processes": Configuration(after_resume(4, partial(of_replay, "table", "stream")), 2),
-    "growing batch": Configuration(after_resume(10, partial(of_growing, False))),
-    "growing batch, stream": Configuration(after_resume(10, partial(of_growing, True))),
     "lora": Configuration(lora),
     "kill": Configuration(after_kill),
     "many options, ring": Configuration(partial(many_options, strategy="ring", texts_at_once=2), 2),
-    "many options, disco": Configuration(partial(many_options, strategy="disco", gradient_noise_steps=2), 2),
+    "many options, disco": Configuration(partial(many_options, strategy="disco"), 2),
     **{f"fsdp, {kind}": Configuration(after_resume(2, partial(sharded, kind)), 2, True) for kind in SHARDINGS},
     "sigmoid": Configuration(sigmoid),
-    "muon and ema": Configuration(after_resume(3, of_muon)),
+    "muon": Configuration(after_resume(3, of_muon)),
     "cached features": Configuration(cached),
+    **{
+        f"order of a {kind}, {processes} processes, {workers} workers": Configuration(
+            partial(of_order, kind, workers), processes
+        )
+        for kind in ("table", "stream")
+        for processes in (1, 2, 4)
+        for workers in (0, 2)
+    },
 }
 
 
@@ -296,6 +303,7 @@ def report(trainer: InfCLTrainer, folder: Path) -> dict[str, Any]:
         "weights": dict(leaves(trainer.model.state_dict())),
         "optimizer": dict(leaves(trainer.optimizer.state_dict())),
         "record": dict(leaves(json.loads((last / "infcl_run.json").read_text(encoding="utf-8")))),
+        "order": dict(leaves(getattr(trainer, "order", []))),
         "files": {name: content_of(path) if last in path.parents else "" for name, path in files.items()},
     }
     return json.loads(json.dumps(found).replace(str(folder), "FOLDER"))
@@ -357,6 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("write", "compare"))
     parser.add_argument("file", type=Path, help="the gold file, or a folder with its gold.json")
+    parser.add_argument("--results", action="store_true", help="compare neither records nor files")
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, metavar="NAME", help=", ".join(CONFIGURATIONS))
     options = parser.parse_args()
     file = options.file / "gold.json" if options.file.is_dir() else options.file
@@ -369,6 +378,8 @@ def main() -> None:
     if options.only:
         before = {name: before[name] for name in ("versions", *options.only) if name in before}
     lines = list(differences(before, found))
+    if options.results:
+        lines = [line for line in lines if not any(f" / {part} / " in line for part in ("record", "files"))]
     print("\n".join(lines) if lines else f"{len(found) - 1} configurations: nothing differs.")
     sys.exit(1 if lines else 0)
 
