@@ -6,8 +6,10 @@ python tests/gold.py compare FILE    trains each again, and prints every differe
 The file holds, for each process of each configuration, every number that was logged except times, the hash of each
 weight and each state of the optimizer at the end, the record of the last checkpoint, the order of the trained pairs
 where it is recorded, and the files of the output folder with hashes of the last checkpoint's weights, states and random
-states. ``--results`` compares the logs, weights, states and order alone, for changes of the files. It is only valid for the machine and the
-versions of the packages with which it was written. ``--only`` selects configurations by name.
+states. ``--results`` compares the logs, weights, states and order alone, for changes of the files.
+
+It is only valid for the machine and the versions of the packages with which it was written. ``--only`` selects
+configurations by name.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import importlib.metadata
 import io
 import json
 import logging
+import multiprocessing
 import os
 import platform
 import signal
@@ -210,10 +213,12 @@ def cached(folder: Path) -> InfCLTrainer:
 def of_order(kind: str, workers: int, folder: Path) -> InfCLTrainer:
     """Three epochs, of which the report holds the pairs that each process has trained in each step."""
     rows = TrainedRows()
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon, as in the pool, may not start workers
     options: dict[str, Any] = {**SAVING, "save_steps": 1000, "max_steps": -1, "num_train_epochs": 3}
     options |= {"per_device_train_batch_size": 2, "dataloader_num_workers": workers, "callbacks": [rows]}
     if kind == "stream":
         data, options["data_collator"] = stream(folder, range(90)), collate
+        options |= {"max_steps": 18, "per_device_train_batch_size": 1}
     else:
         data = models.Pairs(90, longest=16)
     trainer = trained(trainer_for(folder / "run", models.clip(), data, **options))
