@@ -77,13 +77,13 @@ def numbered(numbers: range) -> ImageTextDataset:
     return ImageTextDataset(rows.cast_column("image", datasets.Image()))
 
 
-def stream(folder: Path, numbers: range) -> ImageTextStream:
+def stream(folder: Path, numbers: range, **options: Any) -> ImageTextStream:
     shards = folder / f"shards-{numbers[0]}"
     if not shards.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
         write_tars(shards, [len(numbers) // 10] * 10, first=numbers[0])
     if dist.is_initialized():
         dist.barrier()
-    return stream_of(shards)
+    return stream_of(shards, **options)
 
 
 def of_words(seed: int = 0) -> transformers.CLIPModel:
@@ -217,7 +217,7 @@ def of_order(kind: str, workers: int, folder: Path) -> InfCLTrainer:
     options: dict[str, Any] = {**SAVING, "save_steps": 1000, "max_steps": -1, "num_train_epochs": 3}
     options |= {"per_device_train_batch_size": 2, "dataloader_num_workers": workers, "callbacks": [rows]}
     if kind == "stream":
-        data, options["data_collator"] = stream(folder, range(90)), collate
+        data, options["data_collator"] = stream(folder, range(80), lanes=8), collate
         options |= {"max_steps": 18, "per_device_train_batch_size": 1}
     else:
         data = models.Pairs(90, longest=16)
