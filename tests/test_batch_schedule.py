@@ -199,7 +199,7 @@ def check_resume(folder: Path, data: Any, stops: Sequence[int], **options: Any) 
         ((11,), {"dataloader_num_workers": 2}),
         ((11,), {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "offload_inputs": True}),
         ((11,), {"max_steps": -1, "num_train_epochs": 2.5, "train_sampling_strategy": "sequential"}),
-        ((11,), {"ema_decay": 0.9, "optimizer": "muon", "learning_rate_batch_size": 16}),
+        ((11,), {"ema_decay": 0.9, "optimizer": "muon"}),
         ((11,), {"image_size_schedule": ["8:0.5", "16"]}),
     ],
     ids=["around each change", "workers", "persistent", "epochs in order", "ema and muon", "image sizes"],
@@ -299,31 +299,19 @@ def test_the_shares_of_sizes_and_patches_are_of_the_samples(tmp_path, stop):
     assert torch.equal(ends[0], ends[2])
 
 
-def test_learning_rate_runs_over_samples_and_by_option_with_the_batch(tmp_path):
+def test_learning_rate_runs_over_samples(tmp_path):
     options = {**GROWS, "learning_rate": 1.0, "warmup_steps": 3, "optim": "sgd"}
-    rates = {}
-    for name, more in {
-        "plain": {},
-        "by batch": {"learning_rate_batch_size": 16},
-        "temperature": {"learning_rate_batch_size": 16, "logit_scale_learning_rate": 1.0},
-    }.items():
-        trainer = trainer_for(tmp_path, models.clip(), models.Pairs(100), **options, **more)
-        trainer.create_optimizer_and_scheduler(15)
-        optimizer, schedule, plan = trainer.optimizer, trainer.lr_scheduler, trainer.batch_plan
-        rates[name] = []
-        for _ in range(15):
-            rates[name].append([group["lr"] for group in optimizer.param_groups])
-            optimizer.step()
-            schedule.step()
+    trainer, rates = trainer_for(tmp_path, models.clip(), models.Pairs(100), **options), []
+    trainer.create_optimizer_and_scheduler(15)
+    optimizer, schedule, plan = trainer.optimizer, trainer.lr_scheduler, trainer.batch_plan
+    for _ in range(15):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
     samples = [plan.samples_before(step) for step in range(15)]
     at = [15 * seen / plan.samples for seen in samples]
     expected = [step / 3 if step < 3 else (15 - step) / 12 for step in at]
-    sizes = [plan.size(step) for step in range(15)]
-    assert [first for first, *_ in rates["plain"]] == pytest.approx(expected)
-    by_batch = [rate * size / 16 for rate, size in zip(expected, sizes, strict=True)]
-    assert [first for first, *_ in rates["by batch"]] == pytest.approx(by_batch)
-    assert [first for first, *_ in rates["temperature"]] == pytest.approx(by_batch)
-    assert [last for *_, last in rates["temperature"]] == pytest.approx(expected)
+    assert rates == pytest.approx(expected)
 
 
 def test_epochs_evaluations_and_saves_follow_the_plan(tmp_path):
@@ -395,7 +383,6 @@ def test_features_of_a_frozen_tower_are_read_from_the_cache(tmp_path):
         ({"global_batch_schedule": "8:0.5 8"}, "grow, got 8:0.5 8"),
         ({"global_batch_schedule": ["4:0.7", "8:0.4", "16"]}, "gets the rest"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 contradicts global_batch_schedule"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate_batch_size": 8}, "cannot follow"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, options, message):

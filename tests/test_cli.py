@@ -733,7 +733,7 @@ def test_chosen_intervals_are_told_in_steps():
         ("0.1", "of AdamW is 0.1, at least 0.1"),
         ("0.05", None),
         ("1e-6", None),
-        ("1e-6 --learning_rate_batch_size 9", "of AdamW is 8.88889e-07, below 1e-06, so that weights hardly change"),
+        ("9e-7", "of AdamW is 9e-07, below 1e-06, so that weights hardly change"),
         ("1e6 --optim sgd", None),
     ],
 )

@@ -178,7 +178,6 @@ def test_other_stages_and_learning_rates_of_deepspeed_s_own_optimizer_are_refuse
     of_deepspeed = config(2) | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     for name, value in (
         ("logit_scale_learning_rate", 1e-4),
-        ("learning_rate_batch_size", 64),
         ("layer_decay", 0.5),
         ("no_decay_parameters", ["text_model"]),
     ):

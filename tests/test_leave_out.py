@@ -463,7 +463,6 @@ def test_uneven_pairs_weigh_both_losses_alike_on_every_process(ranks):
         ({"leave_out": "0"}, "more than 0 and less than 1, got '0'"),
         ({"leave_out": "nan"}, "more than 0 and less than 1, got 'nan'"),
         ({"leave_out": "clean"}, "leave_out must be 'noisy', or the share of the pairs to leave out"),
-        ({"leave_out": "noisy", "gradient_noise_steps": 2}, "which would train other numbers of pairs"),
         (
             {"leave_out": "noisy", "contrastive_weight": 0.0},
             "leave_out=noisy and contrastive_weight=0 exclude each other: it switches off",

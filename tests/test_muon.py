@@ -48,14 +48,14 @@ def test_one_word_selects_muon_for_the_matrices(tmp_path):
     assert settings == [(0.0, (0.9, 0.98), True, None), (0.1, (0.9, 0.98), True, None), (0.1, None, None, 0.9)]
 
 
-def test_rates_scale_with_the_batch_and_logit_scale_has_its_own(tmp_path):
-    own = {"learning_rate_batch_size": 4, "logit_scale_learning_rate": 1e-5, "muon_learning_rate": 3e-3}
+def test_matrices_and_logit_scale_have_rates_of_their_own(tmp_path):
+    own = {"logit_scale_learning_rate": 1e-5, "muon_learning_rate": 3e-3}
     trainer = trainer_for(tmp_path, **MUON, **own, optim="adamw_torch")
     assert trainer.create_optimizer().param_groups[0]["fused"] is False
     assert rates(trainer) == {
-        "vectors and scalars": 2e-3,
-        "embeddings and convolutions": 2e-3,
-        "matrices of layers": 6e-3,
+        "vectors and scalars": 1e-3,
+        "embeddings and convolutions": 1e-3,
+        "matrices of layers": 3e-3,
         "temperature": 1e-5,
     }
 

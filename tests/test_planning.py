@@ -323,7 +323,6 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
         (["--retain_graphs", 1], f"{batch} --bf16 --retain_graphs 1", 2, 1),
         (["--global_batch_schedule", "256:0.5", "1024"], "--bf16 --global_batch_schedule 256:0.5 1024", 2, 2),
         (["--fsdp", "true"], f"{division} --bf16", 1, 1),  # where nothing is tried
-        (["--gradient_noise_steps", 8], f"{batch} --bf16", 1, 2),  # with which each micro-batch keeps its texts
     ):
         said = planned(capsys, small_model, "--global_batch", 1024, "--gpu_memory", 0.013, *words)
         assert re.findall("^Choose  (.*)$", said, re.MULTILINE) == [chosen], words

@@ -295,13 +295,13 @@ def test_an_average_that_is_the_start_was_not_trained(tmp_path, tolerance):
 @pytest.mark.parametrize(
     ("options", "rates"),
     [
-        ({"learning_rate": 5e-4, "learning_rate_batch_size": 80}, {"adamw": 5e-5}),
+        ({"learning_rate": 5e-4}, {"adamw": 5e-4}),
         ({"learning_rate": 5e-4, "optimizer": "muon"}, {"adamw": 5e-4, "muon": 2e-3}),
         ({"learning_rate": 5e-4, "logit_scale_learning_rate": 1.0, "image_learning_rate": 1e-3}, {"adamw": 1e-3}),
         ({"learning_rate": 0.5, "optim": "sgd"}, {}),
     ],
 )
-def test_rates_are_those_after_scaling(tmp_path, options, rates):
+def test_rates_are_those_of_the_groups(tmp_path, options, rates):
     trainer = trained(trainer_for(tmp_path, max_steps=1, lr_scheduler_type="cosine", **options))
     assert training_facts(trainer, **DESCRIBED).rates == pytest.approx(rates)
 

@@ -202,7 +202,7 @@ def test_every_argument_that_decides_is_recorded(tmp_path):
         *("seed", "optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay", "max_grad_norm"),
         *("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
         *("optimizer", "muon_learning_rate", "muon_parameters", "adamw_parameters", "freeze", "max_logit_scale"),
-        *("logit_scale_learning_rate", "learning_rate_batch_size", "image_learning_rate", "text_learning_rate"),
+        *("logit_scale_learning_rate", "image_learning_rate", "text_learning_rate"),
         *("layer_decay", "no_decay_parameters", "freeze_layers", "patch_dropout", "full_tokens_last"),
         *("keep_features", "keep_weights", "ema_decay", "image_size", "image_size_schedule", "max_text_tokens"),
         *("replay_share", "replay_as", "global_batch_schedule", "matryoshka_dims", "contrastive_weight", "leave_out"),

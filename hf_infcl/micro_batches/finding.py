@@ -119,8 +119,7 @@ def find_micro_batches(
         _divide(args, trial.micro_batch)
     count = -(-pairs // trial.micro_batch)
     if texts == "auto":
-        # With gradient_noise_steps each micro-batch keeps its texts, because micro-batches are compared.
-        most = count - processes.grouped if padded and args.gradient_noise_steps is None else 1
+        most = count - processes.grouped if padded else 1
         trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, agree, compiled=args.torch_compile))
         args.texts_at_once = str(trial.texts)
     if graphs == "auto" and not _varies(args):

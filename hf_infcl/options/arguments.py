@@ -185,11 +185,6 @@ class InfCLTrainingArguments(
         return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, course)
 
     @property
-    def learning_rate_factor(self) -> float:
-        """The factor by which ``learning_rate_batch_size`` scales ``learning_rate``."""
-        return 1.0 if self.learning_rate_batch_size is None else self.global_batch_size / self.learning_rate_batch_size
-
-    @property
     def seed_of_data(self) -> int:
         """The seed by which the rows of the training set are shuffled."""
         return self.seed if self.data_seed is None else self.data_seed

@@ -75,8 +75,7 @@ def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
     if any(size % args.world_size for size in sizes):
         return []
     per_process = [size // args.world_size for size in sizes]
-    most = per_process[-1] // 2 if args.gradient_noise_steps is not None else per_process[-1]
-    most = most if exceeds else min(most, per_process[0])
+    most = per_process[-1] if exceeds else min(per_process)
     pairs = ((n, per_process[-1] // n) for n in range(1, math.isqrt(per_process[-1]) + 1) if per_process[-1] % n == 0)
     divisors = {divisor for pair in pairs for divisor in pair}
     return sorted(n for n in divisors if n <= most and all(rows % min(n, rows) == 0 for rows in per_process))

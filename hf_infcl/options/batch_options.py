@@ -56,7 +56,7 @@ class BatchOptions:
         "their shares of the samples; the last one gets the rest. They replace gradient_accumulation_steps; "
         "micro-batches are found, or keep per_device_train_batch_size, or are all pairs of a process where these "
         "are fewer. "
-        "Warm-up and decay run over samples, and learning_rate_batch_size applies to each batch.",
+        "Warm-up and decay run over samples.",
         decides=True,
         card="growth of the global batch, each size with its share of the samples",
     )
@@ -87,11 +87,4 @@ class BatchOptions:
         "optimizer keeps and all that is saved; evaluations use autocast.",
         default=False,
         decides=True,
-    )
-    gradient_noise_steps: int | None = option(
-        "Measure gradient_noise_scale once in so many steps, and log it. This is the number of pairs in a global batch "
-        "beyond which more of them add little to its direction (arXiv 1812.06162). Such a step needs two "
-        "micro-batches.",
-        decides=False,
-        within=FROM_1,
     )

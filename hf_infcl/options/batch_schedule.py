@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .combinations import SCHEDULES_BY_METRIC
-from .declaring import ExclusiveOptionsError, spelled
+from .declaring import ExclusiveOptionsError
 
 
 class Course:
@@ -176,11 +175,4 @@ def check_batch_schedule(args: Any) -> None:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts global_batch_schedule, from "
             "which the micro-batches of each step follow. Set it to 1, the default.",
             ("gradient_accumulation_steps", "global_batch_schedule"),
-        )
-    by_metric = spelled(args.lr_scheduler_type) in SCHEDULES_BY_METRIC
-    if by_metric and args.learning_rate_batch_size is not None:
-        raise ExclusiveOptionsError(
-            "learning_rate_batch_size cannot follow global_batch_schedule while the learning rate depends on a metric. "
-            "Leave it out, or choose another lr_scheduler_type.",
-            ("learning_rate_batch_size", "global_batch_schedule", "lr_scheduler_type"),
         )

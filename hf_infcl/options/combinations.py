@@ -154,12 +154,6 @@ def _check_effects(args: Any) -> None:
             "micro-batch. Omit it, or choose smaller micro-batches and more of them.",
             ("texts_at_once", "gradient_accumulation_steps"),
         )
-    if args.texts_together > 1 and args.gradient_noise_steps is not None:
-        raise ExclusiveOptionsError(
-            f"gradient_noise_steps compares micro-batches of as many images as texts, but texts_at_once="
-            f"{args.texts_at_once} gives some of them the texts of others. Omit one of both.",
-            ("gradient_noise_steps", "texts_at_once"),
-        )
     if args.save_strategy == "best" and args.eval_strategy == "no":
         raise ExclusiveOptionsError(
             "save_strategy='best' saves after evaluations, of which eval_strategy='no' makes none: nothing would "

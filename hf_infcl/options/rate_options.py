@@ -11,7 +11,6 @@ from .declaring import FINITE, SHARE, HelpPlace, Range, option
 # Those that an optimizer from elsewhere does not know.
 RATES = (
     "logit_scale_learning_rate",
-    "learning_rate_batch_size",
     "image_learning_rate",
     "text_learning_rate",
     "layer_decay",
@@ -26,15 +25,9 @@ class RateOptions:
         decides=True,
         within=FINITE,
     )
-    learning_rate_batch_size: int | None = option(
-        "Global batch size for which learning_rate was chosen. The training uses learning_rate × global batch size / "
-        "this number (the linear rule, arXiv 1706.02677).",
-        decides=True,
-        within=Range(Real, "a number of pairs of at least 1", lambda value: value >= 1),
-    )
     image_learning_rate: float | None = option(
-        "Learning rate of the image tower and its projection, by default learning_rate. It has the same schedule and "
-        "is scaled with the batch alike. The rate of Muon's matrices changes in proportion.",
+        "Learning rate of the image tower and its projection, by default learning_rate. It has the same "
+        "schedule. The rate of Muon's matrices changes in proportion.",
         decides=True,
         within=FINITE,
         card="learning rate of the image tower",
@@ -67,8 +60,7 @@ class RateOptions:
         choices=("muon",),
     )
     muon_learning_rate: float | None = option(
-        "Learning rate of Muon's matrices, by default four times learning_rate. It has the same schedule and is scaled "
-        "with the batch alike.",
+        "Learning rate of Muon's matrices, by default four times learning_rate. It has the same schedule.",
         decides=True,
         within=FINITE,
         needs="optimizer=muon",

@@ -19,8 +19,6 @@ class SelectionOptions:
         decides=True,
         short_help=HelpPlace("Data", 110),
         excludes={
-            "gradient_noise_steps": "it compares a micro-batch with the global batch, which would train other numbers "
-            "of pairs",
             "contrastive_weight=0": "it switches off the loss from which pairs would be left out",
         },
     )

@@ -110,7 +110,7 @@ class Optimization:
         # A training of epochs ends with its samples; one of max_steps goes on with its steps.
         has_changed = course.has_changed and args.max_steps < 1
         if self.creates_scheduler and (has_changed or course.grows):
-            over_samples(schedule, course, by_batch=args.learning_rate_batch_size is not None)
+            over_samples(schedule, course)
         self.options = OptimizerOptions(optimizer, schedule, self.options)
         return schedule
 
@@ -269,14 +269,14 @@ def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> l
 def _create_muon(
     encoder: DualEncoder, args: InfCLTrainingArguments, decaying: Collection[str], accelerator: Accelerator
 ) -> MuonAdamW:
-    """The optimizer of ``optimizer="muon"``, with rates that are not yet scaled with the batch.
+    """The optimizer of ``optimizer="muon"``. Raises as `parameter_groups` does.
 
-    Processes that hold equal parameters share the matrices among themselves. Raises as `parameter_groups` does.
+    Processes that hold equal parameters share the matrices among themselves.
     """
     rate = _MUON_RATE * args.learning_rate if args.muon_learning_rate is None else args.muon_learning_rate
-    if (scaled := rate * args.learning_rate_factor) > _HIGHEST_MUON_RATE:
+    if rate > _HIGHEST_MUON_RATE:
         logger.warning(
-            f"Muon's learning rate of {scaled:g} changes every matrix by a large part of itself in each step. Rates "
+            f"Muon's learning rate of {rate:g} changes every matrix by a large part of itself in each step. Rates "
             "from 0.001 to 0.01 are usual; muon_learning_rate sets it."
         )
     groups = parameter_groups(
@@ -313,10 +313,6 @@ def set_learning_rates(
     Raises:
         ValueError: the rate should fall with the depth of a tower that has no layers.
     """
-    # Schedules that end at an absolute rate, such as min_lr, divide it by the default rate.
-    for rates in (optimizer.defaults, *optimizer.param_groups):
-        if rates.get("lr") is not None:
-            rates["lr"] *= args.learning_rate_factor
     trained = [parameter for parameter in encoder.temperature_parameters if parameter.requires_grad]
     if args.logit_scale_learning_rate is not None and trained:
         for group in optimizer.param_groups:
@@ -330,27 +326,15 @@ def set_learning_rates(
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
 
 
-def over_samples(schedule: LRScheduler, course: Course, *, by_batch: bool) -> None:
-    """Lets a new schedule of transformers run over samples instead of steps; schedules by a metric stay.
-
-    ``by_batch``: the rates are those of the last batch, and the rate of each batch of a `BatchPlan` is in proportion
-    (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
-    """
+def over_samples(schedule: LRScheduler, course: Course) -> None:
+    """Lets a new schedule of transformers run over samples instead of steps; schedules by a metric stay."""
     if not isinstance(schedule, LambdaLR):
         return
 
-    def planned(factor: Callable[[Any], float], grows: bool) -> Callable[[int], float]:
-        def factor_of_step(step: int) -> float:
-            ratio = course.size(step) / course.size(course.steps) if grows else 1.0
-            return ratio * factor(course.samples_before(step) / course.samples * course.steps)
+    def planned(factor: Callable[[Any], float]) -> Callable[[int], float]:
+        return lambda step: factor(course.samples_before(step) / course.samples * course.steps)
 
-        return factor_of_step
-
-    groups = schedule.optimizer.param_groups
-    schedule.lr_lambdas = [
-        planned(factor, by_batch and group.get("name") != "temperature")
-        for group, factor in zip(groups, schedule.lr_lambdas, strict=True)
-    ]
+    schedule.lr_lambdas = [planned(factor) for factor in schedule.lr_lambdas]
     restart_rates(schedule)
 
 

@@ -45,14 +45,6 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     """
     check_wrapper(accelerator)
     _check_options_of_wrapper(args, accelerator)
-    one_of_each = args.per_device_train_batch_size * args.world_size
-    if args.gradient_noise_steps is not None and args.global_batch_size <= one_of_each:
-        raise ValueError(
-            f"gradient_noise_steps={args.gradient_noise_steps} compares the gradients of a micro-batch and of the "
-            f"global batch, but that of {args.global_batch_size:,} pairs is one micro-batch on each process. Lower "
-            f"per_device_train_batch_size, which is {args.per_device_train_batch_size}, or leave gradient_noise_steps "
-            "out."
-        )
     dual_encoder = DualEncoder(model)
     dual_encoder.freeze(args.freeze)
     if args.freeze_layers is not None:
@@ -169,11 +161,6 @@ def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Acceler
         raise ValueError(
             "ema_device='cpu' keeps whole averages, or the parts of DeepSpeed's ZeRO, in host memory. FSDP has divided "
             "the average of each process already: leave it out."
-        )
-    if args.gradient_noise_steps is not None and (fsdp or deepspeed):
-        raise ValueError(
-            "gradient_noise_steps compares the gradients of micro-batches, which FSDP and DeepSpeed do not expose. "
-            "Leave it out, or measure under DDP."
         )
     if (args.keep_features or args.keep_weights) and deepspeed:
         raise ValueError(

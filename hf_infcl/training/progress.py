@@ -54,8 +54,7 @@ class Progress:
             self._judged_from = warmup + max(SLOW_START, (last - warmup) // 2)
         if step < self._judged_from:
             return
-        rate = args.learning_rate * args.learning_rate_factor
-        words = words_of_flat_loss(state.log_history, max(warmup, step // 2), setup.objective, rate)
+        words = words_of_flat_loss(state.log_history, max(warmup, step // 2), setup.objective, args.learning_rate)
         self._judged_from = math.inf if words else max(last, step + 1)
         if words:
             logger.warning(words)

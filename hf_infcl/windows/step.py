@@ -38,7 +38,6 @@ from .extensions import (
     term_parameters,
     value_of_term,
 )
-from .gradient_noise import GradientNoise
 from .memory import WindowMemory
 from .nonfinite import RowsOfDataset, finite_rows
 from .number_checks import NumberChecks
@@ -428,9 +427,5 @@ def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]
             tell_if_too_short(course.samples * (1 - (args.replay_share or 0)) / setup.rows)
         yield WithoutNoisyPairs(args.leave_out, setup.rows, setup.fingerprint_of_rows)
     yield TowerNorms(encoder)
-    if args.gradient_noise_steps is not None:
-        temperature = [id(parameter) for parameter in encoder.temperature_parameters]
-        of_towers = [p for p in encoder.model.parameters() if id(p) not in temperature]
-        yield GradientNoise(of_towers, args.gradient_noise_steps, args.world_size)
     yield PositiveCosines()
     yield LossParts()

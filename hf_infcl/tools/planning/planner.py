@@ -113,7 +113,6 @@ class Planner:
         self._divide(*(getattr(options, name) if name in user_options else None for name in DIVISION))
         start = self._start.options
         tries: Sequence[str] = () if sharded or options.use_cpu else SEARCHED
-        tries = tries if options.gradient_noise_steps is None else tries[1:]  # each micro-batch keeps its texts
         self.searched = [name for name in tries if name not in start]
         offload = ["offload_inputs" in start] if "offload_inputs" in user_options else [False, True]
         # A training refuses to checkpoint with bf16_activations.

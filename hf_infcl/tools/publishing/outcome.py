@@ -67,7 +67,7 @@ def earlier_best(history: Sequence[Mapping[str, Any]], facts: TrainingFacts) -> 
 
 def doubtful_rate(args: InfCLTrainingArguments) -> str:
     """A sentence, before a training, if its learning rate is one of which `outcome` will doubt that it teaches."""
-    rate = args.learning_rate * args.learning_rate_factor
+    rate = args.learning_rate
     if rate == 0:
         return "The learning rate is 0, so that no weight changes. Fine-tuning takes about 1e-5 (--learning_rate 1e-5)."
     if "adam" not in spelled(args.optim) or not (doubt := _doubt_of_rate("adamw", rate)):
@@ -77,7 +77,7 @@ def doubtful_rate(args: InfCLTrainingArguments) -> str:
 
 
 def _doubt_of_rate(algorithm: str, rate: float) -> str:
-    """Part of a sentence about a learning rate, after scaling, by which weights hardly change or are replaced."""
+    """Part of a sentence about a learning rate by which weights hardly change or are replaced."""
     low, high = RATES[algorithm]
     of = f"the learning rate of {NAMES[algorithm]} is {rate:g}"
     if rate < low:

@@ -103,7 +103,7 @@ def _first(groups: Sequence[Mapping[str, object]], name: str) -> Any:
 def _learning_rates(trainer: InfCLTrainer) -> dict[str, str]:
     args = trainer.args
     if trainer.optimization.creates_optimizer:
-        rate = f"{args.learning_rate * args.learning_rate_factor:g}"
+        rate = f"{args.learning_rate:g}"
     else:
         groups = [group for group in unwrapped(trainer.optimizer).param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
