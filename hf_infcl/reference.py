@@ -22,6 +22,7 @@ def contrastive_loss(
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
     negative_texts: Tensor | None = None,
+    directions: str = "both",
 ) -> Tensor:
     """The contrastive loss of a batch of n images and m texts.
 
@@ -47,6 +48,8 @@ def contrastive_loss(
         image_ids: [n] int64, text_ids: [m] int64. Give both or neither, and not together with pair_ids.
         negative_texts: [h, D], further columns without a positive: hard negatives (NegCLIP, arXiv 2210.01936).
 
+        directions: ``"both"``, or ``"image_to_text"``: of the softmax loss, the mean over the rows alone.
+
     Returns:
         The loss, a scalar in the dtype of the embeddings. It is not finite if no cell is positive.
 
@@ -67,6 +70,8 @@ def contrastive_loss(
         logits = logits + logit_bias
     if objective not in DEFINITIONS:
         raise ValueError(f"objective must be one of {', '.join(map(repr, DEFINITIONS))}, got {objective!r}.")
+    if directions == "image_to_text":
+        return _cross_entropy(logits.masked_fill(excluded, -torch.inf), positive)
     return DEFINITIONS[objective](logits, positive, excluded)
 
 

@@ -67,6 +67,48 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(ranks, world_size):
     ranks.run(rank_contract, world_size, cases, always_ring=True)
 
 
+def rank_one_way(rank: int, world_size: int) -> None:
+    """Processes of unequal rows and negatives, against one process with all of them."""
+    rows, hard = [3 + 2 * r for r in range(world_size)], [2 * r for r in range(world_size)]
+    x, y = features(sum(rows), 24)
+    negatives, _ = features(sum(hard), 24, seed=9)
+    ids = torch.arange(sum(rows)) // 2
+    for strategy, with_ids, with_negatives in itertools.product(STRATEGIES, (False, True), (False, True)):
+        whole = [t.double().requires_grad_() for t in (x, y, torch.tensor(30.0), negatives)]
+        options: dict[str, Any] = {"directions": "image_to_text"}
+        extra = {"negative_texts": whole[3]} if with_negatives else {}
+        truth = reference.contrastive_loss(*whole[:3], pair_ids=ids if with_ids else None, **options, **extra)
+        wanted = whole if with_negatives and sum(hard) else whole[:3]
+        expected = torch.autograd.grad(truth, wanted)
+        of_rank = [x.split(rows)[rank], y.split(rows)[rank], torch.tensor(30.0), negatives.split(hard)[rank]]
+        leaves = [t.clone().requires_grad_() for t in of_rank]
+        options |= {"strategy": strategy, "pair_ids": ids.split(rows)[rank] if with_ids else None}
+        extra = {"negative_texts": leaves[3]} if with_negatives else {}
+        loss = contrastive_loss(*leaves[:3], **options, **extra)
+        assert relative_error(loss, truth) < 1e-6
+        got = torch.autograd.grad(loss, leaves[: len(wanted)])
+        parts = [(0, rows), (1, rows), (3, hard)]
+        for place, counts in parts[: 3 if len(wanted) == 4 else 2]:
+            error = got[place].double() / world_size - expected[place].split(counts)[rank]
+            assert error.norm() <= 1e-5 * expected[place].norm(), (strategy, with_ids, with_negatives, place)
+        mean = got[2].clone()
+        dist.all_reduce(mean)
+        assert abs(mean / world_size - expected[2]) < 1e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_direction_alone(ranks, world_size):
+    """Only images have a cross entropy, as anchors of embedders of text do."""
+    ranks.run(rank_one_way, world_size, always_ring=True)
+
+
+def test_the_mean_of_each_direction_is_the_loss_of_both():
+    x, y = features(8, 16)
+    one, back = (contrastive_loss(a, b, 20.0, directions="image_to_text") for a, b in ((x, y), (y, x)))
+    torch.testing.assert_close((one + back) / 2, contrastive_loss(x, y, 20.0))
+    assert abs(one - back) > 1e-3
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_fp64_keeps_its_digits_where_the_loss_is_large(objective, strategy):

@@ -45,6 +45,13 @@ def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
         "ids' shape": ((x, y, 1.0), {"pair_ids": ids[:2] if wrong else ids}, "rank 1: .*\\[4\\] int64.*\\[2\\]"),
         "ids' type": ((x, y, 1.0), {"pair_ids": [0, 1, 2, 3] if wrong else ids}, "rank 1: .*tensor.*got a list"),
         "texts of no image": ((x, y[:3], 1.0) if wrong else (x, y, 1.0), {}, "rank 1: Pairs.*text_ids.*as negative_t"),
+        "direction": ((x, y, 1.0), {"directions": "both" if not wrong else "up"}, "rank 1: directions must be .*'up'"),
+        "directions": ((x, y, 1.0), {} if wrong else {"directions": "image_to_text"}, "image_to_text[\\s\\S]*both"),
+        "direction of sigmoid": (
+            (x, y, 1.0),
+            {"directions": "image_to_text", "objective": "sigmoid" if wrong else "softmax"},
+            "rank 1: directions='image_to_text' is for the softmax loss",
+        ),
         "half of the ids": ((x, y, 1.0), {"image_ids": ids} | ({} if wrong else both), "rank 1: .*got only image_ids"),
         "two kinds of ids": ((x, y, 1.0), both | ({"pair_ids": ids} if wrong else {}), "rank 1: pair_ids exclude"),
         "other ids": ((x, y, 1.0), {} if wrong else both, "0: .* image_ids and text_ids[\\s\\S]*1: .*no ids"),

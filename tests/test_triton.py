@@ -166,6 +166,13 @@ def test_ids_of_images_and_texts(dtype: torch.dtype, objective: str) -> None:
     check(x, y, objective=objective, negative_texts=x[:5])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_direction(dtype: torch.dtype) -> None:
+    x, y = pairs(67, 24, dtype)
+    for options in ({}, {"pair_ids": halves(67)}, {"negative_texts": x[:5]}):
+        check(x, y, 30.0, directions="image_to_text", **options)
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("batch", "dim"), [(7, 40), (SEVERAL, 48)])

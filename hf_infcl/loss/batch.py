@@ -29,6 +29,7 @@ class Batch:
     ids_x: Tensor | None  # [n] int64; in a batch of pairs those with equal ids are not each other's negatives
     ids_y: Tensor | None  # [m] int64, equal to the ids of the images that a text belongs to; None in a batch of pairs
     counts: RowCounts
+    one_way: bool = False  # only images have a cross entropy, of finding their texts
 
 
 class Wanted(NamedTuple):

@@ -14,7 +14,7 @@ from ..processes.collectives import Arriving, Processes
 from ..refusals import refuse_second_derivative
 from . import cuda_graphs, one_positive, several_positives
 from .batch import Batch, RowCounts, Wanted
-from .inputs import Inputs
+from .inputs import DIRECTIONS, Inputs
 from .objectives import OBJECTIVES
 from .strategies import Strategy, select_strategy
 
@@ -42,6 +42,7 @@ def contrastive_loss(
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
     negative_texts: Tensor | None = None,
+    directions: str = "both",
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Computes the contrastive loss of the global batch, that is of the images and texts of all processes.
@@ -92,6 +93,9 @@ def contrastive_loss(
         negative_texts: [h, D], texts that belong to no image, such as deliberately wrong captions. They are additional
             negatives of all images and have no loss of their own (NegCLIP, arXiv 2210.01936). h may be 0 and may differ
             between processes.
+        directions: ``"both"``, the mean of the cross entropies of images and of texts, or ``"image_to_text"``, those of
+            the images alone: how well an anchor finds its document, as embedders of text are trained. Only of the
+            softmax loss of pairs.
         process_group: the processes that share the batch; None means the default group, or only this process if
             torch.distributed is not initialised.
 
@@ -109,7 +113,7 @@ def contrastive_loss(
     """
     inputs = Inputs(
         *(image_embeds, text_embeds, logit_scale, logit_bias, objective, strategy, backend),
-        *(pair_ids, image_ids, text_ids, negative_texts),
+        *(pair_ids, image_ids, text_ids, negative_texts, directions),
     )
     return _loss(inputs, Processes(process_group))
 
@@ -153,7 +157,7 @@ def _loss(inputs: Inputs, processes: Processes) -> Tensor:
             scalars = Arriving(processes.gather(torch.stack((scale.detach(), bias.detach()))))
         loss = _Loss.apply(
             *(x, y, inputs.negative_texts, scale, bias, ids_x, inputs.text_ids),
-            *(counts, strategy, inputs.objective, wanted),
+            *(counts, strategy, inputs.objective, wanted, inputs.directions == DIRECTIONS[1]),
         )
     if scalars is not None:  # compared when the work is queued, so that the device goes on meanwhile
         inputs.compare(processes, scalars.tolist())
@@ -189,11 +193,12 @@ class _Loss(torch.autograd.Function):
         strategy: Strategy,
         objective: str,
         wanted: Wanted,
+        one_way: bool,
     ) -> Tensor:
-        evaluate = functools.partial(_evaluate, strategy, objective, wanted, counts)
+        evaluate = functools.partial(_evaluate, strategy, objective, wanted, counts, one_way)
         processes = strategy.processes
         if launches_dominate(strategy, x, counts):
-            recording = (type(strategy), strategy.backend, objective, wanted, counts, processes.rank)
+            recording = (type(strategy), strategy.backend, objective, wanted, counts, one_way, processes.rank)
             evaluate = functools.partial(cuda_graphs.run, recording, processes, evaluate)
         loss, *gradients = evaluate(x, y, negatives, scale, bias, ids_x, ids_y)
         assert loss is not None
@@ -220,7 +225,7 @@ class _Loss(torch.autograd.Function):
             ),
             grad_scale if want_scale else None,
             grad_bias if want_bias else None,
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
@@ -266,6 +271,7 @@ def _evaluate(
     objective: str,
     wanted: Wanted,
     counts: RowCounts,
+    one_way: bool,
     x: Tensor,
     y: Tensor,
     negatives: Tensor | None,
@@ -281,7 +287,7 @@ def _evaluate(
     by which the products have to be multiplied; the others are this process's part of the gradients of scale and bias.
     """
     no_negatives = sum(counts.negative_texts) == 0  # on any process
-    batch = Batch(x, y, None if no_negatives else negatives, scale, bias, ids_x, ids_y, counts)
+    batch = Batch(x, y, None if no_negatives else negatives, scale, bias, ids_x, ids_y, counts, one_way)
     if ids_y is None:
         terms = one_positive.evaluate(strategy, batch, OBJECTIVES[objective].of_pairs, wanted)
     else:

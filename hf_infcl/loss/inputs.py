@@ -16,6 +16,7 @@ from .batch import RowCounts, Wanted
 from .objectives import OBJECTIVES
 from .strategies import STRATEGIES
 
+DIRECTIONS = ("both", "image_to_text")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -34,6 +35,7 @@ class Inputs:
     image_ids: Tensor | None
     text_ids: Tensor | None
     negative_texts: Tensor | None
+    directions: str = DIRECTIONS[0]
 
     def check(self, processes: Processes) -> RowCounts:
         """Checks the arguments and returns the numbers of rows on all processes.
@@ -94,6 +96,7 @@ class Inputs:
             _unknown_option("objective", self.objective, OBJECTIVES)
             or _unknown_option("strategy", self.strategy, STRATEGIES)
             or _unknown_option("backend", self.backend, kernels.BACKENDS)
+            or _unknown_option("directions", self.directions, DIRECTIONS)
             or _not_embeddings("image_embeds", self.image_embeds)
             or _not_embeddings("text_embeds", self.text_embeds)
             or self._contradiction()
@@ -108,6 +111,11 @@ class Inputs:
         )
 
     def _contradiction(self) -> str:
+        if self.directions != "both" and (self.objective != "softmax" or self.image_ids is not None):
+            return (
+                f"directions={self.directions!r} is for the softmax loss of pairs: leave out image_ids and text_ids, "
+                f"and choose objective='softmax', got {self.objective!r}."
+            )
         names = [name for name in ("image_ids", "text_ids") if getattr(self, name) is not None]
         if len(names) == 1:
             return f"image_ids and text_ids must be passed together, got only {names[0]}."
@@ -185,6 +193,7 @@ class Inputs:
             _number(self.logit_bias) if self.logit_bias is not None and self.scalars_are_read() else 0,
             list(OBJECTIVES).index(self.objective),
             list(STRATEGIES).index(self.strategy),
+            DIRECTIONS.index(self.directions),
             _bits(t is not None for t in (self.pair_ids, self.text_ids, self.negative_texts)),
             _bits(self.wanted()),
         ]
@@ -201,6 +210,7 @@ class Inputs:
         return (
             f"embeddings {shapes} {self.image_embeds.dtype} on {self.image_embeds.device.type}, "
             f"logit_scale {_number(self.logit_scale):.9g}, logit_bias {bias}, {self.objective}, {self.strategy}, "
+            f"directions {self.directions}, "
             f"{' and '.join(ids) or 'no ids'}, gradients for {', '.join(gradients) or 'nothing'}"
         )
 

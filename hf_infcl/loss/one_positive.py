@@ -24,7 +24,7 @@ def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms], wante
 
 
 def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
-    """The symmetric InfoNCE loss. C is 2B times the derivative of the loss by the logits, and its sum is 0."""
+    """The InfoNCE loss. C is 2B times its derivative by the logits, B times if it is one-way, and its sum is 0."""
     scale, ids, backend, (pairs, _, negative_texts) = batch.scale, batch.ids_x, strategy.backend, batch.counts
 
     def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
@@ -48,7 +48,9 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     positive = kernels.positive_logits(batch.x, batch.y, scale, backend)
     x, y = Side((batch.x, positive, ids), pairs), strategy.columns(Side((batch.y, positive, ids), pairs))
     texts, positive_y, ids_y = y.rows
-    (odds_x,), (odds_y,) = strategy.statistics(statistics, (torch.logaddexp,), x, y)
+    (odds_x,), of_columns = strategy.statistics(statistics, (torch.logaddexp,), x, y, want_y=not batch.one_way)
+    # Texts without a cross entropy are certain to find their images.
+    odds_y = torch.full_like(positive_y, -torch.inf) if batch.one_way else of_columns[0]
     if batch.negatives is not None:
         # The statistics of these columns are not read, so any pivot works; one close to the others is faster.
         near = positive.mean().expand(len(batch.negatives))
@@ -64,7 +66,7 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     loss, lse_x, lse_y, coefficient_of_both = kernels.softmax_losses(
         positive, odds_x, own_odds_y, positive_y, odds_y, backend
     )
-    divisor = 2.0 * sum(pairs)
+    divisor = (1.0 if batch.one_way else 2.0) * sum(pairs)
     if not any(wanted):
         return Terms(loss, divisor)
     zero = torch.zeros_like(scale)
@@ -83,7 +85,10 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         coefficient_y = coefficient if strategy.transposes else None  # the kernels only read the rows' coefficients
         return Side((batch.x, image_lse, coefficient, ids), pairs), Side((texts, text_lse, coefficient_y, ids_y), pairs)
 
-    from_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
+    if batch.one_way:
+        from_pairs = strategy.gradients(gradients, *sides(losses_y=False), wanted.x, wanted.y)
+    else:
+        from_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
     if batch.negatives is None:
         return Terms(loss, divisor, from_pairs.scalars[0], zero, from_pairs.x, from_pairs.y)
     features = negatives.rows[0]
