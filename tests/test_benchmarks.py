@@ -27,7 +27,7 @@ from helpers.benchmarks import (
     write_sugarcrepe,
     write_xm3600,
 )
-from helpers.demo import infcl, mistake
+from helpers.demo import infcl
 from helpers.evaluation import discerning
 from helpers.hub import sha_of
 from helpers.pictures import write_folder
@@ -37,7 +37,6 @@ from helpers.trainers import trainer_for
 from huggingface_hub import ModelCard, constants
 from PIL import Image
 
-from hf_infcl import InfCLTrainer
 from hf_infcl.tools.benchmarks.names import BENCHMARKS, GROUPS, OF_CLIP_BENCHMARK, benchmark_key, expanded
 from hf_infcl.tools.benchmarks.sets import benchmark_sets
 
@@ -198,47 +197,6 @@ def test_a_command_measures_benchmarks_by_name(checkpoint, written, tmp_path, ca
     lines = [line.split() for line in told.splitlines()]
     assert ["mscoco_captions", f"{100 * recall:.2f}%", "mean", "recall@1"] in lines
     assert any(line[:2] == ["mean_sugarcrepe", f"{100 * found['eval_mean_sugarcrepe']:.2f}%"] for line in lines)
-
-
-def test_an_interrupted_evaluation_goes_on_with_the_next_set(checkpoint, written, tmp_path, capsys):
-    words = ["evaluate", "--model", checkpoint, "--output_dir", tmp_path, "--use_cpu", "--report_to", "none"]
-    words += ["--benchmark_folder", written["folder"], "--benchmark", "cifar10", "mscoco_captions", "xm3600/sw"]
-    told = "was measured before the command was interrupted"
-    evaluate, ended = InfCLTrainer.evaluate, []
-
-    def interrupted(trainer: InfCLTrainer, *arguments: Any, **options: Any) -> dict[str, float]:
-        if len(ended) == 2:
-            raise KeyboardInterrupt
-        ended.append(options["metric_key_prefix"])
-        return evaluate(trainer, *arguments, **options)
-
-    with mock.patch.object(InfCLTrainer, "evaluate", interrupted), pytest.raises(SystemExit):
-        infcl(*words)
-    assert ended == ["eval_vtab_cifar10", "eval_mscoco_captions"]
-    progress = (tmp_path / "eval_progress.json").read_text()
-    capsys.readouterr()
-    infcl(*words)
-    assert capsys.readouterr().out.count(told) == 2
-    of_both = json.loads((tmp_path / "eval_results.json").read_text())
-    assert not (tmp_path / "eval_progress.json").exists()
-    infcl(*words)
-    assert told not in capsys.readouterr().out, "a command that has ended measures anew"
-    at_once = json.loads((tmp_path / "eval_results.json").read_text())
-    timed = ("_runtime", "_per_second", "_time")
-    assert at_once.keys() == of_both.keys()
-    assert {n: v for n, v in at_once.items() if not n.endswith(timed)} == {
-        n: v for n, v in of_both.items() if not n.endswith(timed)
-    }
-    other = shutil.copytree(checkpoint, tmp_path / "other")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(other)
-    tokenizer.add_tokens(["zzz"])
-    tokenizer.save_pretrained(other)
-    for change in ("--bf16",), ("--equal_ids", "positive"), ("--model", other):
-        (tmp_path / "eval_progress.json").write_text(progress)
-        infcl(*words, *change)
-        assert told not in capsys.readouterr().out, f"figures without {change}"
-    (tmp_path / "eval_progress.json").write_text(progress[:99])
-    assert "eval_progress.json is damaged" in mistake(capsys, *words)
 
 
 def rank_benchmarks(rank: int, world_size: int, folder: str, benchmarks: str) -> dict[str, float]:

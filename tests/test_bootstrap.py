@@ -1,21 +1,14 @@
 """Bootstrap intervals of metrics and of paired differences."""
 
-import json
-import re
-
-import datasets
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from PIL import Image
 from torch import Tensor
 
-from hf_infcl import ZeroShotDataset
 from hf_infcl.evaluation import ClassRanks, PairRanks, bounds, count_hits, interval, measured, resampled
-from hf_infcl.evaluation.bootstrap import RESAMPLES, Difference, differences, differences_by_class
+from hf_infcl.evaluation.bootstrap import RESAMPLES, Difference, differences
 from hf_infcl.evaluation.metrics import Hits
-from hf_infcl.tools.publishing.comparison import comparison, lines_of_comparison, write_comparison
 
 
 def random(seed: int) -> torch.Generator:
@@ -116,51 +109,7 @@ def test_a_difference_whose_interval_includes_0_is_noise():
     assert Difference(0.5, 0.52, 0.01, 0.03).words() == "+0.0200 [+0.0100, +0.0300]"
 
 
-def test_classes_are_compared_one_by_one():
-    labels = torch.tensor([0] * 40 + [1] * 40 + [3] * 40)
-    first, second = labels == 0, labels != 1
-    found = differences_by_class(classified(first, labels), classified(second, labels))
-    assert {label: (one.first, one.second, one.is_noise) for label, one in found.items()} == {
-        **{0: (1, 1, True), 1: (0, 0, True)},
-        3: (0, 1, False),
-    }
-
-
-def test_a_class_of_one_image_does_not_differ_by_more_than_noise():
-    labels = torch.tensor([0] * 5 + [1])
-    found = differences_by_class(classified(labels == 0, labels), classified(labels >= 0, labels))[1]
-    assert (found.first, found.second, found.low, found.high, found.is_noise) == (0, 1, -1, 1, True)
-
-
 def test_results_on_other_images_are_not_compared():
     few, many = (classified(torch.ones(n).bool(), torch.zeros(n).long()) for n in (3, 4))
     with pytest.raises(ValueError, match=r"Only results on the same images can be compared, got \[3\] and \[4\]"):
         differences(few, many)
-
-
-def test_the_most_confident_mistakes_of_the_other_model_come_first(tmp_path):
-    table = datasets.Dataset.from_dict(
-        {"image": [Image.new("RGB", (8, 8), (30 * i, 0, 0)) for i in range(5)], "label": [0, 1, 0, 1, 0]},
-        features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}),
-    )
-    data, labels = ZeroShotDataset(table), torch.tensor([0, 1, 0, 1, 0])
-    right = torch.tensor([[1, 0, 0, 0, 1], [0, 1, 0, 1, 1]]).bool()
-    gaps = torch.tensor([[0, 0.1, 0.2, 0.3, 0], [0.4, 0, 0.5, 0, 0]])
-    ranks = [
-        ClassRanks((~r).int(), labels, 2, torch.where(r, labels, 1 - labels), g)
-        for r, g in zip(right, gaps, strict=True)
-    ]
-    found = comparison(data, *ranks)
-    assert [found.wins(0), found.wins(1)] == [[0], [3, 1]]
-    write_comparison(tmp_path, {"animals": found}, "a", "b")
-    written = json.loads((tmp_path / "compare_results.json").read_text())["animals"]
-    assert written["right_by_second_alone"] == [3, 1]
-    assert written["classes"].keys() == {"0 cat", "1 dog"}
-    assert (tmp_path / "compare.png").is_file()
-    write_comparison(tmp_path, {"animals": comparison(data, ranks[0], ranks[0])}, "a", "a")
-    assert not (tmp_path / "compare.png").exists(), "no picture of other models"
-    lines = "\n".join(lines_of_comparison({"animals": found}))
-    assert re.search(r"animals: 5 images +first +second   difference\n", lines)
-    assert re.search(r"\n  top-1 accuracy +40.00% +60.00%   .20.00 \[", lines)
-    assert "images that only the first gets right: 1, that only the second gets right: 2 (top-1 accuracy)" in lines
-    assert "1 of 2 classes differ by more than noise:\n    dog  " in lines

@@ -34,7 +34,6 @@ from helpers.processes import alone, launched, on_ranks
 from helpers.shards import number_of, pair, png, write_parquet, write_tar
 from huggingface_hub import constants
 from hypothesis import strategies as st
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
@@ -133,41 +132,34 @@ def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsy
     assert str(tmp_path) in printed
 
 
-def test_compare_puts_two_models_beside_each_other(demo, trained, tmp_path, capsys):
+def test_evaluate_puts_several_models_beside_each_other(demo, trained, tmp_path, capsys):
     words = ["--output_dir", tmp_path, "--use_cpu", "--report_to", "none", "--zero_shot_dataset", demo / "digits"]
     words += ["--eval_dataset", demo / "digits", "--class_names", *DEMO["class_names"]]
-    infcl("compare", demo / "clip-init", trained, *words, "--templates", *DEMO["templates"])
+    names = [demo / "clip-init", trained, demo / "clip-init"]
+    infcl("evaluate", "--model", *names, *words, "--templates", *DEMO["templates"])
     results = json.loads((tmp_path / "compare_results.json").read_text())
     accuracy = json.loads((trained / "all_results.json").read_text())["eval_zero_shot_acc1"]
-    classes = results["zero_shot"]
-    assert classes["metrics"]["acc1"]["second"] == accuracy
-    assert [name.split()[0] for name in classes["classes"]] == list("0123456789")
-    won, lost = (classes[f"right_by_{model}_alone"] for model in ("second", "first"))
-    assert len(won) - len(lost) == round((accuracy - classes["metrics"]["acc1"]["first"]) * classes["images"])
-    assert not {*won} & {*lost}
+    assert results["models"] == list(map(str, names))
+    assert results["zero_shot"]["metrics"]["acc1"][0]["second"] == accuracy
     pairs = results["pairs"]
-    change = (pairs["metrics"]["text_retrieval_recall@1"][name] for name in ("second", "first"))
-    won, lost = (pairs[f"right_by_{model}_alone"] for model in ("second", "first"))
-    assert won
-    assert len(won) - len(lost) == round(float.__sub__(*change) * pairs["images"])
+    assert pairs["metrics"].keys() == metrics_of_kind("pairs").keys() - {"loss"}
+    for change, same in pairs["metrics"].values():
+        assert change["low"] <= change["second"] - change["first"] <= change["high"]
+        assert same == {"first": change["first"], "second": change["first"], "low": 0, "high": 0}
     printed = capsys.readouterr().out
-    assert re.search(r"top-1 accuracy +\d+\.\d\d% +\d+\.\d\d%   [+-]\d+\.\d\d \[[+-]", printed)
-    assert re.search(r"pairs: \d+ images +first +second   difference\n  image retrieval recall@1 ", printed)
-    assert f"\nfirst: {demo / 'clip-init'}\nsecond: {trained}\n" in printed
-    with Image.open(tmp_path / "compare.png") as sheet:
-        assert sheet.width > 800
-    line = mistake(capsys, "compare", demo / "clip-init", trained, tmp_path, *words)
-    assert f"{str(tmp_path)!r} belongs to no option. Before the options stand FIRST: A model: a Hub id" in line
-    assert "For a third, run the command again." in line
+    assert f"\n1: {names[0]}\n2: {trained}\n3: {names[0]}\n" in printed
+    assert re.search(r"\n +1 +2  2 - 1 +3  3 - 1\npairs: \d+ images\n  image_retrieval_recall@1 ", printed)
+    assert re.search(
+        r"\n  acc1 +\d+\.\d\d% +\d+\.\d\d%  [+-]\d+\.\d\d \[[+-].*\d+\.\d\d%  [+]0\.00 \[[+]0\.00, [+]0\.00\]", printed
+    )
     with pytest.raises(SystemExit), mock.patch.object(InfCLTrainer, "evaluate") as evaluated:
-        infcl("compare", trained, tmp_path / "nothing", *words)
+        infcl("evaluate", "--model", trained, tmp_path / "nothing", *words)
     assert "There is no folder" in capsys.readouterr().err
     evaluated.assert_not_called()
-    line = mistake(capsys, "compare", *words, "--dims", 8, demo / "clip-init", trained)
-    assert "argument --dims: it takes one or two numbers, got" in line
-    assert "Name the two models before the options." in line
+    line = mistake(capsys, "evaluate", "--model", *names, *words, "--tokenizer", trained)
+    assert "--tokenizer is of one model, and --model names 3." in line
     with mock.patch.object(InfCLTrainer, "evaluate") as evaluated:
-        line = mistake(capsys, "compare", demo / "clip-init", trained, *words, "--dims", 24, 65)
+        line = mistake(capsys, "evaluate", "--model", demo / "clip-init", trained, *words, "--dims", 24, 65)
     assert f"--dims 65 does not fit the embeddings of {trained}, which have 64 dimensions." in line
     evaluated.assert_not_called()
 
@@ -555,9 +547,11 @@ def test_every_command_takes_adapters(small, demo, tmp_path, capsys):
         losses[name], recall = found["eval_pairs_loss"], found["eval_pairs_text_retrieval_recall@1"]
     assert losses["merged"] == losses["whole"] == losses["adapters"] == pytest.approx(losses["theirs"], abs=1e-5)
     assert losses["half"] != pytest.approx(losses["adapters"], abs=1e-5)
-    infcl("compare", demo / "clip-init", adapters, *measured, "--output_dir", tmp_path / "compared")
-    compared = json.loads((tmp_path / "compared/compare_results.json").read_text())["pairs"]["metrics"]
-    assert compared["text_retrieval_recall@1"]["second"] == recall
+    infcl("evaluate", "--model", demo / "clip-init", adapters, *measured, "--output_dir", tmp_path / "compared")
+    (compared,) = json.loads((tmp_path / "compared/compare_results.json").read_text())["pairs"]["metrics"][
+        "text_retrieval_recall@1"
+    ]
+    assert compared["second"] == recall
     infcl("embed", adapters, pairs, "--use_cpu", "--output_dir", tmp_path / "embedded")
     capsys.readouterr()
     infcl("plan", "--model", adapters, "--global_batch", 64)
@@ -577,7 +571,7 @@ def test_a_checkpoint_without_a_projection_is_refused_and_trained_with_a_new_one
     for words in (
         [*small, "--model", broken],
         ["evaluate", "--model", broken, "--eval_dataset", pairs, *out],
-        ["compare", demo / "clip-init", broken, "--eval_dataset", pairs, *out],
+        ["evaluate", "--model", demo / "clip-init", broken, "--eval_dataset", pairs, *out],
         ["average", demo / "clip-init", broken, *out],
         ["embed", broken, pairs, *out],
         ["convert", broken, tmp_path / "theirs", "--to", "open_clip"],
@@ -1225,7 +1219,7 @@ def test_a_model_of_another_type_is_one_line(demo, tmp_path, capsys):
     for words in (
         ["plan", "--model", tmp_path / "model", "--global_batch", 8],
         ["check", "--model", tmp_path / "model", "--dataset", demo / "digits", *out],
-        ["compare", demo / "clip-init", tmp_path / "model", "--eval_dataset", demo / "digits", "--use_cpu", *out],
+        ["evaluate", "--model", demo / "clip-init", tmp_path / "model", "--eval_dataset", demo / "digits", *out],
     ):
         line = mistake(capsys, *words)
         assert f"The model of '{tmp_path / 'model'}' (model_type 'bert') is not a dual encoder that" in line

@@ -39,12 +39,12 @@ PAGES = [
 
 def commands() -> list[str]:
     lines = "\n".join(blocks(TEXT, "bash")).replace("\\\n", " ").splitlines()
-    return [line for line in lines if re.match("infcl (train|evaluate|compare|average|embed|plan) ", line)]
+    return [line for line in lines if re.match("infcl (train|evaluate|average|embed|plan) ", line)]
 
 
 def test_there_are_commands_of_all_kinds():
     kinds = {shlex.split(command)[1] for command in commands()}
-    assert kinds == {"train", "evaluate", "compare", "average", "embed", "plan"}
+    assert kinds == {"train", "evaluate", "average", "embed", "plan"}
 
 
 @pytest.mark.parametrize("line", commands())

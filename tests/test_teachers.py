@@ -732,27 +732,28 @@ def test_student_and_teacher_of_other_widths_are_compared(small, tmp_path, capsy
         model.save_pretrained(tmp_path / name)
         processor.save_pretrained(tmp_path / name)
     words = ["--eval_dataset", tmp_path / "pairs", "--output_dir", tmp_path / "compared", "--use_cpu"]
-    infcl("compare", tmp_path / "teacher", tmp_path / "student", *words)
+    both = ["--model", tmp_path / "teacher", tmp_path / "student"]
+    infcl("evaluate", *both, *words)
     results = json.loads((tmp_path / "compared/compare_results.json").read_text())["pairs"]
     assert results["images"] == 12
-    assert {"first", "second"} <= results["metrics"]["text_retrieval_recall@1"].keys()
+    assert {"first", "second"} <= results["metrics"]["text_retrieval_recall@1"][0].keys()
     assert "12 images" in capsys.readouterr().out
     # ---- Each at a width of its own ----
-    infcl("compare", tmp_path / "teacher", tmp_path / "student", *words, "--dims", 20, 4)
+    infcl("evaluate", *both, *words, "--dims", 20, 4)
     cut = json.loads((tmp_path / "compared/compare_results.json").read_text())
     infcl("evaluate", "--model", tmp_path / "student", *words, "--dims", 4)
     alone = json.loads((tmp_path / "compared/eval_results.json").read_text())
-    for name, metric in cut["pairs"]["metrics"].items():
-        assert metric["first"] == results["metrics"][name]["first"], "20 dimensions are all"
+    for name, (metric,) in cut["pairs"]["metrics"].items():
+        assert metric["first"] == results["metrics"][name][0]["first"], "20 dimensions are all"
         assert metric["second"] == alone[f"eval_pairs_{name}"]
     metrics = cut["pairs"]["metrics"].items()
-    assert any(metric["second"] != results["metrics"][name]["second"] for name, metric in metrics)
-    assert cut["second"] == f"{tmp_path / 'student'}, 4 dimensions"
-    line = mistake(capsys, "compare", tmp_path / "teacher", tmp_path / "student", *words, "--dims", 4, 5, 6)
-    assert "--dims takes one number for both models, or one for each, got 3: [4, 5, 6]." in line
-    infcl("compare", tmp_path / "teacher", tmp_path / "student", *words, "--dims", 4)
-    both = json.loads((tmp_path / "compared/compare_results.json").read_text())
-    assert (both["first"], both["second"]) == (f"{tmp_path / 'teacher'}, 4 dimensions", cut["second"])
+    assert any(metric["second"] != results["metrics"][name][0]["second"] for name, (metric,) in metrics)
+    assert cut["models"] == [f"{tmp_path / 'teacher'}, 20 dimensions", f"{tmp_path / 'student'}, 4 dimensions"]
+    line = mistake(capsys, "evaluate", *both, *words, "--dims", 4, 5, 6)
+    assert "--dims takes one number for all models, or one for each of 2, got [4, 5, 6]." in line
+    infcl("evaluate", *both, *words, "--dims", 4)
+    both_cut = json.loads((tmp_path / "compared/compare_results.json").read_text())
+    assert both_cut["models"] == [f"{tmp_path / 'teacher'}, 4 dimensions", cut["models"][1]]
 
 
 # ---- Together with other options ----

@@ -1,6 +1,6 @@
 """Zero-shot classification, image-text retrieval and the choice of captions from embeddings."""
 
-from .bootstrap import Difference, bounds, count_hits, differences, differences_by_class, interval, resampled
+from .bootstrap import Difference, bounds, count_hits, differences, interval, resampled
 from .captions import WithTextsOnHost, caption_ids, group_by_image, image_of_captions, taken_apart
 from .classification import (
     checked_ranks,
@@ -35,7 +35,6 @@ __all__ = [
     "class_scores",
     "count_hits",
     "differences",
-    "differences_by_class",
     "distinct",
     "group_by_image",
     "image_of_captions",

@@ -8,12 +8,11 @@ of two sets of equal size are the same, so two models are compared on the same r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from .metrics import HIGH, LOW, ClassRanks, Found, Hits, LabelScores, defined_metrics, measured
+from .metrics import HIGH, LOW, Found, Hits, LabelScores, defined_metrics, measured
 
 RESAMPLES = 1000
 PERCENTILES = 2.5, 97.5
@@ -127,36 +126,15 @@ def differences(first: Found, second: Found) -> dict[str, Difference]:
         ValueError: the results are of other images.
     """
     if isinstance(first, LabelScores):
-        values = measured(first), measured(second)
-        return {name: Difference(value, values[1][name]) for name, value in values[0].items()}
-    both = count_hits(first), count_hits(second)
-    sizes = [sorted({len(one.right) for one in hits.values()}) for hits in both]
+        others = measured(second)
+        return {name: Difference(value, others[name]) for name, value in measured(first).items()}
+    ours, theirs = count_hits(first), count_hits(second)
+    sizes = [sorted({len(one.right) for one in hits.values()}) for hits in (ours, theirs)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"Only results on the same images can be compared, got {sizes[0]} and {sizes[1]}.")
-    return _differences(*both)
-
-
-def differences_by_class(first: ClassRanks, second: ClassRanks) -> dict[int, Difference]:
-    """The recalls of each class that occurs, by its number; arguments as for `differences`.
-
-    A class of a single image has the widest interval: its resamples are all alike, and say nothing of other images.
-    """
-    recalls = {}
-    right = [ranks.classes == 0 for ranks in (first, second)]
-    for label in first.labels.unique().tolist():
-        rows = first.labels == label
-        one = torch.ones(int(rows.sum()), dtype=torch.int64)
-        both = ({"recall": Hits(hits[rows], one)} for hits in right)
-        recalls[label] = _differences(*both)["recall"]
-        if len(one) == 1:
-            recalls[label] = replace(recalls[label], low=-1.0, high=1.0)
-    return recalls
-
-
-def _differences(first: dict[str, Hits], second: dict[str, Hits]) -> dict[str, Difference]:
-    values = resampled([*first.values(), *second.values()])
-    changes = values[len(first) :] - values[: len(first)]
+    values = resampled([*ours.values(), *theirs.values()])
+    changes = values[len(ours) :] - values[: len(ours)]
     return {
-        name: Difference(one.share(), second[name].share(), *interval(change))
-        for (name, one), change in zip(first.items(), changes, strict=True)
+        name: Difference(one.share(), theirs[name].share(), *interval(change))
+        for (name, one), change in zip(ours.items(), changes, strict=True)
     }

@@ -29,6 +29,15 @@ class ModelOptions:
 
 
 @dataclass
+class MeasuredModelOptions(ModelOptions):
+    model: list[str] = command_option(  # type: ignore[assignment]  # several in place of one
+        "The model, or several to compare: Hub ids, folders or a .pt, of transformers or of OpenCLIP. Adapters come "
+        "with their model. Required.",
+        default=MISSING,
+    )
+
+
+@dataclass
 class TrainedModelOptions(ModelOptions):
     new_weights: list[str] | None = command_option(
         "Weights or modules that the checkpoint may lack, such as visual_projection. They are drawn from --seed. A "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...options.declared import facts_of_training, of_transformers
 from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
-from ...options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
+from ...options.model_options import LoraOptions, MeasuredModelOptions, TrainedModelOptions
 from ..planning.costs import EFFECTS
 from .command_options import CheckOptions, ColumnOptions, DataOptions, EmbedOptions, PlanOptions, ScoreOptions
 from .parser import Parser, PlainParser
@@ -17,8 +17,7 @@ from .parser import Parser, PlainParser
 COMMANDS = {
     "check": "read the data as a training would, and tell what would spoil it",
     "train": "train a dual encoder with the exact contrastive loss of the global batch",
-    "evaluate": "measure zero-shot classification, or loss and retrieval on image-text pairs",
-    "compare": "measure two models beside each other, with the intervals of their differences",
+    "evaluate": "measure classification, or loss and retrieval of pairs; of several models their differences",
     "average": "average the weights before and after a fine-tuning, so that less is forgotten",
     "plan": "predict memory and time of a training and choose its options, without weights or a GPU",
     "embed": "write the embeddings of images and texts, with their keys",
@@ -117,32 +116,18 @@ def convert_parser() -> PlainParser:
     return parser
 
 
-def _dimensions(word: str) -> int:
-    """A number of dimensions; --dims of `infcl compare` would also take the names of models that follow it."""
-    try:
-        return int(word)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"it takes one or two numbers, got {word!r}. Name the two models before the options."
-        ) from None
-
-
-def compare_parser() -> Parser:
-    """The options of `infcl compare`, whose --dims may be one number or one for each model."""
+def evaluate_parser() -> Parser:
+    """The options of `infcl evaluate`, whose --dims may be one number or one for each model."""
     parser = Parser(
-        "compare",
-        "Measure two models on the same sets, as `infcl evaluate` does, with the 95% intervals of their differences "
-        "and the pictures on which they differ.",
-        *(ColumnOptions, EvaluationOptions),
+        "evaluate",
+        "Measure a dual encoder: zero-shot classification, or loss and retrieval on image-text pairs, or both. Of "
+        "several models, the differences from the first are measured, with their 95% intervals.",
+        *(MeasuredModelOptions, ColumnOptions, EvaluationOptions),
         shown=OF_EVALUATION,
-        places={
-            "first": "A model: a Hub id or a folder.",
-            "second": "The model that is compared with it. For a third, run the command again.",
-        },
     )
     (dims,) = (action for action in parser._actions if action.dest == "dims")
-    dims.nargs, dims.type, dims.metavar = "+", _dimensions, "N"
-    dims.help = "Cut the embeddings to this many dimensions. Two numbers are those of the first and the second model."
+    dims.nargs, dims.metavar = "+", "N"
+    dims.help = "Cut the embeddings to this many dimensions. Several numbers are those of the models in their order."
     return parser
 
 
@@ -169,14 +154,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         shown=None,
         recipes=True,
     ),
-    "evaluate": partial(
-        Parser,
-        "evaluate",
-        "Measure a dual encoder: zero-shot classification, or loss and retrieval on image-text pairs, or both.",
-        *(ModelOptions, ColumnOptions, EvaluationOptions),
-        shown=OF_EVALUATION,
-    ),
-    "compare": compare_parser,
+    "evaluate": evaluate_parser,
     "average": partial(
         Parser,
         "average",

@@ -1,14 +1,20 @@
-"""`infcl evaluate`: zero-shot classification, or loss and retrieval on image-text pairs, or both."""
+"""`infcl evaluate`: zero-shot classification, or loss and retrieval on image-text pairs, of one model or of several."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from ...conversion.models import load
-from ...training.set_by_set import evaluate_sets
+from ...conversion.models import load, load_config
+from ...data import ImageTextDataset, ZeroShotDataset
+from ...encoders.dual_encoder import DualEncoder, check_type_of_config
+from ...evaluation import Difference, Found, differences
+from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
 from ..benchmarks.summary import lines_of_scores, means_of_groups
 from ..publishing.facts import facts_of_model
@@ -18,6 +24,8 @@ from ..publishing.telling import make_rows, quieten, table_lines
 from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
+
+OF_ONE_MODEL = ("open_clip_model", "tokenizer", "eval_pictures")  # options that no other of several models shares
 
 
 def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str]:
@@ -36,23 +44,37 @@ def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str
 
 
 def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
-    """Measures a checkpoint, prints a table and writes eval_results.json into --output_dir."""
+    """Measures a checkpoint, prints a table and writes eval_results.json into --output_dir; several as `_compare`."""
     if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
         parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
-    of_model, columns, evaluation, args = parser.build(namespace)
+    widths: list[int | None] = namespace.dims or [None]
+    names: list[str] = namespace.model
+    if len(widths) not in (1, len(names)):
+        parser.error(f"--dims takes one number for all models, or one for each of {len(names)}, got {widths}.")
+    if len(names) > 1 and (own := [name for name in OF_ONE_MODEL if name in user_options]):
+        parser.error(f"--{own[0]} is of one model, and --model names {len(names)}. Evaluate each alone, or drop it.")
+    models = []
+    for name, namespace.dims in zip(names, widths * len(names), strict=False):
+        of_model, columns, evaluation, args = parser.build(namespace)
+        models.append((name, args))
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
-        model, processor, conversion = load(of_model.model, of_model.open_clip_model, tokenizer=of_model.tokenizer)
+    if len(models) > 1:
+        _compare(parser, models, datasets)
+        return
+    ((name, args),) = models
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        model, processor, conversion = load(name, of_model.open_clip_model, tokenizer=of_model.tokenizer)
         trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
     quieten(trainer)
     if trainer.is_world_process_zero():
-        of_loss = other_loss(trainer, of_model.model, datasets.get("pairs"))
+        of_loss = other_loss(trainer, name, datasets.get("pairs"))
         print(*conversion, *describe_sets(datasets), *of_loss, sep="\n")
     if evaluation.eval_pictures:
         PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
-        metrics = evaluate_sets(trainer, datasets)
+        metrics = trainer.evaluate()
     means = means_of_groups(metrics, datasets, evaluation.eval_benchmark)
     computed = precision(trainer)
     how = {"eval_precision": computed} | ({} if args.dims is None else {"eval_dims": args.dims})
@@ -64,3 +86,71 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
         print(f"Measured in {computed}{cut}; another precision rounds otherwise, and changes a few answers.")
         print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")
     leave(trainer)
+
+
+def _compare(
+    parser: Parser, models: Sequence[tuple[str, Any]], datasets: Mapping[str, ImageTextDataset | ZeroShotDataset]
+) -> None:
+    """Prints the differences of the other models from the first, and writes compare_results.json into --output_dir.
+
+    Args:
+        models: the name and the arguments of each.
+    """
+    with mistakes_in_one_line(parser.prog, of_libraries=True):  # before the first model is measured
+        for name, _ in models:
+            check_type_of_config(load_config(name), name)
+        for name, args in models:
+            if args.dims is not None and args.dims > (width := DualEncoder(load(name).model).width()):
+                raise ValueError(
+                    f"--dims {args.dims} does not fit the embeddings of {name}, which have {width} dimensions. Choose "
+                    f"at most {width} for this model."
+                )
+    trainer: Any = None
+    found: list[dict[str, Found]] = []
+    for name, args in models:
+        with mistakes_in_one_line(parser.prog, of_libraries=True):
+            trainer = None  # its model makes room for the next
+            model, processor, conversion = load(name)
+            trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
+            quieten(trainer)
+        if trainer.is_world_process_zero():
+            print(*conversion, *(describe_sets(datasets) if not found else ()), sep="\n")
+        with mistakes_in_one_line(parser.prog, of_libraries=False):
+            trainer.evaluate()
+        found.append({key: trainer.found[f"eval_{key}"] for key in datasets})
+    if trainer.is_world_process_zero():
+        names = [name if args.dims is None else f"{name}, {args.dims} dimensions" for name, args in models]
+        changes = {key: [differences(found[0][key], other[key]) for other in found[1:]] for key in datasets}
+        sets = {
+            key: {"images": len(datasets[key]), "metrics": {m: [asdict(one[m]) for one in each] for m in each[0]}}
+            for key, each in changes.items()
+        }
+        path = Path(args.output_dir) / "compare_results.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"models": names, **sets}, indent=2), encoding="utf-8")
+        print(*(f"{number}: {name}" for number, name in enumerate(names, 1)), sep="\n")
+        print(*lines_of_differences(changes, {key: len(s) for key, s in datasets.items()}), sep="\n")
+        print(f"The results were written to {path}.")
+    leave(trainer)
+
+
+def lines_of_differences(
+    changes: Mapping[str, Sequence[Mapping[str, Difference]]], images: Mapping[str, int]
+) -> Iterator[str]:
+    """A table in per cent.
+
+    Args:
+        changes: for each set, the differences of every other model from the first, by metric.
+        images: the number of images of each set.
+    """
+    others = range(2, 2 + len(next(iter(changes.values()))))
+    rows = [["", f"{1:>7}", *(head for n in others for head in (f"{n:>7}", f"{n} - 1"))]]
+    for key, each in changes.items():
+        rows.append([f"{key}: {counted(images[key], 'image')}", *[""] * (len(rows[0]) - 1)])
+        for metric, difference in each[0].items():
+            cells = [cell for one in each for cell in (f"{100 * one[metric].second:6.2f}%", one[metric].words(100, 2))]
+            rows.append([f"  {metric}", f"{100 * difference.first:6.2f}%", *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield "In brackets are the 95% intervals of the differences (paired bootstrap over the images)."
