@@ -280,8 +280,9 @@ def test_old_pairs_are_checked_like_new_ones(model, tmp_path, capsys):
         old = [Row(scene(100 * number + row), f"the old picture {row} of {number}") for row in range(20)]
         as_folder(tmp_path / f"old{number}", [*old, broken][: 19 + number])
     as_folder(tmp_path / "test", [Row(scene(number), f"another {number} picture") for number in (103, 400, 401)])
-    words += ["--replay_dataset", tmp_path / "old1", tmp_path / "old2", "--guard_dataset", tmp_path / "test"]
-    _, found, options = check(model, tmp_path / "out", *words, "--guard_split", "train")
+    words += ["--replay_dataset", tmp_path / "old1", tmp_path / "old2"]
+    words += ["--guard_dataset", f"{tmp_path / 'test'}?split=train"]
+    _, found, options = check(model, tmp_path / "out", *words)
     assert found == {**{"train": {}, "replay1": {}, "replay2": {"broken": {"20"}}}, "guard1_test": {"overlap": {"0"}}}
     assert "--on_bad_sample skip" in options
     assert f"looks like an image of --replay_dataset {tmp_path / 'old1'}: row 0 like row 3." in capsys.readouterr().out
@@ -291,7 +292,7 @@ def test_captions_that_no_recall_can_tell_apart_are_told_as_a_training_tells_the
     words = as_folder(tmp_path / "data", clean())
     few = [Row(scene(800 + row), f"caption {row % 21}" + " and more" * 80 * (row < 2)) for row in range(40)]
     as_folder(tmp_path / "test", few)
-    words += ["--eval_dataset", tmp_path / "test", "--eval_split", "train"]
+    words += ["--eval_dataset", f"{tmp_path / 'test'}?split=train"]
     code, found, _ = check(model, tmp_path / "out", *words)
     said = capsys.readouterr().out
     assert code == 1
@@ -303,16 +304,14 @@ def test_captions_that_no_recall_can_tell_apart_are_told_as_a_training_tells_the
         assert 0.5 < highest < 0.6
         assert f"{way}_retrieval_recall@1 of {highest:.2%}" in said
     as_folder(tmp_path / "unique", clean())
-    _, found, _ = check(
-        model, tmp_path / "out", *words[:2], "--eval_dataset", tmp_path / "unique", "--eval_split", "train"
-    )
+    _, found, _ = check(model, tmp_path / "out", *words[:2], "--eval_dataset", f"{tmp_path / 'unique'}?split=train")
     assert "ceiling" not in found["pairs"]
 
 
 def test_old_pairs_in_shards_have_a_name(model, tmp_path, capsys):
     words = as_folder(tmp_path / "data", clean())
     as_shards(tmp_path / "old", [Row(scene(500 + row), f"old {sentence(row)}") for row in range(40)])
-    old = ["--replay_streaming", "--replay_dataset", tmp_path / "old/{0..2}.tar"]
+    old = ["--replay_dataset", f"{tmp_path}/old/{{0..2}}.tar?streaming=true"]
     assert check(model, tmp_path / "out", *words, *old)[1].keys() == {"train", "replay1"}
     printed = capsys.readouterr().out
     assert f"--replay_dataset {tmp_path}/old/{{0..2}}.tar: 30 pairs, all read" in printed

@@ -982,7 +982,7 @@ def test_the_help_of_a_training_is_of_a_page_and_a_half_and_the_whole_one_begins
     assert shown.index("max_steps") < shown.index("early_stopping_patience") < shown.index("learning_rate")
     assert {"use_cpu", "eval_strategy", "logging_steps", "exclude", "teacher_embeddings"} <= set(shown)
     of_one_set = {one.name for kind in (DataOptions, EvaluationOptions) for one in fields(kind) if of_a_set(one)}
-    assert {"dataset_name", "eval_split", "replay_caption_column"} < of_one_set
+    assert {"dataset_name", "split", "label_column"} <= of_one_set
     assert not {"lanes", "shuffle_buffer", "backend", "strategy", *of_one_set} & set(shown)
     assert "ONE contrastive batch" in short, "what gradient_accumulation_steps means here"
     assert set(shown) < set(every)
@@ -1164,8 +1164,9 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
         ("train --model m --dataset a --lanes 2", "lanes=2 has no effect without streaming. Pass both or none."),
         (
             "train --model m --dataset a --replay_caption_column txt",
-            "replay_caption_column=txt has no effect without replay_dataset",
+            "Write it behind the name of the set: --replay_dataset 'NAME?caption_column=VALUE'.",
         ),
+        ("evaluate --model m --eval_dataset a --eval_split b", "the set: --eval_dataset 'NAME?split=VALUE'."),
         ("train --model m --dataset a --replay_share 0.5", "--replay_share had no effect without --replay_dataset"),
         (f"{TRAIN} --per_device_train_batch_size 5000", "batch of 5,000 ("),
         (f"{TRAIN} --push_to_hub --hub_model_id me/b?d", "'me/b?d'. Name another one with hub_model_id."),

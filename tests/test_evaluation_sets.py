@@ -83,11 +83,13 @@ def test_usual_columns_are_found_in_every_table(table, tmp_path):
 def test_columns_of_a_set_are_named_by_its_own_options(tmp_path):
     for split in ("train", "test"):
         write_parquet(tmp_path / f"{split}/0.parquet", [3], photo=["a"], caption=["no"], words=["yes"])
-    evaluation = EvaluationOptions(eval_dataset=str(tmp_path), eval_image_column="image", eval_caption_column="words")
+    evaluation = EvaluationOptions(eval_dataset=f"{tmp_path}?image_column=image&caption_column=words")
     (rows,) = opening.evaluation_datasets(ColumnOptions(image_column="photo"), evaluation).values()
     assert rows[0]["caption"] == ["yes"]
-    wrong = EvaluationOptions(zero_shot_dataset=str(tmp_path), zero_shot_image_column="photos")
-    with pytest.raises(ValueError, match=r"^--zero_shot_dataset /.*: It has no column 'photos'.*--zero_shot_image"):
+    wrong = EvaluationOptions(zero_shot_dataset=f"{tmp_path}?image_column=photos")
+    with pytest.raises(
+        ValueError, match=r"^--zero_shot_dataset /.*: It has no column 'photos'.*--image_column, or .*image_column=NAME"
+    ):
         opening.evaluation_datasets(ColumnOptions(), wrong)
     with pytest.raises(ValueError, match=r"No data set has a column 'nope', which --image_column names"):
         opening.check_columns(ColumnOptions(image_column="nope"), {"pairs": rows})
@@ -164,7 +166,7 @@ def test_the_training_set_is_not_taken_for_that_of_the_evaluation(table):
     columns, data = ColumnOptions(), trained_on(table)
     with pytest.raises(ValueError, match=r"--eval_dataset .*: Its only split, 'train', is trained on"):
         opening.evaluation_datasets(columns, EvaluationOptions(eval_dataset=str(table)), data)
-    meant = EvaluationOptions(eval_dataset=str(table), eval_split="train")
+    meant = EvaluationOptions(eval_dataset=f"{table}?split=train")
     assert len(opening.evaluation_datasets(columns, meant, data)["pairs"]) == 3
 
 

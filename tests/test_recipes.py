@@ -75,7 +75,7 @@ def test_recipes_train(small, tmp_path, name):
     infcl("train", *as_words(changes(small, tmp_path, recipe)), "--recipe", name)
     results = json.loads((out / "all_results.json").read_text())
     assert math.isfinite(results["train_loss"])
-    assert ("eval_pairs_loss" in results) == ("eval_dataset" in recipe)
+    assert ("eval_pairs_loss" in results) == ("streaming" not in recipe)
     rate, card = float(recipe["learning_rate"]), (out / "README.md").read_text()
     assert f"learning rate | {rate:g}, cosine" in card, "the rate is that of the recipe with every batch"
     if "optimizer" in recipe:
@@ -106,7 +106,7 @@ def test_a_recipe_is_checked_and_planned_on_a_machine_without_a_gpu(small, tmp_p
     changed = changes(small, tmp_path, recipe)
     del changed["use_cpu"], changed["max_steps"]
     words = [*as_words(changed), "--recipe", name, "--check_samples", 4, "--overwrite_output_dir"]
-    if "eval_dataset" in recipe:
+    if "streaming" not in recipe:
         words += ["--early_stopping_patience", 2]
     with pytest.raises(SystemExit) as end:
         infcl("check", *words)
@@ -115,16 +115,6 @@ def test_a_recipe_is_checked_and_planned_on_a_machine_without_a_gpu(small, tmp_p
     said = capsys.readouterr().out
     assert "Choose  --per_device_train_batch_size 4 --gradient_accumulation_steps 2" in said
     assert ("replaces resume_from_checkpoint auto of from_scratch.yaml" in said) == (name == "from_scratch")
-
-
-def test_a_zero_shot_set_takes_the_place_of_the_set_that_a_recipe_leaves_open(tmp_path):
-    words = ["--recipe", "finetune_alone", "--dataset", "d", "--output_dir", str(tmp_path)]
-    assert PARSERS["train"]().read(words)[0].eval_dataset == "path/to/images"
-    namespace, given = PARSERS["train"]().read([*words, "--zero_shot_dataset", "d"])
-    assert namespace.eval_dataset is None
-    assert "eval_dataset" not in given
-    namespace, _ = PARSERS["train"]().read([*words, "--zero_shot_dataset", "d", "--eval_dataset", "e"])
-    assert namespace.eval_dataset == "e"
 
 
 SAMPLES = {int: ("2", "0"), float: ("0.5", "0"), bool: ("true", "false")}

@@ -365,7 +365,7 @@ def test_new_pairs_that_cannot_be_mixed_are_refused(tmp_path):
 def test_the_command_replays_old_pairs_and_tells_of_a_guard_that_is_trained_on(small, demo, tmp_path, capsys):
     copy_rows(demo / "digits/train", tmp_path / "digits/train", 30, first=20)
     old = ["--replay_dataset", tmp_path / "digits", "--replay_share", 0.25, "--replay_as", "own"]
-    infcl(*small, *old, "--guard_dataset", tmp_path / "pairs", tmp_path / "digits", "--guard_split", "train")
+    infcl(*small, *old, "--guard_dataset", f"{tmp_path / 'pairs'}?split=train", f"{tmp_path / 'digits'}?split=train")
     printed = capsys.readouterr().out
     assert "2 of these pairs are old (0.25, after rounding)." in printed
     assert re.search(r"Warning: 26 of 26 images of guard1_pairs, .*, are also trained on", printed)
@@ -397,10 +397,10 @@ def test_old_sets_may_lack_columns_and_be_streams(demo, tmp_path):
     assert tables[0]["caption"] == ["a digit"]
     assert not {"pair_id", "negative_captions"} & tables[0].keys()
     columns = ColumnOptions()
-    stream = opened(tmp_path / "shards", replay_streaming=True, replay_caption_column="txt")
+    stream = opened(f"{tmp_path / 'shards'}?streaming=true&caption_column=txt")
     assert (len(stream.shards), stream.seed) == (2, 3)
-    with pytest.raises(ValueError, match=f"--replay_dataset {tmp_path / 'shards'}: .*replay_caption_column"):
-        opened(tmp_path / "shards", replay_caption_column="text")
+    with pytest.raises(ValueError, match=rf"--replay_dataset {tmp_path / 'shards'}: .*\?caption_column="):
+        opened(f"{tmp_path / 'shards'}?caption_column=text")
 
 
 def test_shared_images_are_counted_by_their_bytes(tmp_path):

@@ -15,8 +15,8 @@ from helpers.shards import number_of, write_parquet
 
 from hf_infcl import ImageTextDataset, InfCLTrainingArguments, ZeroShotDataset
 from hf_infcl.data.labelled import captions_of_classes
+from hf_infcl.data.sets import STATED, SetSpec, read_sets
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
-from hf_infcl.options.sets import FACTS_OF_SETS, facts_of, set_named
 from hf_infcl.tools.cli import commands
 from hf_infcl.tools.cli import datasets as opening
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
@@ -45,19 +45,22 @@ FOLDER = Path(__file__).parent  # any that exists
     ],
 )
 def test_facts_are_read_behind_a_question_mark_that_is_no_part_of_the_name(text, path, facts):
-    found = set_named("dataset", text)
-    assert (found, found.facts) == (path, facts)
+    found = SetSpec.read("dataset", text)
+    columns = {name: fact for name, fact in facts.items() if name.endswith("_column")}
+    assert found == SetSpec(path, "dataset", columns=columns, **{k: v for k, v in facts.items() if k not in columns})
 
 
 def test_a_folder_whose_name_has_a_question_mark_keeps_it(tmp_path):
     (tmp_path / "a?split=b").mkdir()
-    assert set_named("dataset", f"{tmp_path}/a?split=b").facts == {}
-    assert set_named("dataset", f"{tmp_path}/a?split=b?split=c").facts == {"split": "c"}
+    assert SetSpec.read("dataset", f"{tmp_path}/a?split=b").split is None
+    assert SetSpec.read("dataset", f"{tmp_path}/a?split=b?split=c").split == "c"
 
 
 def test_a_mapping_says_the_same():
-    found = set_named("zero_shot_dataset", {"path": "a?b=c", "split": "val", "templates": ["a {}", "the {}"]})
-    assert (found, found.facts) == ("a?b=c", {"split": "val", "templates": ["a {}", "the {}"]})
+    found = SetSpec.read("zero_shot_dataset", {"path": "a?b=c", "split": "val", "templates": ["a {}", "the {}"]})
+    assert found == SetSpec("a?b=c", "zero_shot_dataset", split="val", templates=["a {}", "the {}"])
+    assert SetSpec.read("replay_dataset", {"path": "a", "streaming": True}).streaming
+    assert SetSpec.read("dataset", {"path": "a", "weight": 0.5}).weight == 0.5
 
 
 @pytest.mark.parametrize(
@@ -81,28 +84,31 @@ def test_a_mapping_says_the_same():
 )
 def test_facts_that_make_no_sense_are_refused(option, value, message):
     with pytest.raises(ValueError, match=message):
-        set_named(option, value)
+        SetSpec.read(option, value)
 
 
 def test_every_option_that_names_a_set_reads_facts():
     parsers = [commands.PARSERS["train"](), commands.PARSERS["embed"]()]
     known = {action.dest for parser in parsers for action in parser._actions}
-    assert FACTS_OF_SETS.keys() <= known
+    assert STATED.keys() <= known
     named = {name for name in known if name.endswith("dataset")}
-    assert named <= FACTS_OF_SETS.keys()
+    assert named <= STATED.keys()
 
 
 def test_a_file_of_options_names_sets_by_texts_and_mappings(tmp_path):
     file = {
         **{"model": "m", "output_dir": "o", "dataset": {"path": "a", "split": "b"}, "eval_dataset": "c?split=d"},
         "guard_dataset": ["e", {"path": "f", "class_names": ["g", "h"]}],
+        "replay_dataset": {"path": "i", "streaming": True},
     }
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(file))
     namespace, given = commands.PARSERS["train"]().read([str(tmp_path / "a.yaml")])
-    assert namespace.dataset == ["a"]
-    assert namespace.dataset[0].facts == {"split": "b"}
-    assert namespace.eval_dataset.facts == {"split": "d"}
-    assert [one.facts for one in namespace.guard_dataset] == [{}, {"class_names": ["g", "h"]}]
+    sets = {role: read_sets(role, getattr(namespace, role)) for role in STATED if role != "data"}
+    assert sets["dataset"] == [SetSpec("a", "dataset", split="b")]
+    assert sets["eval_dataset"] == [SetSpec("c", split="d")]
+    assert [(one.path, one.class_names) for one in sets["guard_dataset"]] == [("e", None), ("f", ["g", "h"])]
+    assert sets["replay_dataset"] == [SetSpec("i", "replay_dataset", streaming=True)]
+    assert sets["zero_shot_dataset"] == []
     assert {"dataset", "eval_dataset", "guard_dataset"} <= given
 
 
@@ -117,21 +123,19 @@ def table(tmp_path: Path) -> Path:
 
 def test_sets_of_one_command_are_read_each_in_its_own_way(table, tmp_path):
     args = InfCLTrainingArguments(str(tmp_path / "out"), use_cpu=True)
-    data = DataOptions([set_named("dataset", f"{table}?caption_column=words&pair_id_column=kind")])
+    data = DataOptions([f"{table}?caption_column=words&pair_id_column=kind"])
     trained = opening.training_set(data, ColumnOptions(), args)
     assert trained.columns == {"image_column": "image", "caption_column": "words", "pair_id_column": "kind"}
     evaluation = EvaluationOptions(
-        eval_dataset=set_named("eval_dataset", f"{table}?split=validation&caption_column=others"),
-        eval_split="train",
-        zero_shot_dataset=set_named("zero_shot_dataset", f"{table}?split=train&label_column=kind&templates=a {{}}"),
+        eval_dataset=f"{table}?split=validation&caption_column=others",
+        zero_shot_dataset=f"{table}?split=train&label_column=kind&templates=a {{}}",
         class_names=["cat", "dog"],
     )
     guards = GuardOptions(
         guard_dataset=[
-            set_named("guard_dataset", f"{table}?split=validation&caption_column=words"),
-            set_named("guard_dataset", {"path": str(table), "label_column": "kind", "class_names": ["a", "b"]}),
+            f"{table}?split=validation&caption_column=words",
+            {"path": str(table), "split": "train", "label_column": "kind", "class_names": ["a", "b"]},
         ],
-        guard_split="train",
     )
     pairs, classes = opening.evaluation_datasets(ColumnOptions(), evaluation, data).values()
     assert (number_of(pairs[0]), pairs[0]["caption"]) == (10, ["three"])
@@ -148,8 +152,8 @@ def test_one_folder_is_split_into_training_and_evaluation(tmp_path):
     """As the guide says."""
     write_parquet(tmp_path / "tables/train.parquet", range(20))
     args = InfCLTrainingArguments(str(tmp_path / "out"), use_cpu=True)
-    data = DataOptions([set_named("dataset", f"{tmp_path / 'tables'}?split=train[:90%]")])
-    rest = EvaluationOptions(eval_dataset=set_named("eval_dataset", f"{tmp_path / 'tables'}?split=train[90%:]"))
+    data = DataOptions([f"{tmp_path / 'tables'}?split=train[:90%]"])
+    rest = EvaluationOptions(eval_dataset=f"{tmp_path / 'tables'}?split=train[90%:]")
     trained = opening.training_set(data, ColumnOptions(), args)
     (evaluated,) = opening.evaluation_datasets(ColumnOptions(), rest, data).values()
     assert [number_of(trained[row]) for row in range(len(trained))] == list(range(18))
@@ -160,7 +164,7 @@ def test_old_pairs_and_streams_have_facts(table, tmp_path):
     args = InfCLTrainingArguments(str(tmp_path / "out"), use_cpu=True, replay_share=0.5)
 
     def old(*facts: str) -> Any:
-        named = [set_named("replay_dataset", f"{table}?{one}") for one in facts]
+        named = [f"{table}?{one}" for one in facts]
         return opening.replay_set(DataOptions(["new"], replay_dataset=named), ColumnOptions(), args)
 
     both = old("caption_column=words", "split=validation&caption_column=others")
@@ -174,7 +178,7 @@ def test_old_pairs_and_streams_have_facts(table, tmp_path):
 
 def test_sets_of_a_stream_state_their_weights(table, tmp_path):
     def weights(*facts: str, **others: Any) -> Any:
-        return opening.mixture_weights(DataOptions([set_named("dataset", f"a?{one}") for one in facts], **others))
+        return opening.mixture_weights(DataOptions([f"a?{one}" for one in facts], **others))
 
     assert weights("weight=2", "weight=1") == [2, 1]
     assert weights("split=a", "split=a", dataset_weights=[3.0, 1.0]) == [3, 1]
@@ -184,12 +188,24 @@ def test_sets_of_a_stream_state_their_weights(table, tmp_path):
             weights("weight=2", "weight=1" if wrong else "split=a", **wrong)
     args = InfCLTrainingArguments(str(tmp_path / "out"), use_cpu=True)
     with pytest.raises(ValueError, match="several sets that are streamed"):
-        opening.training_set(DataOptions([set_named("dataset", f"{table}?weight=2")]), ColumnOptions(), args)
+        opening.training_set(DataOptions([f"{table}?weight=2"]), ColumnOptions(), args)
 
 
-def test_facts_come_before_the_options():
-    assert facts_of(set_named("dataset", "a?split=b"), split="c", name="d") == {"split": "b", "name": "d"}
-    assert facts_of("a", split="c") == {"split": "c"}
+def test_what_a_set_states_comes_before_the_options():
+    options = {"image_column": "photo", "caption_column": "title", "pair_id_column": "title"}
+    wanted = SetSpec.read("dataset", "a?caption_column=words").wanted(options)
+    assert wanted == {"image_column": "photo", "caption_column": "words", "pair_id_column": "words"}
+    assert SetSpec.read("dataset", "a").wanted(options) == options
+
+
+def test_a_set_is_opened_in_python(table):
+    pairs = SetSpec.read("eval_dataset", f"{table}?split=validation&caption_column=others").evaluated()
+    assert isinstance(pairs, ImageTextDataset)
+    assert (number_of(pairs[1]), pairs[1]["caption"]) == (11, ["four"])
+    classes = {"path": str(table), "label_column": "kind", "class_names": ["a", "b"], "split": "train"}
+    labelled = SetSpec.read("zero_shot_dataset", classes).evaluated()
+    assert isinstance(labelled, ZeroShotDataset)
+    assert labelled.prompts() == ["a photo of a a.", "a photo of a b."]
 
 
 def test_commands_read_the_facts_of_their_data(demo, table, tmp_path, capsys):
@@ -219,7 +235,7 @@ def test_class_folders_train_with_captions_of_templates(demo, tmp_path, capsys):
     card = (tmp_path / "out/README.md").read_text()
     assert "except those with equal `label`" in card
     args = InfCLTrainingArguments(str(tmp_path / "two"), use_cpu=True)
-    named = set_named("dataset", {"path": str(tmp_path / "folders"), "class_names": ["Kater", "Hund"]})
+    named = {"path": str(tmp_path / "folders"), "class_names": ["Kater", "Hund"]}
     rows = opening.training_set(DataOptions([named], caption_templates=["{c}"]), ColumnOptions(), args)
     assert [rows[row]["caption"] for row in (0, 5)] == [["Kater"], ["Hund"]]
     with pytest.raises(ValueError, match=r"There is a column 'caption' already\. Leave caption_templates out, or"):

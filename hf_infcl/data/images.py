@@ -117,6 +117,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.table = rows.cast_column(image_column, datasets.Image(decode=False))
         self.split = None if dataset.split is None else str(dataset.split)
         self.name = f"the dataset with columns {dataset.column_names}"  # in messages about a bad row
+        self.source = ""  # what a `SetSpec` opened it from
         self.benchmark: Any = None  # the files of a named benchmark (`hf_infcl.tools.benchmarks`)
         self.image_column = image_column
         self._min_side: int | None = None

@@ -87,7 +87,7 @@ class Facts:
     card: str = ""
     short_help: HelpPlace | None = None  # its place in the short help of a training, which lists only such options
     help_in_command: str = ""  # what a command says of it in place of its help; empty if that serves there, too
-    # Whether it only says how one data set is read. The name of the set has room for that (see `options.sets`), so no
+    # Whether it only says how one data set is read. The name of the set has room for that (see `data.sets`), so no
     # short help lists the option.
     of_one_set: bool = False
 

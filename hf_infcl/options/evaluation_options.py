@@ -13,27 +13,13 @@ class EvaluationOptions:
     _argument_group_name: ClassVar[str] = "Evaluation"
 
     eval_dataset: str | None = command_option(
-        "Image-text pairs to measure the loss and retrieval on: a Hub id or a folder.",
+        "Image-text pairs to measure the loss and retrieval on: a Hub id or a folder. By default, the split of a set "
+        "to evaluate is test, or else validation, or else its only one; 'my/tables?split=dev' names another.",
         short_help=HelpPlace("Evaluation", 10),
-    )
-    eval_split: str | None = command_option(
-        "Split of --eval_dataset. By default test, or else validation, or else its only split.", of_one_set=True
-    )
-    eval_image_column: str | None = command_option(
-        "Column of images in --eval_dataset, if it differs from --image_column.", of_one_set=True
-    )
-    eval_caption_column: str | None = command_option(
-        "Column of captions in --eval_dataset, if it differs from --caption_column.", of_one_set=True
     )
     zero_shot_dataset: str | None = command_option(
         "Labelled images to measure zero-shot classification on: a Hub id or a folder.",
         short_help=HelpPlace("Evaluation", 20),
-    )
-    zero_shot_split: str | None = command_option(
-        "Split of --zero_shot_dataset. By default as for --eval_split.", of_one_set=True
-    )
-    zero_shot_image_column: str | None = command_option(
-        "Column of images in --zero_shot_dataset, if it differs from --image_column.", of_one_set=True
     )
     eval_pictures: int = command_option(
         "Images of --eval_dataset to draw with the captions that they find. Each evaluation draws them into "
@@ -78,15 +64,6 @@ class GuardOptions:
     )
     guard_benchmark: list[str] | None = command_option(
         "Named benchmarks, as for --eval_benchmark, on which the model should not get worse."
-    )
-    guard_split: str | None = command_option(
-        "The split of each --guard_dataset. By default as for --eval_split.", of_one_set=True
-    )
-    guard_image_column: str | None = command_option(
-        "Column of images in each --guard_dataset, if it differs from --image_column.", of_one_set=True
-    )
-    guard_caption_column: str | None = command_option(
-        "Column of captions in each --guard_dataset, if it differs from --caption_column.", of_one_set=True
     )
     guard_tolerance: float = command_option(
         "What each guard may lose in the average that is chosen, as a fraction. 0.01 is one point of recall@1 (the "

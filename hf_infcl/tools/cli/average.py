@@ -72,7 +72,7 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
             model_class=type(loaded).__name__,
             tokens=collator.max_length,
             adapter=adapted,
-            evaluations=describe_evaluations(evaluation, guards, gains | halves[0]),
+            evaluations=describe_evaluations(gains | halves[0]),
         ).save(folder / "README.md")  # in the place of peft's
         lines = (
             *described(averaged),

@@ -95,28 +95,9 @@ class DataOptions:
     )
     replay_dataset: list[str] | None = command_option(
         "Old pairs that the model should not forget. Every global batch gets --replay_share of them. Hub ids or "
-        "folders, or with --replay_streaming shards; several are read as one set. Options of the training data, such "
-        "as --augmentation, apply to them as well.",
+        "folders, or shards whose name ends with '?streaming=true'; several are read as one set. Options of the "
+        "training data, such as --augmentation, apply to them as well.",
         short_help=HelpPlace("Data", 120),
-    )
-    replay_streaming: bool = command_option(
-        "Read every --replay_dataset as a stream of shards, like --streaming.",
-        default=False,
-        of_one_set=True,
-        needs="replay_dataset",
-    )
-    replay_split: str = command_option(
-        "Split of each --replay_dataset.", default="train", of_one_set=True, needs="replay_dataset"
-    )
-    replay_image_column: str | None = command_option(
-        "Column of images in each --replay_dataset, if it differs from --image_column.",
-        of_one_set=True,
-        needs="replay_dataset",
-    )
-    replay_caption_column: str | None = command_option(
-        "Column of captions in each --replay_dataset, if it differs from --caption_column.",
-        of_one_set=True,
-        needs="replay_dataset",
     )
     exclude: list[str] | None = command_option(
         "Train without the pairs that a ledger calls wrong. Give the file that `infcl score` has written and the least "

@@ -4,73 +4,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset
 
 from ...checkpoints.average_search import halves
-from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
-from ...data.columns import FIND, find_caption_column, find_label_column
-from ...data.images import few_names, is_string
-from ...data.labelled import captions_of_classes, names_by_label, read_lines, with_class_labels
-from ...data.tables import Table
+from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ...data.columns import find_label_column
+from ...data.images import is_string
+from ...data.labelled import captions_of_classes, read_lines
+from ...data.sets import SetSpec, read_sets
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
-from ...options.sets import facts_of
 from ...shards.values import counted
 from ..benchmarks.sets import benchmark_sets
 from ..publishing.facts import source_name
 from ..scoring.excluding import rows_kept, stream_kept
 from .command_options import ColumnOptions, DataOptions
 
-if TYPE_CHECKING:
-    import datasets
-
-_CLASSES = ("label_column", "class_names", "templates")  # facts of a set of classes, not of pairs
-
 
 def training_set(
-    data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments, option: str = "--dataset"
+    data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
 ) -> ImageTextDataset | ImageTextStream:
-    """The pairs to train on: a table, or a stream of shards. ``option`` is how the user has given its name."""
-    facts = facts_of(data.dataset[0])
-    named = {name: facts[name] for name in (*vars(columns), "negative_caption_column") if name in facts}
-    options = {**_options_of_items(data, args), **vars(columns), **named}
-    place = {"split": facts.get("split", data.split), "name": facts.get("name", data.dataset_name)}
+    """The pairs to train on: a table, or a stream of shards."""
+    specs = read_sets("dataset", data.dataset)
+    spec = replace(specs[0], split=specs[0].split or data.split, name=specs[0].name or data.dataset_name)
+    options = _options_of_items(data, args) | spec.wanted(vars(columns))
+    options["negative_caption_column"] = spec.columns.get("negative_caption_column", data.negative_caption_column)
     weights = mixture_weights(data)
     if data.streaming:
-        _check_alike("dataset", data.dataset)
         if data.caption_templates:
             raise ValueError("--caption_templates is for tables with classes, which shards that are streamed are not.")
         if args.max_steps <= 0 and data.samples_per_epoch is None:
             raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
-        stream = ImageTextStream(
-            data.dataset,
-            weights=weights,
-            shuffle_buffer=data.shuffle_buffer,
-            lanes=data.lanes,
-            samples_per_epoch=data.samples_per_epoch,
-            **place,
-            **options,
-        )
+        options |= {"weights": weights, "samples_per_epoch": data.samples_per_epoch}
+        stream = _stream(specs, spec, data, options)
         for asked in data.exclude or ():
             stream = stream_kept(stream, asked)
         return stream
-    with _named(option, data.dataset[0]) as name:
+    with spec.named():
         if weights is not None:
             raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
-        rows = load_pairs(data.dataset[0], **place, image_column=options["image_column"])
+        rows = spec.rows(vars(columns))
         if data.caption_templates:
-            labels = find_label_column(rows.features, facts.get("label_column", "label"))
-            class_names = read_lines(facts["class_names"]) if "class_names" in facts else None
+            labels = find_label_column(rows.features, spec.columns.get("label_column", "label"))
+            class_names = None if spec.class_names is None else read_lines(spec.class_names)
             templates = read_lines(data.caption_templates)
             rows = captions_of_classes(rows, templates, label_column=labels, class_names=class_names)
             options |= {"caption_column": "caption", "pair_id_column": options["pair_id_column"] or labels}
-        if columns.pair_id_column == columns.caption_column and "pair_id_column" not in named:
-            options["pair_id_column"] = options["caption_column"]
         dataset = whole = ImageTextDataset(rows, **options)
     kept = np.arange(len(rows))
     for asked in data.exclude or ():  # not named as the set is: the mistake is in the ledger
@@ -78,7 +62,7 @@ def training_set(
         kept, rows = kept[chosen], rows.select(chosen)
         dataset = ImageTextDataset(rows, **options)
         dataset.whole, dataset.numbers = whole, kept  # by which a teacher's stored embeddings are found
-    dataset.name = name
+    dataset.name = str(spec)
     return dataset
 
 
@@ -87,30 +71,39 @@ def replay_set(
 ) -> ImageTextDataset | ConcatDataset[Any] | ImageTextStream | None:
     """The old pairs to replay, if any: tables one after the other, or a stream of shards."""
     check_replay(data, args)
-    if not data.replay_dataset:
+    specs = [replace(spec, split=spec.split or "train") for spec in read_sets("replay_dataset", data.replay_dataset)]
+    if not specs:
         return None
     options = _options_of_items(data, args)
-    streamed = {facts_of(source).get("streaming", data.replay_streaming) for source in data.replay_dataset}
+    streamed = {spec.streaming for spec in specs}
     if len(streamed) > 1:
         raise ValueError("--replay_dataset names tables and streams, which are not mixed. Let all of them be one kind.")
     if streamed == {False}:
-        tables = [_old_pairs(source, data, columns, options) for source in data.replay_dataset]
+        tables = [_old_pairs(spec, columns, options) for spec in specs]
         return tables[0] if len(tables) == 1 else ConcatDataset(tables)
-    _check_alike("replay_dataset", data.replay_dataset)
-    facts = _facts(data.replay_dataset[0], data, "replay")
-    images, captions = facts["image_column"] or columns.image_column, facts["caption_column"] or columns.caption_column
-    options |= {"image_column": images, "caption_column": captions, "pair_id_column": _ids(facts, captions, columns)}
-    with _named("--replay_dataset", " ".join(data.replay_dataset)) as name:
-        order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
-        order |= {"split": facts["split"], "name": facts.get("name")}
-        stream = ImageTextStream(data.replay_dataset, **order, **options)
-        stream.name = name
-        return stream
+    with specs[0].named():
+        stream = _stream(specs, specs[0], data, options | specs[0].wanted(vars(columns)))
+    stream.name = f"--replay_dataset {stream.name}"
+    return stream
+
+
+def _stream(specs: Sequence[SetSpec], read: SetSpec, data: DataOptions, options: dict[str, Any]) -> ImageTextStream:
+    """The stream of sets that must state the same, except for their weights, read as one of them."""
+    first, *rest = [{k: v for k, v in vars(s).items() if v and k not in ("path", "role", "weight")} for s in specs]
+    for other in rest:
+        if other != first:
+            raise ValueError(
+                f"The sets of --{read.role} are streamed as one and read alike, but one states {first} and another "
+                f"{other}. Let all of them state the same."
+            )
+    order: dict[str, Any] = {"split": read.split, "name": read.name}
+    order |= {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
+    return ImageTextStream([spec.path for spec in specs], **order, **options)
 
 
 def mixture_weights(data: DataOptions) -> list[float] | None:
     """The proportions in which the sets of a training are mixed, from the option or from the sets themselves."""
-    weights: list[Any] = [facts_of(source).get("weight") for source in data.dataset]
+    weights: list[Any] = [spec.weight for spec in read_sets("dataset", data.dataset)]
     if all(weight is None for weight in weights):
         return data.dataset_weights
     if None in weights or data.dataset_weights is not None:
@@ -118,44 +111,17 @@ def mixture_weights(data: DataOptions) -> list[float] | None:
     return weights
 
 
-def _check_alike(option: str, sources: Sequence[str]) -> None:
-    """Raises a ValueError if sets that are read as one stream have different facts, except for their weights."""
-    first, *rest = [{k: v for k, v in facts_of(source).items() if k != "weight"} for source in sources]
-    for other in rest:
-        if other != first:
-            raise ValueError(
-                f"The sets of --{option} are streamed as one and read alike, but one states {first} and another "
-                f"{other}. Let all of them state the same."
-            )
-
-
-def _facts(source: str, options: object, of: str) -> dict[str, Any]:
-    """The facts of a set, and those that the options state for it or for all of its kind, such as ``guard_split``."""
-    names = ("split", "image_column", "caption_column")
-    return facts_of(source, **{name: getattr(options, f"{of}_{name}", None) for name in names})
-
-
-def _ids(facts: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str | None:
-    """The column of pair ids that a set states, or else the training's, which may be the column of captions."""
-    ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
-    column: str | None = facts.get("pair_id_column", ids)
-    return column
-
-
-def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
+def _old_pairs(spec: SetSpec, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
     """A table of old pairs. It need not have ids, negative captions or lists of captions, as the new pairs do."""
-    facts = _facts(source, data, "replay")
-    with _named("--replay_dataset", source) as name:
-        named = facts["image_column"] or columns.image_column
-        rows = load_pairs(source, split=facts["split"], name=facts.get("name"), image_column=named)
-        options = {**options, **_columns_of_pairs(rows, "replay", facts, columns)}
-        for option in ("pair_id_column", "negative_caption_column"):
-            options[option] = options[option] if options[option] in rows.column_names else None
-        if is_string(rows.features[options["caption_column"]]):
-            options["captions_per_image"] = 1
-        dataset = ImageTextDataset(rows, **options)
-        dataset.name = name
-        return dataset
+    with spec.named():
+        rows = spec.rows(vars(columns))
+        if options["negative_caption_column"] not in rows.column_names:
+            options = options | {"negative_caption_column": None}
+        if is_string(rows.features[spec.column(rows, "caption_column", vars(columns))]):
+            options = options | {"captions_per_image": 1}
+        dataset = spec.pairs(rows, vars(columns), **options)
+    dataset.name = str(spec)
+    return dataset
 
 
 def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[str, Any]:
@@ -170,9 +136,10 @@ def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[s
     }
 
 
-def guard_names(datasets: Sequence[str] | None) -> list[str]:
+def guard_names(guards: Sequence[Any] | None) -> list[str]:
     """The names of the guard sets, with which their metrics begin: "guard1_" and the name of the first, and so on."""
-    return [re.sub(r"\W+", "_", f"guard{n}_{source_name(dataset)[0]}") for n, dataset in enumerate(datasets or [], 1)]
+    names = [source_name(spec.path)[0] for spec in read_sets("guard_dataset", guards)]
+    return [re.sub(r"\W+", "_", f"guard{number}_{name}") for number, name in enumerate(names, 1)]
 
 
 def guard_datasets(
@@ -190,20 +157,13 @@ def guard_datasets(
         data: the training data, which must not be taken for a guard; None without a training.
         half: 0 or 1 for one of the `hf_infcl.checkpoints.average_search.halves` of each set; None for all rows.
     """
-    sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
-    for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
-        with _named("--guard_dataset", source) as shown:
-            facts = _facts(source, guards, "guard")
-            rows = _rows(source, facts, columns, data)
-            rows = rows if half is None else halves(rows)[half]
-            captions = find_caption_column(rows.features, facts["caption_column"] or columns.caption_column)
-            labels = find_label_column(rows.features, evaluation.label_column)
-            if facts.keys() & set(_CLASSES) or (captions not in rows.column_names and labels in rows.column_names):
-                sets[name] = _labelled(rows, "guard", facts, columns, evaluation)
-            else:
-                sets[name] = _pairs(rows, "guard", facts, columns)
-            sets[name].name = shown
     chosen = None if half is None else lambda rows: halves(rows)[half]
+    defaults, trained = _defaults(columns, evaluation), _trained(data)
+    specs = read_sets("guard_dataset", guards.guard_dataset)
+    sets = {
+        name: spec.evaluated(defaults, trained=trained, select=chosen)
+        for name, spec in zip(guard_names(specs), specs, strict=True)
+    }
     return sets | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
 
 
@@ -216,19 +176,23 @@ def evaluation_datasets(
     training ``data``, if there is one.
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
+    defaults, trained = _defaults(columns, options), _trained(data)
     if options.eval_dataset:
-        with _named("--eval_dataset", options.eval_dataset) as shown:
-            facts = _facts(options.eval_dataset, options, "eval")
-            rows = _rows(options.eval_dataset, facts, columns, data)
-            sets["pairs"] = _pairs(rows, "eval", facts, columns)
-            sets["pairs"].name = shown
+        sets["pairs"] = SetSpec.read("eval_dataset", options.eval_dataset).evaluated(defaults, trained=trained)
     if options.zero_shot_dataset:
-        with _named("--zero_shot_dataset", options.zero_shot_dataset) as shown:
-            facts = {"class_names": options.class_names} | _facts(options.zero_shot_dataset, options, "zero_shot")
-            rows = _rows(options.zero_shot_dataset, facts, columns, data)
-            sets["zero_shot"] = _labelled(rows, "zero_shot", facts, columns, options)
-            sets["zero_shot"].name = shown
+        spec = SetSpec.read("zero_shot_dataset", options.zero_shot_dataset)
+        spec = replace(spec, class_names=spec.class_names or options.class_names)
+        sets["zero_shot"] = spec.evaluated(defaults, trained=trained)
     return sets | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
+
+
+def _defaults(columns: ColumnOptions, evaluation: EvaluationOptions) -> dict[str, Any]:
+    return {**vars(columns), "label_column": evaluation.label_column, "templates": evaluation.templates}
+
+
+def _trained(data: DataOptions | None) -> list[tuple[str, str]]:
+    """The path and the split of each set of a training."""
+    return [] if data is None else [(s.path, s.split or data.split) for s in read_sets("dataset", data.dataset)]
 
 
 def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Iterator[str]:
@@ -255,60 +219,3 @@ def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | 
     for option, column in vars(columns).items():
         if column != getattr(ColumnOptions, option) and all(column not in s.columns.values() for s in sets.values()):
             raise ValueError(f"No data set has a column {column!r}, which --{option} names.")
-
-
-@contextmanager
-def _named(option: str, source: str) -> Iterator[str]:
-    name = f"{option} {source}"
-    try:
-        yield name
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _rows(source: str, facts: Mapping[str, Any], columns: ColumnOptions, data: DataOptions | None) -> datasets.Dataset:
-    table = Table(source, facts.get("name"))
-    split = facts["split"] or table.split_to_evaluate()
-    trained = [] if data is None else [(one, facts_of(one, split=data.split)["split"]) for one in data.dataset]
-    if facts["split"] is None and (source, split) in trained:
-        raise ValueError(f"Its only split, {split!r}, is trained on. Name another set, or the split if this is meant.")
-    return table.load(split, facts["image_column"] or columns.image_column)
-
-
-def _pairs(rows: datasets.Dataset, of: str, facts: Mapping[str, Any], columns: ColumnOptions) -> ImageTextDataset:
-    found = _columns_of_pairs(rows, of, facts, columns)
-    if found["pair_id_column"] not in rows.column_names and "pair_id_column" not in facts:
-        found["pair_id_column"] = None
-    return ImageTextDataset(rows, **found, all_captions=True)
-
-
-def _labelled(
-    rows: datasets.Dataset, of: str, facts: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
-) -> ZeroShotDataset:
-    images = _column(rows, of, "image_column", facts, columns)
-    labels = _column(rows, "", "label_column", facts, options)
-    rows = with_class_labels(rows, labels)
-    class_names = None if facts.get("class_names") is None else read_lines(facts["class_names"])
-    if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
-        class_names = names_by_label(class_names, known)
-    templates = read_lines(facts.get("templates", options.templates))
-    return ZeroShotDataset(rows, image_column=images, label_column=labels, class_names=class_names, templates=templates)
-
-
-def _columns_of_pairs(
-    rows: datasets.Dataset, of: str, facts: Mapping[str, Any], columns: ColumnOptions
-) -> dict[str, Any]:
-    images = _column(rows, of, "image_column", facts, columns)
-    captions = _column(rows, of, "caption_column", facts, columns)
-    return {"image_column": images, "caption_column": captions, "pair_id_column": _ids(facts, captions, columns)}
-
-
-def _column(rows: datasets.Dataset, of: str, fact: str, facts: Mapping[str, Any], of_training: object) -> str:
-    """The column that the set or an option names; else the one of the training set, else one of a usual name."""
-    column: str = facts.get(fact) or FIND[fact.removesuffix("_column")](rows.features, getattr(of_training, fact))
-    if column not in rows.column_names:
-        raise ValueError(
-            f"It has no column {column!r}. Its columns are {few_names(rows.column_names)}. Name the right one with "
-            f"--{of}{'_' if of else ''}{fact}, or for this set alone behind its name: '?{fact}=NAME'."
-        )
-    return column

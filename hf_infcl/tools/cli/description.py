@@ -14,11 +14,10 @@ from ...conversion.models import licence_of
 from ...conversion.pretrained import base_of_adapters
 from ...data import ImageTextDataset
 from ...data.images import ImageDataset
+from ...data.sets import SetSpec, read_sets
 from ...encoders.adapters import has_adapters, layers_of_adapters, words_of_adapters
 from ...loading.replay import Replayed
-from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
-from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
 from ..publishing.facts import Evaluation, Source, TrainingFacts, content_of, source_name, training_facts, with_texts
 from ..publishing.markdown import code, escaped, joined
@@ -34,8 +33,6 @@ def describe_run(
     model: ModelOptions,
     data: DataOptions,
     columns: ColumnOptions,
-    evaluation: EvaluationOptions,
-    guards: GuardOptions,
     conversion: Sequence[str] = (),
 ) -> functools.partial[TrainingFacts]:
     """`training_facts` with the facts that the options and the trainer know, and what `load` said of a conversion."""
@@ -62,10 +59,10 @@ def describe_run(
         random_start=encoder.looks_random(),
         sources=describe_sources(data),
         content=content_of(pairs),
-        replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
+        replay_sources=[_source(spec, "train") for spec in read_sets("replay_dataset", data.replay_dataset)],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
-        evaluations=describe_evaluations(evaluation, guards, eval_datasets),
+        evaluations=describe_evaluations(eval_datasets),
         settings=settings,
     )
 
@@ -85,14 +82,13 @@ def describe_sources(options: DataOptions) -> list[Source]:
     """The training data for the card, with the licences that the Hub states."""
     weights = mixture_weights(options)
     shares = [None] * len(options.dataset) if weights is None else [weight / sum(weights) for weight in weights]
-    return [_source(dataset, options.split, share) for dataset, share in zip(options.dataset, shares, strict=True)]
+    specs = read_sets("dataset", options.dataset)
+    return [_source(spec, options.split, share) for spec, share in zip(specs, shares, strict=True)]
 
 
-def _source(dataset: str, split: str, share: float | None = None) -> Source:
-    name, is_on_hub = source_name(dataset)
-    return Source(
-        name, is_on_hub, facts_of(dataset, split=split)["split"], _licence(name) if is_on_hub else None, share
-    )
+def _source(spec: SetSpec, split: str, share: float | None = None) -> Source:
+    name, is_on_hub = source_name(spec.path)
+    return Source(name, is_on_hub, spec.split or split, _licence(name) if is_on_hub else None, share)
 
 
 def _licence(dataset: str) -> str | None:
@@ -106,24 +102,13 @@ def _licence(dataset: str) -> str | None:
     return licence_of(card)
 
 
-def describe_evaluations(
-    options: EvaluationOptions, guards: GuardOptions, datasets: Mapping[str, ImageDataset]
-) -> list[Evaluation]:
+def describe_evaluations(datasets: Mapping[str, ImageDataset]) -> list[Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""
-    sources = iter(guards.guard_dataset or [])
     entries = []
     for key, dataset in datasets.items():
-        split: str | None
-        revision = None
-        if (files := dataset.benchmark) is not None:
-            is_guard, split, revision = key.startswith("guard"), "test", files.revision
-            name, on_hub = files.dataset, files.on_hub
-        elif is_guard := key.startswith("guard"):
-            (name, on_hub), split = source_name(next(sources)), guards.guard_split
-        elif key == "pairs":
-            (name, on_hub), split = source_name(str(options.eval_dataset)), options.eval_split
-        else:
-            (name, on_hub), split = source_name(str(options.zero_shot_dataset)), options.zero_shot_split
-        split = dataset.split or split or "test"
+        files = dataset.benchmark
+        (name, on_hub) = source_name(dataset.source) if files is None else (files.dataset, files.on_hub)
+        split, revision = (dataset.split or "test", None) if files is None else ("test", files.revision)
+        is_guard = key.startswith("guard")
         entries.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision))
     return with_texts(entries, datasets)

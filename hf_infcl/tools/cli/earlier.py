@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from ...conversion.pretrained import base_of_adapters
+from ...data.sets import STATED, read_sets
 from ...encoders.adapters import ADAPTER_FILES
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
@@ -80,13 +81,8 @@ def check_output_folder(
 ) -> None:
     """Raises a ValueError if the results would overwrite the model, or be written among the files of a dataset."""
     place = Path(str(output_dir)).resolve()
-    datasets = [
-        *(("dataset", name) for name in data.dataset),
-        *(("replay_dataset", name) for name in data.replay_dataset or []),
-        *(("guard_dataset", name) for name in guards.guard_dataset or []),
-        ("eval_dataset", evaluation.eval_dataset),
-        ("zero_shot_dataset", evaluation.zero_shot_dataset),
-    ]
+    named = {**vars(data), **vars(evaluation), **vars(guards)}
+    datasets = [(role, spec.path) for role in STATED if role in named for spec in read_sets(role, named[role])]
     base = base_of_adapters(model.model) if Path(model.model).is_dir() else None
     for option, source in (("model", model.model), ("model", base), *datasets):
         folder = Path(source or "").resolve()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...conversion.models import load, stated_licence
+from ...data.sets import SetSpec
 from ...options.arguments import InfCLTrainingArguments
-from ...options.sets import facts_of
 from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
 from ..embedding.embedding import embed as embedded
@@ -44,13 +44,16 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         else:
             if options.views is not None:
                 raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
-            usual = {"image_column": columns.image_column, "caption_column": columns.caption_column}
-            facts = facts_of(namespace.data, split=data.split, name=None, **usual)
+            spec = SetSpec.read("data", namespace.data)
+            wanted = spec.wanted(vars(columns))
             source = make_source(
-                namespace.data,
-                **facts,
-                key_column=options.key_column,
-                named=sorted(user_options | getattr(namespace.data, "facts", {}).keys()),
+                spec.path,
+                wanted["image_column"],
+                wanted["caption_column"],
+                options.key_column,
+                sorted(user_options | spec.columns.keys()),
+                split=spec.split or data.split,
+                name=spec.name,
                 streaming=data.streaming,
                 on_bad_sample=data.on_bad_sample,
             )

@@ -27,7 +27,6 @@ from ...options.declared import of_transformers, training_options
 from ...options.declaring import HEADINGS
 from ...options.facts import check_values, facts_by_name
 from ...options.files import FILES, RECIPES, options_in
-from ...options.sets import FACTS_OF_SETS, read_sets
 from .messages import about_words, instead_of_several, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
@@ -51,7 +50,8 @@ MOST_CHOICES = 11  # of an option that the short help lists
 OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "deepspeed": None}
 OF_COMPUTING |= {"ddp_backend": None}
 
-PLACE = "path/to/"  # how the files of recipes begin the name of what the user has to name
+# What was an option, by the end of its name, and now stands behind the name of each set.
+_OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -246,14 +246,6 @@ class Parser(HfArgumentParser):
             if action.dest in values:
                 action.required = False
         namespace = self.parse_args(words, argparse.Namespace(**values))
-        left_open = "eval_dataset" in self._of_file and str(namespace.eval_dataset).startswith(PLACE)
-        if left_open and self._typed.keys() & {"zero_shot_dataset", "eval_benchmark"}:
-            namespace.eval_dataset = None
-            self._of_file.discard("eval_dataset")
-        try:
-            read_sets(namespace)
-        except ValueError as error:
-            self.error(str(error))
         return namespace, {*self._typed, *self._of_file}
 
     def typed(self, name: str) -> bool:
@@ -316,9 +308,12 @@ class Parser(HfArgumentParser):
             self._give_way(("global_batch_size", *DIVISION), namespace, user_options)
 
     def _built(self, namespace: argparse.Namespace, user_options: set[str] | None, computes: bool) -> tuple[Any, ...]:
+        from ...data.sets import STATED, read_sets
         from ...options.arguments import InfCLTrainingArguments
         from .defaults import check_best_metric, check_training, intervals
 
+        for role in STATED:
+            read_sets(role, getattr(namespace, role, None))
         values = vars(namespace) | ({} if user_options is None else intervals(namespace, user_options))
         if user_options is not None:
             check_best_metric(argparse.Namespace(**values))
@@ -389,6 +384,11 @@ class Parser(HfArgumentParser):
         plain = name.removeprefix("no_")
         if f"--{name}" in self._option_string_actions:  # the negative form of an option that is on by default
             return plain
+        if moved := _OF_SETS.fullmatch(name):
+            raise ValueError(
+                f"There is no option --{name}. Write it behind the name of the set: --{moved[1]}_dataset "
+                f"'NAME?{moved[2]}={'true' if moved[2] == 'streaming' else 'VALUE'}'."
+            )
         kind = self._kinds.get(plain)
         if bool in (kind, *typing.get_args(kind)):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
@@ -414,7 +414,7 @@ class Parser(HfArgumentParser):
                 if NoneType not in choices:
                     raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
                 values[name] = None
-            elif name in FACTS_OF_SETS and isinstance(value, (dict, list) if lists else dict):
+            elif name.endswith("dataset") and isinstance(value, (dict, list) if lists else dict):
                 values[name] = [text] if lists and not isinstance(text, list) else text
             elif isinstance(value, dict):
                 if dict not in [typing.get_origin(choice) or choice for choice in choices]:

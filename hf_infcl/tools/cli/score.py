@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ...conversion.models import load
+from ...data.sets import SetSpec
 from ...training.trainer import InfCLTrainer
 from ..publishing.facts import content_of, has_learned
 from ..scoring.writing import ledger_lines, write_ledger
@@ -22,8 +24,8 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             raise ValueError("Every process scores with the whole model. Omit the options of FSDP and DeepSpeed.")
         chosen = {name: value for name, value in vars(options).items() if name != "window"}
         length = 1 if options.streaming else None  # which a training needs
-        data = DataOptions([namespace.data], samples_per_epoch=length, **chosen)
-        dataset = training_set(data, columns, args, "DATA")
+        named: Any = [SetSpec.read("data", namespace.data)]
+        dataset = training_set(DataOptions(named, samples_per_epoch=length, **chosen), columns, args)
         model, processor, conversion = load(namespace.model)
         trainer = InfCLTrainer(model, args, processing_class=processor)
         if trainer.is_world_process_zero():

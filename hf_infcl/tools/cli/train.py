@@ -95,7 +95,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_options, data, columns, evaluation, keep, conversion)
+    describe = describe_run(trainer, model_options, data, columns, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
     ProgressPrinter(trainer)
     if trainer.is_world_process_zero():
