@@ -16,7 +16,7 @@ from helpers.open_clip_models import DIFFERENCES
 from matplotlib import get_data_path
 from PIL import Image
 
-from hf_infcl.conversion.preprocessing import image_processor
+from hf_infcl.conversion.inputs import image_processor
 from hf_infcl.data.images import decode_rgb
 from hf_infcl.data.transforms import ImageTransform
 

@@ -101,7 +101,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.encoders.sharding": (*TRAINER[:2], *inside("kernels", "loss", "data", "passes", "checkpoints")),
     "hf_infcl.conversion": (
         *(*TRAINER, *DISTRIBUTED, "datasets", "evaluate"),
-        *inside("processes", "kernels", "loss", "passes", "checkpoints", "data", "evaluation", "encoders", "training"),
+        *inside("processes", "kernels", "loss", "passes", "checkpoints", "data", "evaluation", "training"),
     ),
     "hf_infcl.optimizers": (*HUGGING_FACE, *inside("kernels", "loss", "passes", "data", "evaluation", "encoders")),
     "hf_infcl.optimizers.newton_schulz": ("hf_infcl", *HUGGING_FACE, *DISTRIBUTED),

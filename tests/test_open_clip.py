@@ -19,8 +19,10 @@ from helpers.open_clip_models import CASES, DIFFERENCES, LARGEST, config, folder
 from helpers.processes import Ranks
 from PIL import Image
 
-from hf_infcl.conversion import comparison, convert, folders, from_open_clip, repaired, to_open_clip, tokenizing
-from hf_infcl.conversion.incoming import transformers_config
+from hf_infcl.conversion import convert, folders, from_open_clip, repaired, to_open_clip
+from hf_infcl.conversion import inputs as tokenizing
+from hf_infcl.conversion import models as comparison
+from hf_infcl.conversion.towers import transformers_config
 from hf_infcl.data import load_pairs
 
 

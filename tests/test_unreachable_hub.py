@@ -10,9 +10,8 @@ from helpers.demo import mistake
 from helpers.hub import hub_for_this_process, talk_to
 from huggingface_hub import constants
 
-from hf_infcl.conversion import models
-from hf_infcl.conversion.converting import convert
-from hf_infcl.conversion.tokenizing import named_tokenizer
+from hf_infcl.conversion import convert, models
+from hf_infcl.conversion.inputs import named_tokenizer
 from hf_infcl.data import ImageTextStream, load_pairs
 from hf_infcl.data.tables import Table
 from hf_infcl.hub import _answers, asks_hub_once

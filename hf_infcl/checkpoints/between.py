@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import find_adapter_config_file
 
-from ..conversion.explaining import explained
+from ..conversion.folders import explained
 from ..conversion.models import load
 from ..conversion.pretrained import base_of_adapters, with_trained_adapter
 from .average_weights import adapters_of_zero, interpolated, running_statistics

@@ -1,50 +1,48 @@
-"""Folders, files and Hub repositories that hold models of OpenCLIP."""
+"""Folders, files and Hub repositories that hold models of OpenCLIP, and why a checkpoint cannot be loaded."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import pickle
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
+from ..hub import path_words
 from ..readable import give_usual_modes
-from .explaining import explained
-from .tokenizing import clip_tokenizer, named_tokenizer
 
 CONFIG = "open_clip_config.json"
 HUB = "hf-hub:"  # OpenCLIP's prefix of Hub repositories
 WEIGHTS = "open_clip_model.safetensors"
-OTHER_WEIGHTS = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin", "open_clip_pytorch_model.pth")
-OF_TOKENIZERS = ("*token*", "vocab*", "merges*", "*.model", CONFIG)
+PICKLED = "open_clip_pytorch_model.bin"
+_ALL_WEIGHTS = (WEIGHTS, "open_clip_pytorch_model.safetensors", PICKLED, "open_clip_pytorch_model.pth")
+_OF_TOKENIZERS = ("*token*", "vocab*", "merges*", "*.model", CONFIG)
 
 
-@dataclass
-class OpenClipSource:
-    """What was read of a model of OpenCLIP: its tensors, its config, and the folder of a tokenizer if there is one."""
+class OpenClipSource(NamedTuple):
+    """What was read of a model of OpenCLIP: its tensors, its config, and the folder if there is one."""
 
     tensors: dict[str, Any]
     config: dict[str, Any]
     folder: Path | None
-
-    def tokenizer(self, named: str | None = None) -> Any:
-        """The tokenizer of this name, or the one beside the weights, or the one that the config names, or CLIP's."""
-        if named:
-            return named_tokenizer(named)
-        if self.folder and any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            return transformers.AutoTokenizer.from_pretrained(self.folder)
-        name = self.config["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
-        return transformers.AutoTokenizer.from_pretrained(name) if name else clip_tokenizer()
 
 
 def is_of_open_clip(source: str) -> bool:
@@ -54,24 +52,16 @@ def is_of_open_clip(source: str) -> bool:
         return True
     if path.is_dir():
         names = {file.name for file in path.iterdir()}
-        checkpoints = any(name.endswith(".pt") for name in names) and "config.json" not in names
-        return (CONFIG in names or checkpoints) and not _is_of_transformers(source)
-    return not _is_of_transformers(source) and _is_on_hub(source)
-
-
-def _is_of_transformers(source: str) -> bool:
+        checkpoints = any(name.endswith(".pt") for name in names) and CONFIG_NAME not in names
+        if not (CONFIG in names or checkpoints):
+            return False
+    with suppress(Exception):  # of the Hub, or of a damaged file, which raises exceptions of any class
+        if "model_type" in transformers.PretrainedConfig.get_config_dict(source)[0]:
+            return False
     try:
-        return "model_type" in transformers.PretrainedConfig.get_config_dict(source)[0]
-    except Exception:  # of the Hub, or of a damaged file, which raises exceptions of any class
-        return False
-
-
-def _is_on_hub(repository: str) -> bool:
-    try:
-        hf_hub_download(repository, CONFIG)
+        return path.is_dir() or bool(hf_hub_download(source, CONFIG))
     except (OSError, ValueError):  # there is no such file, repository or name, or no network
         return False
-    return True
 
 
 def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSource:
@@ -81,11 +71,17 @@ def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSour
         ValueError: the source does not hold a model of OpenCLIP, or its config is unknown.
     """
     config, folder = read_config(source, open_clip_model)  # first, since reading the weights takes longer
-    if folder is not None and not Path(source).is_dir():
+    if folder is None:
+        return OpenClipSource(_weights(Path(source)), config, None)
+    if not Path(source).is_dir():
         with explained(str(source)):
-            _download_weights(_repository(source))
-    path = Path(source) if folder is None else _file_of_weights(folder)
-    return OpenClipSource(_weights(path), config, folder)
+            try:
+                hf_hub_download(str(source).removeprefix(HUB), WEIGHTS)
+            except EntryNotFoundError:
+                hf_hub_download(str(source).removeprefix(HUB), PICKLED)
+    if not (found := [folder / name for name in _ALL_WEIGHTS if (folder / name).is_file()]):
+        raise ValueError(f"{str(folder)!r} has a config of OpenCLIP and no weights, such as {WEIGHTS}. Add them.")
+    return OpenClipSource(_weights(found[0]), config, folder)
 
 
 def read_config(source: str | Path, open_clip_model: str | None = None) -> tuple[dict[str, Any], Path | None]:
@@ -102,28 +98,10 @@ def read_config(source: str | Path, open_clip_model: str | None = None) -> tuple
         if not path.exists():
             raise ValueError(f"There is no file {str(source)!r}. Check the path.")
         raise ValueError(f"--open_clip_model is for a file of weights, and {str(source)!r} is none. Omit it.")
-    folder = path
     if not path.is_dir():
         with explained(str(source)):
-            folder = Path(snapshot_download(_repository(source), allow_patterns=list(OF_TOKENIZERS)))
-    return _config(folder / CONFIG), folder
-
-
-def _repository(source: str | Path) -> str:
-    return str(source).removeprefix(HUB)
-
-
-def write(
-    target: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Writes a folder that OpenCLIP loads as "local-dir:...", also beside the files of transformers."""
-    folder = Path(target)
-    folder.mkdir(parents=True, exist_ok=True)
-    if config["model_cfg"]["text_cfg"].get("hf_tokenizer_name"):
-        tokenizer.save_pretrained(folder)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    give_usual_modes(folder)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            path = Path(snapshot_download(str(source).removeprefix(HUB), allow_patterns=list(_OF_TOKENIZERS)))
+    return _config(path / CONFIG), path
 
 
 def named_config(name: str) -> dict[str, Any]:
@@ -158,20 +136,6 @@ def _config(path: Path) -> dict[str, Any]:
     return config if "model_cfg" in config else {"model_cfg": config}
 
 
-def _file_of_weights(folder: Path) -> Path:
-    for name in (WEIGHTS, *OTHER_WEIGHTS):
-        if (folder / name).is_file():
-            return folder / name
-    raise ValueError(f"{str(folder)!r} has a config of OpenCLIP and no weights, such as {WEIGHTS}. Add them.")
-
-
-def _download_weights(repository: str) -> None:
-    try:
-        hf_hub_download(repository, WEIGHTS)
-    except EntryNotFoundError:
-        hf_hub_download(repository, "open_clip_pytorch_model.bin")
-
-
 def _weights(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
@@ -185,3 +149,76 @@ def _weights(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ValueError(f"{str(path)!r} holds a {type(loaded).__name__}, and a dictionary of tensors was expected.")
     return loaded
+
+
+def write(
+    target: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Writes a folder that OpenCLIP loads as "local-dir:...", also beside the files of transformers."""
+    folder = Path(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config["model_cfg"]["text_cfg"].get("hf_tokenizer_name"):
+        tokenizer.save_pretrained(folder)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    give_usual_modes(folder)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def explained(checkpoint: str, *, needed: str = "", kind: str = "model") -> Iterator[None]:
+    """Turns any error into a ValueError that says why the checkpoint, a folder or a Hub id, cannot be loaded.
+
+    ``needed`` is the one file that is needed of a Hub repository; by default, all are. ``kind`` is "model" or
+    "tokenizer".
+    """
+    try:
+        yield
+    except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
+        raise ValueError(_explanation(checkpoint, error, needed, kind)) from error
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint with a model in the folder of a training that has not written its final one.
+
+    A folder of this name is complete: it gets its name when all its files are written.
+    """
+    configs = (CONFIG_NAME, ADAPTER_CONFIG_NAME)  # of a whole model, and of adapters
+    if any((folder / name).is_file() for name in configs):
+        return None
+    found = [path.parent for name in configs for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{name}")]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) -> str:
+    causes: list[type[BaseException]] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(type(cause))
+        cause = cause.__cause__ or cause.__context__
+    reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    if newest := _newest_checkpoint(Path(checkpoint)):
+        return (
+            f"{checkpoint!r} holds no final model, because its training has not ended. Write {newest}, its newest "
+            "checkpoint, in its place, or end the training (infcl train with --resume_from_checkpoint auto)."
+        )
+    if Path(checkpoint).exists():
+        parts = " with its config and its processor" if kind == "model" else ""
+        return f"{checkpoint!r} does not hold a {kind} that can be loaded{parts}: {reason}"
+    of_weights = Path(checkpoint).suffix in (".pt", ".pth", ".bin", ".safetensors")
+    tried = f"There is no {'file' if of_weights else 'folder'} {checkpoint!r}"
+    if words := path_words(checkpoint):
+        return f"{tried} to load a {kind} from{words}"
+    if HFValidationError in causes:
+        return f"{tried}, and the name is not the id of a {kind} on the Hub, such as openai/clip-vit-base-patch32."
+    if LocalEntryNotFoundError in causes:
+        return (
+            f"{tried}, no {kind} of this name was downloaded before, and the Hub could not be reached. Check the name. "
+            f"Without a network, run `hf download {f'{checkpoint} {needed}'.strip()}` on a machine that has one, and "
+            f"pass {'the folder of the printed file' if needed else 'the printed folder'}."
+        )
+    if RepositoryNotFoundError in causes:
+        return (
+            f"{tried}, and the Hub has no {kind} of this name that you may read. Check the name. If the {kind} is "
+            "private, log in with `hf auth login`."
+        )
+    return f"The {kind} {checkpoint!r} cannot be loaded: {reason}"

@@ -1,25 +1,37 @@
-"""Loads the model of a name, in either format, or explains briefly why that is impossible."""
+"""Loads the model of a name, in either format, and converts one into the other where both have the same embeddings."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub import ModelCard
-from transformers import PretrainedConfig, ProcessorMixin
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
+from ..encoders.pooling import Pooling
 from ..hub import asks_hub_once
-from .converting import load_open_clip
-from .folders import is_of_open_clip, read_config
-from .incoming import transformers_config
-from .pretrained import base_of_adapters, load_pretrained, load_pretrained_config, load_processor
-from .tokenizing import check_length, named_tokenizer
+from ..readable import give_usual_modes
+from .folders import CONFIG, OpenClipSource, is_of_open_clip, read, read_config, write
+from .inputs import UNREPAIRED, check_length, clip_tokenizer, image_processor, named_tokenizer, prepared
+from .names import clean, from_open_clip, to_open_clip
+from .pretrained import base_of_adapters, check_finite, load_pretrained, load_pretrained_config, load_processor
+from .sentence_transformers import SENTENCE_FILES, write_sentence_files
+from .towers import transformers_config
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
+
+ENOUGH = 0.9999  # the least cosine of two embeddings of fixed inputs
+_ROWS = 4
+
+
+# ---- Loading ----
 
 
 class Loaded(NamedTuple):
@@ -54,27 +66,23 @@ def load(
     if open_clip_model is None and not is_of_open_clip(checkpoint):
         options: dict[str, Any] = {"merges": merges, "new_weights": new_weights, "seed": seed}
         model, processor = load_pretrained(checkpoint, dtype=torch.float32, **options)
-        _with_tokenizer(processor, tokenizer, model.config)
-        return Loaded(model, processor)
+        return Loaded(model, _with_tokenizer(processor, tokenizer, model.config))
     if new_weights:
         raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
-    told: list[str] = []
-    model, processor = load_open_clip(
-        checkpoint, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
-    )
+    model, processor, sentences = _incoming(checkpoint, open_clip_model, tokenizer)
+    told = [*sentences]
     return Loaded(model.float(), processor, told)
 
 
-def _with_tokenizer(processor: ProcessorMixin, tokenizer: str | None, config: PretrainedConfig) -> None:
-    """Gives a processor another tokenizer, if one is named, with the limit of tokens that the old one had."""
-    if tokenizer is None:
-        return
-    new, old = named_tokenizer(tokenizer), processor.tokenizer
-    rows = getattr(config.text_config, "vocab_size", None)
-    if rows is not None:
-        check_length(new, rows, exact=False)
-    new.model_max_length = min(new.model_max_length, old.model_max_length)
-    processor.tokenizer = new
+def _with_tokenizer(processor: Any, tokenizer: str | None, config: PretrainedConfig) -> Any:
+    """The processor; if another tokenizer is named, with that and the limit of tokens that the old one had."""
+    if tokenizer is not None:
+        new, rows = named_tokenizer(tokenizer), getattr(config.text_config, "vocab_size", None)
+        if rows is not None:
+            check_length(new, rows, exact=False)
+        new.model_max_length = min(new.model_max_length, processor.tokenizer.model_max_length)
+        processor.tokenizer = new
+    return processor
 
 
 @asks_hub_once
@@ -86,9 +94,8 @@ def load_readers(
         loaded = load(checkpoint, open_clip_model, tokenizer=tokenizer)
         return loaded.model.config, loaded.processor
     base = base_of_adapters(checkpoint)
-    config, processor = load_pretrained_config(checkpoint, base), load_processor(checkpoint, base)
-    _with_tokenizer(processor, tokenizer, config)
-    return config, processor
+    config = load_pretrained_config(checkpoint, base)
+    return config, _with_tokenizer(load_processor(checkpoint, base), tokenizer, config)
 
 
 @asks_hub_once
@@ -106,16 +113,307 @@ def stated_licence(checkpoint: str) -> str | None:
     if not path.is_file() and os.path.exists(checkpoint):
         return None
     try:
-        card = ModelCard.load(path if path.is_file() else checkpoint)
+        return licence_of(ModelCard.load(path if path.is_file() else checkpoint).data)
     except Exception as error:  # of the Hub's client, of its HTTP library or of YAML
         logger.warning(
             "No licence of %s is stated in the model card, because its own could not be read: %s", checkpoint, error
         )
         return None
-    return licence_of(card.data)
 
 
 def licence_of(data: object) -> str | None:
     """The licence, or several in one line, that the data of a card states; None if it states none."""
     stated = getattr(data, "license", None)
     return ", ".join(stated) if isinstance(stated, list) else stated
+
+
+@asks_hub_once
+def load_open_clip(
+    source: str | Path,
+    *,
+    open_clip_model: str | None = None,
+    tokenizer: str | None = None,
+    tell: Callable[[str], object] = logger.info,
+) -> tuple[Any, Any]:
+    """Loads a model of OpenCLIP as a model and a processor of transformers.
+
+    Where OpenCLIP is installed, the embeddings of fixed inputs are compared with its own.
+
+    Args:
+        source: a folder with open_clip_config.json and weights, a Hub repository that holds these, or a file.
+        open_clip_model: for a file, OpenCLIP's name of the model, such as "ViT-B-32", or a JSON file with its config.
+        tokenizer: the folder or the Hub id of the tokenizer; by default the one beside the weights or that the config
+            names, or CLIP's.
+        tell: receives sentences about what differs and about the comparison.
+
+    Raises:
+        ValueError: transformers has no such model, the source does not hold a complete one, or the embeddings differ.
+    """
+    model, processor, sentences = _incoming(source, open_clip_model, tokenizer)
+    for sentence in sentences:
+        tell(sentence)
+    return model, processor
+
+
+def _incoming(source: str | Path, open_clip_model: str | None, named: str | None) -> tuple[Any, Any, Iterator[str]]:
+    saved = read(source, open_clip_model)
+    model, notes = from_open_clip(saved.tensors, saved.config)
+    check_finite(str(source), model.state_dict())
+    siglip, stated = model.config.model_type == "siglip", saved.config.get("preprocess_cfg") or {}
+    images = image_processor(stated, model.config.vision_config.image_size)
+    tokenizer: Any = prepared(_tokenizer(saved, named), saved.config["model_cfg"]["text_cfg"])
+    for name in ("bos", "eos", "pad"):  # of which only CLIP's eos has an effect, which is set already
+        if name != "eos" or siglip:
+            setattr(model.config.text_config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
+    if not stated:
+        notes.append(
+            "The config says nothing about the preparation of images, so it is OpenCLIP's default: bicubic, the "
+            "shortest edge, a centre crop, OpenAI's mean and standard deviation."
+        )
+
+    def sentences() -> Iterator[str]:
+        yield from (*notes, UNREPAIRED)
+        yield _compared(model, saved.tensors, saved.config)
+
+    kind = transformers.SiglipProcessor if siglip else transformers.CLIPProcessor
+    return model, kind(image_processor=images, tokenizer=tokenizer), sentences()
+
+
+def _tokenizer(saved: OpenClipSource, named: str | None) -> Any:
+    """The tokenizer of this name, or the one beside the weights, or the one that the config names, or CLIP's."""
+    if named:
+        return named_tokenizer(named)
+    beside = ("tokenizer.json", "tokenizer_config.json")
+    if saved.folder and any((saved.folder / name).is_file() for name in beside):
+        return transformers.AutoTokenizer.from_pretrained(saved.folder)
+    name = saved.config["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
+    return transformers.AutoTokenizer.from_pretrained(name) if name else clip_tokenizer()
+
+
+# ---- Converting ----
+
+
+@asks_hub_once
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: str = "transformers",
+    open_clip_model: str | None = None,
+    repository: str = ".",
+    max_text_tokens: int | None = None,
+    tokenizer: str | None = None,
+) -> list[str]:
+    """Writes a model of OpenCLIP in transformers' format, or the other way round, with its processor.
+
+    Adapters of peft are merged into their model, and written in either format.
+
+    Where OpenCLIP is installed, the embeddings of fixed inputs are compared with its own before anything is written.
+
+    Args:
+        source: what `load_open_clip` takes, or adapters; with to="open_clip", a folder or a Hub repository of
+            transformers, or adapters.
+        target: the folder to write. It may be the source, which then holds both formats.
+        to: "transformers" or "open_clip".
+        open_clip_model: as in `load_open_clip`.
+        repository: as in `to_open_clip`.
+        max_text_tokens: with to="open_clip", the tokens at which OpenCLIP cuts texts; by default the tokenizer's limit.
+        tokenizer: as in `load_open_clip`.
+
+    Returns:
+        Sentences about what was written and compared.
+
+    Raises:
+        ValueError: there is no counterpart, the source is incomplete, the target holds such a model or another one, or
+            the embeddings differ.
+    """
+    if to not in ("transformers", "open_clip"):
+        raise ValueError(f"to must be 'transformers' or 'open_clip', got {to!r}.")
+    forbidden = [CONFIG, CONFIG_NAME] if to == "open_clip" else [CONFIG_NAME, CONFIG]
+    if Path(source).resolve() == Path(target).resolve():
+        forbidden.pop()  # another model's would lose its tokenizer, whose files both formats share
+    for file in (*forbidden, ADAPTER_CONFIG_NAME):  # adapters beside a whole model would be added to it
+        if (Path(target) / file).exists():
+            raise ValueError(
+                f"{str(target)!r} holds a model already ({file}). Name another folder, or delete this one."
+            )
+    if to == "transformers":
+        if max_text_tokens is not None:
+            raise ValueError("--max_text_tokens is for --to open_clip. OpenCLIP's own models state their length.")
+        return list(_to_transformers(source, target, open_clip_model, tokenizer))
+    for option, value in (("open_clip_model", open_clip_model), ("tokenizer", tokenizer)):
+        if value is not None:
+            raise ValueError(f"--{option} is for a source of OpenCLIP; with --to open_clip, the source is the other.")
+    return list(_to_open_clip(source, target, repository, max_text_tokens))
+
+
+def _to_transformers(
+    source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None
+) -> Iterator[str]:
+    merged = ""
+    if (base := base_of_adapters(str(source))) is not None:
+        model, processor = load_pretrained(str(source))
+        merged = f"The adapters were merged into {base}. "
+    else:
+        model, processor, sentences = _incoming(source, open_clip_model, tokenizer)
+        check_ends(model, processor.tokenizer)
+        yield from sentences
+    model.save_pretrained(target)
+    give_usual_modes(target)
+    processor.save_pretrained(target)
+    if base is None:
+        kind, length = model.config.model_type, processor.tokenizer.model_max_length
+        padding = "max_length" if kind == "siglip" else "longest"
+        write_sentence_files(target, kind, processor, max_length=length, padding=padding)
+    else:
+        for name in SENTENCE_FILES:  # which a training writes beside adapters as well
+            if Path(source, name).is_file():
+                shutil.copy(Path(source, name), target)
+    yield f"{merged}{type(model).__name__} and its processor were written to {target}."
+
+
+def _to_open_clip(
+    source: str | Path, target: str | Path, repository: str, max_text_tokens: int | None
+) -> Iterator[str]:
+    model, processor = load_pretrained(str(source))
+    if max_text_tokens is not None:
+        processor.tokenizer.model_max_length = max_text_tokens
+    tensors, config = to_open_clip(model, processor, repository=repository)
+    check_ends(model, processor.tokenizer)
+    positions = model.config.text_config.max_position_embeddings
+    if max_text_tokens is not None and not 0 < max_text_tokens <= positions:
+        raise ValueError(
+            f"--max_text_tokens must be from 1 to the {positions} positions of the model, got {max_text_tokens}."
+        )
+    length = config["model_cfg"]["text_cfg"]["context_length"]
+    if length < positions:
+        yield (
+            f"Texts are cut at {length} tokens, as here: the other {positions - length} of the model's {positions} "
+            f"positions are left out. For longer texts, pass --max_text_tokens {positions}."
+        )
+    yield _compared(model, tensors, config)
+    write(target, tensors, config, processor.tokenizer)
+    yield f"The model of OpenCLIP was written to {target}; load it as 'local-dir:{target}'."
+
+
+def save_open_clip(
+    folder: str | Path,
+    model: PreTrainedModel,
+    processor: Any,
+    *,
+    repository: str = ".",
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes a model of transformers in OpenCLIP's format; see `to_open_clip` for the arguments."""
+    tensors, config = to_open_clip(model, processor, repository=repository, state_dict=state_dict)
+    write(folder, tensors, config, processor.tokenizer)
+
+
+# ---- Comparing ----
+
+
+def compare_formats(folder: str | Path) -> str:
+    """Compares the two models of a folder that holds both formats, and says how much their embeddings differ.
+
+    Raises:
+        ValueError: the embeddings differ.
+    """
+    model, _ = load_pretrained(str(folder))
+    saved = read(folder)
+    return _compared(model, saved.tensors, saved.config)
+
+
+def _compared(model: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
+    try:
+        import open_clip  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # the second if its torchvision is of another torch
+        return f"The embeddings were not compared with OpenCLIP's, which cannot be imported: {error}."
+    difference = differences(model, tensors, config)
+    if not difference.cosine >= ENOUGH:
+        raise ValueError(
+            f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {difference.cosine:.6f}, and "
+            f"{ENOUGH} is expected. Please report the config of this model."
+        )
+    return (
+        "The embeddings of fixed inputs were compared with OpenCLIP's own: the least cosine is "
+        f"{difference.cosine:.7f}, the largest difference {difference.largest:.0e}."
+    )
+
+
+class Differences(NamedTuple):
+    """How much embeddings of length 1 differ: the least cosine, and the largest difference of an entry."""
+
+    cosine: float
+    largest: float
+
+
+@torch.no_grad()
+def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> Differences:
+    """Compares the embeddings of a model of transformers with those of OpenCLIP's, in fp32 on fixed inputs.
+
+    OpenCLIP's model is that of the state dict ``tensors`` and the OpenCLIP config.
+
+    Raises:
+        ModuleNotFoundError: OpenCLIP is not installed.
+    """
+    import open_clip
+
+    weights = {name: tensor.float() for name, tensor in clean(tensors).items()}
+    fields = {key: value for key, value in config["model_cfg"].items() if key != "custom_text"}
+    if fields["vision_cfg"].get("timm_model_name"):
+        fields["vision_cfg"] = fields["vision_cfg"] | {"timm_model_pretrained": False}
+    custom = any(name.startswith("text.") for name in weights)
+    theirs = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**fields).eval()
+    theirs.load_state_dict(weights)
+    pixels, ids = _fixed_inputs(model.config, fields["text_cfg"].get("context_length"))
+    dtype = model.dtype
+    ours = model.float()(pixel_values=pixels, input_ids=ids)
+    model.to(dtype)
+    pairs = (
+        (ours.image_embeds, theirs.encode_image(pixels, normalize=True)),
+        (ours.text_embeds, theirs.encode_text(ids, normalize=True)),
+    )
+    least = min((one * other).sum(-1).min().item() for one, other in pairs)
+    return Differences(least, max((one - other).abs().max().item() for one, other in pairs))
+
+
+def _fixed_inputs(config: Any, length: int | None) -> tuple[Tensor, Tensor]:
+    """Pixels [4, 3, S, S] and token ids [4, L] that are the same at every call, for a model's config.
+
+    L is the length, by default that of the model's positions. Captions of CLIP end at different positions; those of
+    SigLIP fill their length.
+    """
+    text, side = config.text_config, config.vision_config.image_size
+    drawn, length = torch.Generator().manual_seed(0), length or text.max_position_embeddings
+    pixels = torch.randn(_ROWS, 3, side, side, generator=drawn)
+    ids = torch.randint(3, text.vocab_size - 1, (_ROWS, length), generator=drawn)
+    if pooling := Pooling.of_config(text):
+        end = text.vocab_size - 1 if pooling.at_largest else text.eos_token_id
+        ids[ids == end] = end - 1
+        for row in range(_ROWS):
+            ids[row, length - 1 - row :] = 0
+            ids[row, length - 1 - row] = end
+    return pixels, ids
+
+
+def check_ends(model: Any, tokenizer: Any) -> None:
+    """Raises a ValueError if two different words have one embedding, alone or behind a token that was added.
+
+    A causal tower takes the embedding at a token that its config names. If that is not the one that ends texts, what
+    follows it is not read: an id that no text has stands for the first token, and in old configs 2 for the largest.
+    """
+    if (pooling := Pooling.of_config(model.config.text_config)) is None:
+        return
+    named = tokenizer.special_tokens_map.values()
+    added = {index: token for token, index in tokenizer.get_added_vocab().items() if token not in named}
+    for begin in ("", *[f"{added[index]} " for index in sorted(added)[-1:]]):
+        words = f"{begin}a", f"{begin}b"
+        one, other = (tokenizer(word, truncation=True)["input_ids"] for word in words)
+        first, second = (pooling.reading(ids, len(ids) - 1) for ids in (one, other))
+        if one != other and first and second and first.read == second.read:
+            raise ValueError(
+                f"The texts {words[0]!r} and {words[1]!r} have one embedding, because the model takes it before their "
+                f"end. The eos_token_id of its text_config is {pooling.stated} (2 stands for the largest token of a "
+                f"text in the configs of old CLIPs), but the tokenizer ends texts with {one[-1]}. Set eos_token_id to "
+                f"{one[-1]} in the text_config of config.json, or take the tokenizer with which the model was trained."
+            )

@@ -20,8 +20,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_co
 
 from ..hub import asks_hub_once
 from ..shards.values import counted
-from .explaining import explained
-from .folders import HUB
+from .folders import HUB, explained
 
 _OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _SHOWN = 3

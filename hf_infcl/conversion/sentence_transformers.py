@@ -46,30 +46,23 @@ def write_sentence_files(
     }
     # The processor of SigLIP 2 for variable patches passes its own values to its image processor.
     image = {name: getattr(images, name) for name in ("patch_size", "max_num_patches") if hasattr(images, name)}
+    package = "sentence_transformers.models"
+    output = {"method_output_name": "pooler_output"}
+    kinds = {kind: {"method": f"get_{kind}_features", **output} for kind in ("text", "image")}
     contents: dict[str, Any] = {
         MODULES: [
-            {
-                "idx": n,
-                "name": str(n),
-                "path": f"{n}_{name}" if n else "",
-                "type": f"sentence_transformers.models.{name}",
-            }
+            {"idx": n, "name": str(n), "path": f"{n}_{name}" if n else "", "type": f"{package}.{name}"}
             for n, name in enumerate(modules)
         ],
         MODULE_CONFIG: {
             "transformer_task": "feature-extraction",
-            "modality_config": {
-                kind: {"method": f"get_{kind}_features", "method_output_name": "pooler_output"}
-                for kind in ("text", "image")
-            },
+            "modality_config": kinds,
             "module_output_name": "sentence_embedding",
             "processing_kwargs": {"text": text, "image": image} if image else {"text": text},
         },
-        CONFIG: {
-            "similarity_fn_name": "cosine",
-            "prompts": {},
-            **({"matryoshka_dims": list(matryoshka_dims)} if matryoshka_dims else {}),
-        },
+        CONFIG: {"similarity_fn_name": "cosine", "prompts": {}},
     }
+    if matryoshka_dims:
+        contents[CONFIG]["matryoshka_dims"] = list(matryoshka_dims)
     for name, content in contents.items():
         Path(folder, name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -13,8 +13,9 @@ import pytest
 import torch
 import transformers
 
-from hf_infcl.conversion import folders, load_open_clip, tokenizing, towers
-from hf_infcl.conversion.preprocessing import image_processor
+from hf_infcl.conversion import folders, load_open_clip, towers
+from hf_infcl.conversion import inputs as tokenizing
+from hf_infcl.conversion.inputs import image_processor
 
 from .pictures import LETTERS, write_folder
 from .processors import tokenizer

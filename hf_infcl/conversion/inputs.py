@@ -1,4 +1,4 @@
-"""OpenCLIP's tokenizers as transformers' tokenizers."""
+"""OpenCLIP's preparation of images and texts in transformers' processors, and the other way round."""
 
 from __future__ import annotations
 
@@ -7,25 +7,102 @@ import string
 from typing import Any
 
 import transformers
+from PIL import Image
 from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerBase
 
 from ..hub import asks_hub_once
-from .explaining import explained
+from .folders import explained
 
-OPENAI = "openai/clip-vit-base-patch32"
+# What OpenCLIP takes where a config says nothing.
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+_RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_OPENAI = "openai/clip-vit-base-patch32"
 # The tokenizer of OpenAI's CLIP maps this text to these ids.
-PROBE, PROBE_IDS = "A photo of a cat", [49406, 320, 1125, 539, 320, 2368, 49407]
+_PROBE, _PROBE_IDS = "A photo of a cat", [49406, 320, 1125, 539, 320, 2368, 49407]
 UNREPAIRED = (
     "Captions are read as they are, while OpenCLIP first repairs broken encodings and unescapes HTML: "
     "hf_infcl.conversion.repaired does the same."
 )
-SPARE = 128  # tables of tokens are padded to multiples of up to this
+_SPARE = 128  # tables of tokens are padded to multiples of up to this
+
+
+def refuse(*rows: tuple[object, str]) -> None:
+    """Raises the ValueError that says why a model has no counterpart, if a row's condition is met, and what to do."""
+    for wrong, what in rows:
+        if wrong:
+            raise ValueError(
+                f"The model cannot be converted: {what}. Use it with OpenCLIP itself, or start from a model whose "
+                "towers transformers has: a ViT of CLIP, MetaCLIP, SigLIP or SigLIP 2."
+            )
+
+
+# ---- Images ----
+
+
+def image_processor(preprocess: dict[str, object], size: int) -> Any:
+    """transformers' processor with the resizing, crop, mean and standard deviation of OpenCLIP's evaluation.
+
+    Args:
+        preprocess: `preprocess_cfg` of an OpenCLIP config. Its size has no effect, as in OpenCLIP.
+        size: the edge of the model's images in pixels.
+
+    Raises:
+        ValueError: images are padded, or resized in a way that transformers does not have.
+    """
+    mode, how = preprocess.get("resize_mode") or "shortest", preprocess.get("interpolation") or "bicubic"
+    how = "bicubic" if how == "random" else how
+    padded = f"it pads images to a square (resize_mode={mode!r}), as no image processor of CLIP can"
+    refuse(
+        (mode not in ("shortest", "squash"), padded),
+        (how not in _RESAMPLING, f"it resizes images by interpolation={how!r}"),
+    )
+    options: dict[str, Any] = {"resample": _RESAMPLING[str(how)]}
+    for name, values in (("mean", OPENAI_MEAN), ("std", OPENAI_STD)):
+        stated: Any = preprocess.get(name, values)
+        options[f"image_{name}"] = list(stated) if isinstance(stated, (list, tuple)) else [stated] * 3
+    square = {"height": size, "width": size}
+    if mode == "squash":
+        return transformers.SiglipImageProcessorPil(size=square, do_convert_rgb=True, **options)
+    return transformers.CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square, **options)
+
+
+def preprocess_config(processor: Any, size: int) -> dict[str, Any]:
+    """`preprocess_cfg` of an OpenCLIP config, from an image processor of transformers.
+
+    Args:
+        size: the edge of the model's images in pixels, which OpenCLIP takes in any case.
+
+    Raises:
+        ValueError: OpenCLIP cannot prepare images like this processor.
+    """
+    fields = processor.to_dict()
+    resample, scale = int(fields["resample"]), fields.get("rescale_factor") or 1 / 255
+    how = next((name for name, number in _RESAMPLING.items() if number == resample), None)
+    usual = abs(scale - 1 / 255) < 1e-9 and all(fields.get(f"do_{x}", True) for x in ("resize", "rescale", "normalize"))
+    edges, crops = dict(fields["size"]), bool(fields.get("do_center_crop"))
+    squash, made = "height" in edges, set(dict(fields["crop_size"]).values()) if crops else set()
+    unlike = squash == crops or {edges.get("shortest_edge", size), *made, *edges.values()} != {size}
+    refuse(
+        (how is None, f"its image processor has resample={resample}, and OpenCLIP resizes bicubically or bilinearly"),
+        (not usual, "its image processor does not resize, divide by 255 and normalise, as OpenCLIP always does"),
+        (
+            unlike,
+            f"its image processor has size={edges}{' and a crop of ' + str(sorted(made)) if crops else ''}; OpenCLIP "
+            f"resizes the shortest edge to {size}, the size of the model, and crops, or resizes both edges to it",
+        ),
+    )
+    stated = {name: list(fields[f"image_{name}"]) for name in ("mean", "std")}
+    return stated | {"interpolation": how, "resize_mode": "squash" if squash else "shortest"}
+
+
+# ---- Texts ----
 
 
 def is_of_clip(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether it is the tokenizer of OpenAI's CLIP, which OpenCLIP has built in."""
-    return tokenizer(PROBE)["input_ids"] == PROBE_IDS
+    return tokenizer(_PROBE)["input_ids"] == _PROBE_IDS
 
 
 @asks_hub_once
@@ -40,7 +117,7 @@ def clip_tokenizer() -> Any:
     try:
         from open_clip.tokenizer import SimpleTokenizer
     except ModuleNotFoundError:
-        return transformers.AutoTokenizer.from_pretrained(OPENAI)
+        return transformers.AutoTokenizer.from_pretrained(_OPENAI)
     tokenizer = SimpleTokenizer()
     special = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {special.get(token, token): index for token, index in tokenizer.encoder.items()}
@@ -74,7 +151,7 @@ def prepared(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreTra
     options = dict(text.get("tokenizer_kwargs") or {})
     named = bool(text.get("hf_tokenizer_name"))
     clean = options.pop("clean", "whitespace" if named else "lower")
-    if {key for key, value in options.items() if value} or text.get("tokenizer_mode"):
+    if any(options.values()) or text.get("tokenizer_mode"):
         raise ValueError(
             f"OpenCLIP changes the output of its tokenizer (tokenizer_mode={text.get('tokenizer_mode')!r}, "
             f"tokenizer_kwargs={options}), which no tokenizer of transformers does. Use the model with OpenCLIP itself."
@@ -82,8 +159,8 @@ def prepared(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreTra
     if not named and not is_of_clip(tokenizer):
         raise ValueError(
             f"The tokenizer beside the weights is not the one of OpenAI's CLIP, which the config asks for by naming no "
-            f"other: {PROBE!r} has the ids {tokenizer(PROBE)['input_ids']} instead of {PROBE_IDS}. Remove its files, "
-            "or name it as hf_tokenizer_name in text_cfg if the model was trained with it."
+            f"other: {_PROBE!r} has the ids {tokenizer(_PROBE)['input_ids']} instead of {_PROBE_IDS}. Remove its "
+            "files, or name it as hf_tokenizer_name in text_cfg if the model was trained with it."
         )
     check_length(tokenizer, text.get("vocab_size", 49408), exact=True)
     if named and cleaning(tokenizer) != clean:
@@ -98,7 +175,7 @@ def check_length(tokenizer: PreTrainedTokenizerBase, rows: int, *, exact: bool) 
     """Raises ValueError if the tokenizer has more tokens than the model, or with `exact` many fewer."""
     extra = set(tokenizer.added_tokens_encoder) - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
     length = 1 + max(index for token, index in tokenizer.get_vocab().items() if token not in extra)
-    if length > rows or (exact and length + SPARE <= rows):
+    if length > rows or (exact and length + _SPARE <= rows):
         raise ValueError(
             f"The tokenizer has {length:,} tokens and the text tower {rows:,} token embeddings, so they do not belong "
             "together. Take the tokenizer with which the model was trained."
@@ -107,16 +184,9 @@ def check_length(tokenizer: PreTrainedTokenizerBase, rows: int, *, exact: bool) 
 
 def _cleaning_first(tokenizer: PreTrainedTokenizerBase, clean: str) -> Any:
     """A tokenizer that cleans texts as OpenCLIP does before it, except for ftfy and HTML entities."""
-    punctuation = "".join(f"\\{character}" for character in string.punctuation)
-    steps: dict[str, list[Any]] = {
-        "whitespace": [],
-        "lower": [normalizers.Lowercase()],
-        "canonicalize": [
-            normalizers.Replace("_", " "),
-            normalizers.Replace(Regex(f"[{punctuation}]"), ""),
-            normalizers.Lowercase(),
-        ],
-    }
+    lower, letters = [normalizers.Lowercase()], "".join(f"\\{character}" for character in string.punctuation)
+    plain = [normalizers.Replace("_", " "), normalizers.Replace(Regex(f"[{letters}]"), ""), *lower]
+    steps: dict[str, list[Any]] = {"whitespace": [], "lower": lower, "canonicalize": plain}
     if clean not in steps:
         raise ValueError(f"tokenizer_kwargs of the config has clean={clean!r}; known are {', '.join(steps)}.")
     if not tokenizer.is_fast:
