@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.trainers import trainer_for
-from helpers.wrappers import FSDP, wrapped, zero
+from helpers.wrappers import FSDP, wrapped
 from torch import Tensor
 
 from hf_infcl import InfCLTrainer
@@ -17,7 +17,7 @@ from hf_infcl.checkpoints.average_weights import interpolated
 from hf_infcl.training.with_start import AverageWithStart, checkpoint_of_end
 
 SAVED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-WRAPPERS: dict[str, dict[str, Any]] = {"one": {}, "ddp": {}, "fsdp": FSDP, "zero": zero()}
+WRAPPERS: dict[str, dict[str, Any]] = {"one": {}, "ddp": {}, "fsdp": FSDP}
 
 
 def sets() -> dict[str, Any]:

@@ -102,17 +102,6 @@ def test_two_processes_train_and_leave_everything(demo, trained):
     assert {score["label"] for score in scores} == set(DEMO["class_names"])
 
 
-def test_deepspeed_is_told_of_the_cpu_before_accelerate_imports_it(small, monkeypatch):
-    """Otherwise it warns of no GPU."""
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    told: list[str | None] = []
-    made = mock.Mock(side_effect=lambda *_, **__: told.append(os.environ.get("DS_ACCELERATOR")) or sys.exit())
-    monkeypatch.setattr(InfCLTrainer, "__init__", made)
-    with pytest.raises(SystemExit):
-        infcl(*small)
-    assert told == ["cpu"]
-
-
 def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsys):
     words = ["--model", trained, "--output_dir", tmp_path, "--use_cpu", "--report_to", "none"]
     words += ["--zero_shot_dataset", demo / "digits", "--eval_dataset", demo / "digits", "--pair_id_column", "label"]
@@ -1268,22 +1257,10 @@ def test_embeddings_that_are_missing_are_told_with_the_command_that_writes_them(
 def test_a_package_that_is_not_installed_is_one_line_whichever_library_asks_for_it(demo, tmp_path, capsys, monkeypatch):
     words = ["train", "--model", demo / "clip-init", "--dataset", demo / "digits", "--use_cpu"]
     words += ["--output_dir", tmp_path, "--max_steps", 1, "--per_device_train_batch_size", 8]
-    version = metadata.version
-
-    def without_deepspeed(name: str) -> str:
-        if name == "deepspeed":
-            raise metadata.PackageNotFoundError(name)
-        return version(name)
 
     def none(*_: Any) -> Any:
         raise ImportError("You need to install `bitsandbytes`")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(metadata, "version", without_deepspeed)
-        line = mistake(capsys, *words, "--deepspeed", "config.json")
-    assert "An option needs a package that is not installed: " in line
-    assert "deepspeed" in line
-    transformers.integrations.unset_hf_deepspeed_config()  # in a process that goes on, until garbage is collected
     with monkeypatch.context() as patch:
         patch.setattr(transformers.integrations.integration_utils, "is_clearml_available", lambda: False)
         assert "pip install clearml" in mistake(capsys, *words, "--report_to", "clearml")

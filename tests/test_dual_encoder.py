@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from accelerate.utils import DistributedType
 from helpers import models
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
 from hf_infcl.encoders.dual_encoder import IMAGE_INPUTS, MODEL_TYPES, DualEncoder
-from hf_infcl.encoders.sharding import prepare_for_wrapper, stock_shapes
+from hf_infcl.encoders.sharding import prepare_for_fsdp, stock_shapes
 
 
 def test_every_type_is_tested():
@@ -123,7 +122,7 @@ def test_clamp_limits_the_multiplier(kind):
     for start, expected in ((1e3, 50.0), (0.5, 1.0), (7.0, 7.0)):
         with torch.no_grad():
             encoder.temperature_parameters[0].fill_(1 / start if kind == "align" else math.log(start))
-        encoder.clamp_temperature(encoder.temperature_parameters[0], 50)
+        encoder.clamp_temperature(50)
         assert encoder.scale_and_bias()[0].item() == pytest.approx(expected)
 
 
@@ -144,7 +143,7 @@ def test_preparation_for_fsdp_is_undone_in_what_is_saved(kind):
     model, batch = models.BUILD[kind]().eval(), models.batch_for(kind)
     encoder = DualEncoder(model)
     before, stock = model(**batch).logits_per_image, {n: t.shape for n, t in model.state_dict().items()}
-    prepare_for_wrapper(encoder, DistributedType.FSDP)
+    prepare_for_fsdp(encoder)
     torch.testing.assert_close(model(**batch).logits_per_image, before)
     assert all(p.ndim >= 1 for p in model.parameters()), "a scalar cannot be sharded"
     assert not any(name.endswith("Embeddings") for name in model._no_split_modules)

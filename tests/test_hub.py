@@ -22,7 +22,7 @@ from helpers import models
 from helpers.hub import Hub, talk_to
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
-from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped, zero
+from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import TrainerCallback
@@ -34,7 +34,7 @@ TOKEN = "hf_" + "s3cr3t" * 6
 SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
 PUSHING = {**SAVING, "push_to_hub": True, "hub_model_id": "me/mine", "hub_token": TOKEN, "hub_always_push": True}
 
-WRAPPERS = {"ddp": {}, "fsdp": FSDP, "fsdp shards": FSDP_SHARDS, "zero": zero()}
+WRAPPERS = {"ddp": {}, "fsdp": FSDP, "fsdp shards": FSDP_SHARDS}
 
 
 @pytest.fixture

@@ -95,14 +95,6 @@ def test_a_micro_batch_that_is_changed_later_must_fit_as_well(tmp_path):
         args.check()
 
 
-def test_deepspeed_needs_both_sizes(tmp_path):
-    args = arguments(tmp_path, **FREE, global_batch_size=64)
-    args.deepspeed = "config.json"
-    with pytest.raises(ValueError, match="global_batch_size=64 does not divide itself under DeepSpeed"):
-        batch_division.divide_global_batch(args, 64, 8, None)
-    batch_division.divide_global_batch(args, 64, 8, 8)
-
-
 def test_sharded_weights_are_not_tried(tmp_path):
     def search(**options: Any) -> tuple[int, str, str]:
         trainer = trainer_for(tmp_path, **{**FREE, **options})

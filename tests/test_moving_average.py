@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.training_args
 from helpers import models
 from helpers.trainers import StopAt, trained, trainer_for
-from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped, zero
+from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -25,20 +24,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon", "ema_device": "cpu"},
     "fsdp": FSDP,
     "fsdp shards": FSDP_SHARDS,
-    # Its model is in bf16, in which the average of fp32 weights would be lost.
-    "zero": {"bf16": True, **zero(bf16={"enabled": "auto"})},
 }
 
 
 def whole(model: Any) -> list[Tensor]:
-    """The weights of the optimizer, of which the model under ZeRO has copies."""
-
-    def of(p: Any) -> Tensor:
-        if hasattr(p, "get_full_hp_param"):
-            return p.get_full_hp_param()
-        return (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-
-    return [of(p) for p in model.parameters()]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
 
 
 class Weights(TrainerCallback):
@@ -79,9 +69,6 @@ def rank_average(rank: int, world_size: int, folder: str, wrapper: str) -> None:
     for found, expected in zip(last, averaged(watched.seen, 0.6), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert any(not torch.equal(a, b) for a, b in zip(last, watched.seen[-1], strict=True))
-    if wrapper == "zero":
-        assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
-        assert all(torch.equal(p, a.bfloat16()) for p, a in zip(trainer.model.parameters(), last, strict=True))
     evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     trainer.save_model(f"{folder}/last")
     assert trainer.evaluate()["eval_loss"] == evaluations[-1], "that of step 4 was of the average, too"
@@ -189,8 +176,6 @@ def rank_off_and_on(rank: int, world_size: int, folder: str, wrapper: str) -> No
 
 
 def rank_both(rank: int, world_size: int, folder: str, wrapper: str) -> None:
-    if wrapper == "zero":  # transformers takes bf16 for a matter of GPUs, but DeepSpeed does not
-        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     rank_average(rank, world_size, folder, wrapper)
     rank_off_and_on(rank, world_size, f"{folder}/off and on", wrapper)
 

@@ -210,9 +210,8 @@ def test_sharded_training_equals_one_process_and_goes_on_to_the_bit(fresh_ranks,
         ({**MUON, "muon_learning_rate": -1.0}, "muon_learning_rate must be a finite number of at least 0, got -1.0"),
         ({**MUON, "optim_args": "momentun=0.9"}, r"takes momentum \(float\) and ns_steps \(int\).*'momentun=0.9'"),
         ({**MUON, "optim_args": "ns_steps=many"}, "got 'ns_steps=many'"),
-        ({**MUON, "deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed's ZeRO gives an optimizer flat parts"),
     ],
-    ids=["unknown", "without", "optim", "rate", "name", "value", "deepspeed"],
+    ids=["unknown", "without", "optim", "rate", "name", "value"],
 )
 def test_options_that_contradict_each_other_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

@@ -3,7 +3,6 @@
 import peft
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from helpers import models
 from helpers.trainers import parameters, trained, trainer_for
 from safetensors.torch import load_file
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.encoders.adapters import beside_adapters
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.sharding import prepare_for_wrapper, stock_shapes
+from hf_infcl.encoders.sharding import prepare_for_fsdp, stock_shapes
 
 
 def lora(tower: str) -> peft.PeftModel:
@@ -101,7 +100,7 @@ def test_several_adapters_are_saved_with_the_scale(tmp_path):
 def test_preparation_for_fsdp_reaches_the_model_inside(tmp_path):
     model = lora("vision_model")
     encoder = DualEncoder(model)
-    prepare_for_wrapper(encoder, DistributedType.FSDP)
+    prepare_for_fsdp(encoder)
     assert all(p.ndim >= 1 for p in model.parameters())
     state = stock_shapes(DualEncoder(model), model.state_dict())
     assert state["base_model.model.logit_scale"].shape == ()

@@ -544,15 +544,11 @@ def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path, name):
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_launch_configs_say_what_their_names_do(path):
     config = load_config_from_file(str(path))
-    kind = "MULTI_GPU" if path.stem == "ddp" else path.stem.rstrip("2").partition("_")[0].upper()
+    kind = "MULTI_GPU" if path.stem == "ddp" else path.stem.rstrip("2").upper()
     assert (config.distributed_type, config.num_processes) == (kind, 2)
     if kind == "FSDP":
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
-    if kind == "DEEPSPEED":
-        assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
-        # A number of steps or a clipping norm in the configuration would contradict the script's arguments.
-        assert {config.deepspeed_config[f"gradient_{name}"] for name in ("accumulation_steps", "clipping")} == {"auto"}
 
 
 @pytest.mark.parametrize("path", [*sorted(SCRIPTS.rglob("*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)

@@ -444,6 +444,13 @@ def test_fsdp_version_1_and_an_accelerate_that_is_too_old_are_refused(monkeypatc
         sharding.check_wrapper(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
 
 
+def test_a_config_of_deepspeed_is_refused(tmp_path, monkeypatch):
+    for options, variable in (({"deepspeed": "config.json"}, "false"), ({}, "true")):
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", variable)
+        with pytest.raises(ValueError, match=r"does not train under DeepSpeed\. .* use FSDP2 \(--fsdp"):
+            arguments(tmp_path, **options)
+
+
 @pytest.mark.parametrize("dimension", ["tp_size", "cp_size", "sp_size"])
 def test_processes_that_share_their_pairs_are_refused(dimension):
     sizes = {"dp_replicate_size": 1, "dp_shard_size": 1, "tp_size": 1, "cp_size": 1, "sp_size": 1, dimension: 2}

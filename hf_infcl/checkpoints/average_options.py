@@ -61,10 +61,10 @@ def check_options(args: InfCLTrainingArguments, evaluation: EvaluationOptions) -
     """Raises a ValueError for options that have no meaning for an average."""
     if evaluation.eval_pictures:
         raise ValueError("--eval_pictures draws those of one model. Omit it, and draw them with `infcl evaluate`.")
-    if args.fsdp or args.deepspeed:
+    if args.fsdp:
         raise ValueError(
-            "The weights of an average are changed as a whole, which neither FSDP nor DeepSpeed allows. Omit their "
-            "options, or start the command with scripts/configs/ddp.yaml."
+            "The weights of an average are changed as a whole, which FSDP does not allow. Omit its options, "
+            "or start the command with scripts/configs/ddp.yaml."
         )
 
 

@@ -253,8 +253,8 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     return None
 
 
-# The files of an optimizer, as Trainer, FSDP (in shards) and DeepSpeed name them.
-_OPTIMIZER_FILES = ("optimizer*", "global_step*")
+# The files of an optimizer, as Trainer and FSDP (in shards) name them.
+_OPTIMIZER_FILES = "optimizer*"
 
 
 def _not_resumable(checkpoint: str) -> str:
@@ -263,7 +263,7 @@ def _not_resumable(checkpoint: str) -> str:
         return f"There is no checkpoint {checkpoint}."
     if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
         if Path(checkpoint, TRAINER_STATE_NAME).is_file():
-            if any(any(Path(checkpoint).glob(pattern)) for pattern in _OPTIMIZER_FILES):
+            if any(Path(checkpoint).glob(_OPTIMIZER_FILES)):
                 return ""  # another trainer's
             inside = ", ".join(folder.name for folder in _folders(checkpoint)) or "none here"
             return (

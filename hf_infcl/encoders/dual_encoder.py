@@ -218,15 +218,12 @@ class DualEncoder:
         return self._kind.looks_random(value, vars(self.base.config))
 
     @torch.no_grad()
-    def clamp_temperature(self, parameter: Tensor, maximum: float) -> None:
-        """Clamps the temperature's parameter, or a copy of it, so that the multiplier lies within [1, maximum].
+    def clamp_temperature(self, maximum: float) -> None:
+        """Clamps the temperature's parameter so that the multiplier lies within [1, maximum].
 
         This is CLIP's rule (arXiv 2103.00020, section 2.5).
         """
-        if self._divides:
-            parameter.clamp_(1 / maximum, 1)
-        else:
-            parameter.clamp_(0, math.log(maximum))
+        self.temperature_parameters[0].clamp_(*((1 / maximum, 1) if self._divides else (0, math.log(maximum))))
 
     @torch.no_grad()
     def initialise_sigmoid(self) -> bool:

@@ -1,4 +1,4 @@
-"""Adapts a dual encoder to DDP, FSDP2 and DeepSpeed before they wrap it, and its saved state afterwards."""
+"""Adapts a dual encoder to DDP and FSDP2 before they wrap it, and its saved state afterwards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FSDP_SINCE = "1.14"  # with older releases of accelerate plain tensors meet shar
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether no process holds all that belongs to the training: under FSDP and DeepSpeed."""
-    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    """Whether no process holds all that belongs to the training: under FSDP."""
+    return accelerator.distributed_type == DistributedType.FSDP
 
 
 def check_wrapper(accelerator: Accelerator) -> None:
@@ -35,24 +35,17 @@ def check_wrapper(accelerator: Accelerator) -> None:
             "copies. Leave all three at 1; FSDP shards the parameters, and gradient_accumulation_steps bounds the "
             "activations."
         )
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+    if is_sharded(accelerator) and not accelerator.is_fsdp2:
         raise ValueError(
             "InfCLTrainer's gradients have been verified under FSDP version 2, not 1. Version 2 is the default of "
             "--fsdp from transformers 5.10 on. Before that, use accelerate launch --config_file "
             "scripts/configs/fsdp2.yaml instead of --fsdp."
         )
-    if accelerator.distributed_type == DistributedType.FSDP and compare_versions("accelerate", "<", FSDP_SINCE):
+    if is_sharded(accelerator) and compare_versions("accelerate", "<", FSDP_SINCE):
         raise ValueError(
             f"InfCLTrainer needs accelerate {FSDP_SINCE} or newer under FSDP, but {accelerate.__version__} is "
             "installed. Upgrade it, or train with DDP."
         )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        stage = accelerator.state.deepspeed_plugin.zero_stage
-        if stage not in (1, 2):
-            raise ValueError(
-                f"InfCLTrainer's gradients have been verified under DeepSpeed's ZeRO stages 1 and 2, not {stage}. "
-                "Use one of them, --fsdp to shard the parameters, or no DeepSpeed config to shard nothing."
-            )
 
 
 def check_in_bf16(accelerator: Accelerator, checkpointing: Sequence[str]) -> None:
@@ -67,8 +60,8 @@ def check_in_bf16(accelerator: Accelerator, checkpointing: Sequence[str]) -> Non
         )
     if is_sharded(accelerator):
         raise ValueError(
-            "bf16_activations rounds whole weights in each forward, but FSDP and DeepSpeed divide or cast them in "
-            "their own way. Use DDP, or leave it out."
+            "bf16_activations rounds whole weights in each forward, but FSDP divides and casts them in its own way. "
+            "Use DDP, or leave it out."
         )
     if checkpointing:
         raise ValueError(
@@ -78,42 +71,39 @@ def check_in_bf16(accelerator: Accelerator, checkpointing: Sequence[str]) -> Non
         )
 
 
-def prepare_for_wrapper(encoder: DualEncoder, kind: DistributedType) -> None:
-    """Changes parameters and modules that the wrapper does not support.
+def prepare_for_fsdp(encoder: DualEncoder) -> None:
+    """Changes parameters and modules that FSDP2 does not support.
 
-    FSDP2 and DeepSpeed do not support scalar parameters, so the temperature becomes a vector of one element;
+    It has no scalar parameters, so the temperature becomes a vector of one element;
     `stock_shapes` undoes this in saved states. accelerate shards the modules in ``_no_split_modules`` and also the
     module that ``get_input_embeddings`` returns, so modules of embeddings are removed from that list; they would be
     sharded twice. CLIP does not implement ``get_input_embeddings`` and gets one that returns None.
 
     Raises:
-        ValueError: under FSDP2 only the temperature trains, or the model is not of transformers.
+        ValueError: only the temperature trains, or the model is not of transformers.
     """
-    if kind == DistributedType.FSDP:
-        if not isinstance(encoder.base, PreTrainedModel):
-            raise ValueError(
-                f"{type(encoder.base).__name__} is not a model of transformers, whose lists of layers FSDP shards by. "
-                "Train it with DDP."
-            )
-        temperature = set(encoder.temperature_parameters)
-        if not any(p.requires_grad for p in encoder.model.parameters() if p not in temperature):
-            raise ValueError(
-                "No embedding depends on a trained parameter, but FSDP exchanges gradients only after a backward "
-                "through the model. Train a tower or a projection, or train only logit_scale without FSDP."
-            )
-        base: Any = encoder.base
-        names = getattr(base, "_no_split_modules", None) or ()
-        base._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
-        try:
-            base.get_input_embeddings()
-        except NotImplementedError:
-            base.get_input_embeddings = lambda: None
-    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        encoder.make_temperature_a_vector()
+    if not isinstance(encoder.base, PreTrainedModel):
+        raise ValueError(
+            f"{type(encoder.base).__name__} is not a model of transformers, whose lists of layers FSDP shards by. "
+            "Train it with DDP."
+        )
+    temperature = set(encoder.temperature_parameters)
+    if not any(p.requires_grad for p in encoder.model.parameters() if p not in temperature):
+        raise ValueError(
+            "No embedding depends on a trained parameter, but FSDP exchanges gradients only after a backward through "
+            "the model. Train a tower or a projection, or train only logit_scale without FSDP."
+        )
+    base: Any = encoder.base
+    base._no_split_modules = [name for name in base._no_split_modules or () if not name.endswith("Embeddings")]
+    try:
+        base.get_input_embeddings()
+    except NotImplementedError:
+        base.get_input_embeddings = lambda: None
+    encoder.make_temperature_a_vector()
 
 
 def stock_shapes(encoder: DualEncoder, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state with the shapes that ``from_pretrained`` of transformers expects, after `prepare_for_wrapper`."""
+    """The state with the shapes that ``from_pretrained`` of transformers expects, after `prepare_for_fsdp`."""
     shape = encoder.stock_temperature_shape
     return {
         key: value.reshape(shape) if key.rpartition(".")[2] == encoder.temperature_name else value
@@ -149,5 +139,4 @@ def failures_announced_unless_sharded(
     accelerator: Accelerator, *, repeats: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    return contextlib.nullcontext() if sharded else failures_announced(repeats=repeats)
+    return contextlib.nullcontext() if is_sharded(accelerator) else failures_announced(repeats=repeats)

@@ -152,7 +152,7 @@ def check_cacheable(
     elif not isinstance(collator, ContrastiveCollator):
         reason = f"the data collator is a {type(collator).__name__}. Pass processing_class, or a ContrastiveCollator"
     elif sharded:
-        reason = "FSDP or DeepSpeed is on. Use plain processes, which hold the whole tower"
+        reason = "FSDP is on. Use plain processes, which hold the whole tower"
     elif keeps and pairs.changes_captions:
         reason = "text_dropout leaves other words out of captions in each epoch. Leave one of keep_features and it out"
     elif keeps and pairs.negative_caption_column:

@@ -201,7 +201,7 @@ def without_epochs(dataset: Any) -> Any:
 def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """A batch on the device whose uint8 images are normalised there by the collator.
 
-    ``prepare`` is Trainer's preparation of a tensor, which under DeepSpeed casts to the dtype of the model.
+    ``prepare`` is Trainer's preparation of a tensor.
     """
     pixel_values = inputs.get("pixel_values")
     if pixel_values is None or pixel_values.dtype != torch.uint8:

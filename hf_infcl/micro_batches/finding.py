@@ -147,8 +147,8 @@ def _decide_untried(args: InfCLTrainingArguments) -> None:
     """Sets what was not given where nothing can be tried, because no process holds the whole model."""
     if args.divides_by_itself:
         raise ValueError(
-            f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP and "
-            "DeepSpeed, where none is tried before the model is sharded. Give it; the accumulation follows."
+            f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP, "
+            "where none is tried before the model is sharded. Give it; the accumulation follows."
         )
     if args.texts_at_once == "auto":
         args.texts_at_once = "1"

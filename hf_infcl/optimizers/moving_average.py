@@ -27,8 +27,6 @@ class MovingAverage:
     Update n, counted from 0, is average ← d · average + (1 − d) · weights with d = min(decay, (1 + n) / (10 + n)), so
     that the first weights are soon forgotten. The average begins with the weights after the first step.
 
-    Under DeepSpeed's ZeRO, the weights are this process's part of the fp32 ones, of which the model's are copies.
-
     Args:
         optimizer: of the weights, before its first step.
         decay: in [0, 1).
@@ -65,8 +63,7 @@ class MovingAverage:
         self._before_switch, self._after_switch = before_switch, after_switch
         self._stepped = False
         self.begins = True  # the average of weights without one, with their next step
-        for name, value in {UPDATES: 0, EVALUATES: False}.items():
-            self._first.setdefault(name, value)  # under ZeRO a checkpoint may have been loaded already
+        self._first.update({UPDATES: 0, EVALUATES: False})
         self._hook = optimizer.register_step_post_hook(self._note_step)
         # Instance attributes: the class of the optimizer stays what it is.
         methods = {"eval": self.evaluate, "train": self.train, "update_average": self.update}
@@ -179,7 +176,7 @@ def update_average(optimizer: object) -> None:
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that accelerate, and DeepSpeed within it, have wrapped."""
+    """The optimizer that accelerate has wrapped."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

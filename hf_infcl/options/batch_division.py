@@ -34,11 +34,6 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
             )
         args.per_device_train_batch_size = micro_batch or _untried(args)
         return
-    if args.deepspeed is not None and None in (micro_batch, accumulation):
-        raise ValueError(
-            f"global_batch_size={size:,} does not divide itself under DeepSpeed, whose config takes the sizes before "
-            f"the processes are known. Give {' and '.join(DIVISION)}."
-        )
     factors = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
     least = math.prod([args.world_size, *(n for _, n in factors)])
     words = " × ".join([f"{name}={n}" for name, n in factors] + [_processes(args.world_size)])

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
 
 from .declaring import ExclusiveOptionsError, spelled
 
@@ -14,11 +14,6 @@ SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate 
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's
-
-NO_DEEPSPEED = (
-    "optimizer='muon' orthogonalises whole matrices, but DeepSpeed's ZeRO gives an optimizer flat parts of all "
-    "parameters together. Use DDP, or --fsdp to shard the parameters, or leave optimizer out."
-)
 
 # (an option, its values if not any, another one that would decide in its place, or that belongs to its former value).
 DECIDED_BY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -194,8 +189,6 @@ def _check_optimizer(args: Any) -> None:
             f"not with optim={name!r}. Leave optim or optimizer out.",
             ("optimizer", "optim"),
         )
-    if args.deepspeed is not None:
-        raise ExclusiveOptionsError(NO_DEEPSPEED, ("optimizer", "deepspeed"))
 
 
 def check_texts_at_once(args: Any) -> None:
@@ -265,7 +258,6 @@ def _check_cached(data: Any, args: Any) -> None:
         (data.augmentation != "none", "augmentation"),
         (data.on_bad_sample == "skip", "on_bad_sample"),
         (args.fsdp, "fsdp"),
-        (args.deepspeed, "deepspeed"),
         (args.torch_compile and freezes, "torch_compile", "torch_compile_mode", "torch_compile_backend"),
         (data.text_dropout and keeps, "text_dropout"),
         (data.negative_caption_column and keeps, "negative_caption_column"),
@@ -280,6 +272,12 @@ def _check_cached(data: Any, args: Any) -> None:
 
 def check_support(args: Any) -> None:
     """Raises a ValueError for options of TrainingArguments that InfCLTrainer does not support."""
+    # The variable is set by `accelerate launch` with a config of DeepSpeed.
+    if args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            "InfCLTrainer does not train under DeepSpeed. To shard the parameters, use FSDP2 (--fsdp, or accelerate "
+            "launch --config_file scripts/configs/fsdp2.yaml) instead of its config."
+        )
     for name, default, reason in (
         ("dataloader_drop_last", False, "it would drop rows of evaluations; training has full batches anyway"),
         ("batch_eval_metrics", False, "metrics are those of the whole set, not of batches"),

@@ -126,7 +126,7 @@ def _check_wrapper(model: nn.Module) -> None:
     if isinstance(module, FSDPModule) or (wraps_another and not isinstance(module, DistributedDataParallel)):
         raise ValueError(
             "cached_backward needs an unwrapped model or one in DistributedDataParallel, got a "
-            f"{type(module).__name__}. FSDP2 and DeepSpeed need InfCLTrainer."
+            f"{type(module).__name__}. FSDP2 needs InfCLTrainer."
         )
 
 

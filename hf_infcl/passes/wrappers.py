@@ -1,12 +1,12 @@
-"""What DDP, FSDP2 and DeepSpeed need so that a window of several micro-batches has one loss and one exact gradient."""
+"""What DDP and FSDP2 need so that a window of several micro-batches has one loss and one exact gradient."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +25,6 @@ class Wrapper:
     """A model, as the training loop calls it, without a wrapper. Subclasses for wrappers override what they need."""
 
     synchronises = False  # whether the last backward of a window exchanges gradients
-    backward_options: ClassVar[Mapping[str, Any]] = {}  # keyword arguments for `Accelerator.backward`
 
     def __init__(self, model: nn.Module) -> None:
         self.model = without_compiler(model)
@@ -54,10 +53,6 @@ class Wrapper:
         Raises:
             ValueError: trained parameters got no gradient although the wrapper waits for one.
         """
-
-    def change(self, parameter: nn.Parameter, change: Callable[[Tensor], None]) -> None:
-        """Changes a parameter in place after an optimizer step, and the optimizer's own copy of it if there is one."""
-        change(parameter)
 
 
 class DDP(Wrapper):
@@ -106,22 +101,6 @@ class FSDP2(Wrapper):
             self.model.set_requires_gradient_sync(True)
 
 
-class DeepSpeed(Wrapper):
-    """A model in DeepSpeed's engine, ZeRO stage 1 or 2."""
-
-    synchronises = True
-    backward_options: ClassVar[Mapping[str, Any]] = {"scale_wrt_gas": False}  # or it divides by the accumulation steps
-
-    def change(self, parameter: nn.Parameter, change: Callable[[Tensor], None]) -> None:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
-        change(parameter)
-        # The optimizer overwrites the parameter with its own copy in fp32.
-        if (copy := safe_get_full_fp32_param(parameter)) is not None:
-            change(copy)
-            safe_set_full_fp32_param(parameter, copy)
-
-
 def make_wrapper(model: nn.Module) -> Wrapper:
     """The `Wrapper` for ``model`` as the training loop calls it."""
     module = without_compiler(model)
@@ -129,6 +108,4 @@ def make_wrapper(model: nn.Module) -> Wrapper:
         return FSDP2(model)
     if isinstance(module, DistributedDataParallel):
         return DDP(model)
-    if type(module).__name__ == "DeepSpeedEngine":  # deepspeed is optional and slow to import
-        return DeepSpeed(model)
     return Wrapper(model)

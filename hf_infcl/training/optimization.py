@@ -44,7 +44,7 @@ class Optimization:
 
     def __init__(self, args: InfCLTrainingArguments, checkpoint: Callable[[], object]) -> None:
         self._args, self._checkpoint = args, checkpoint  # returns the one that is resumed from, if any
-        # Whether Trainer created them from the arguments. Otherwise they were passed, or come from DeepSpeed's config.
+        # Whether Trainer created them from the arguments. Otherwise they were passed.
         self.creates_optimizer = self.creates_scheduler = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optimizers`
         self.options = OptimizerOptions(None)  # of both, for the record of a checkpoint
@@ -91,8 +91,7 @@ class Optimization:
             self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
             if setup.start is not None and args.keep_weights:
                 setup.start.pull(optimizer, lambda: model, set(decaying(model)), args.keep_weights)
-        if accelerator.distributed_type != DistributedType.DEEPSPEED:  # which gives it other parameters, or replaces it
-            average_weights(optimizer, args, model)
+        average_weights(optimizer, args, model)
         return optimizer
 
     def scheduler(

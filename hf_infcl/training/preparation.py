@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
@@ -18,10 +17,9 @@ from ..encoders.fused_layers import can_fuse, fuse_layers
 from ..encoders.image_size import check_sizes, resize_images
 from ..encoders.in_bf16 import compute_in_bf16
 from ..encoders.patch_dropout import check_patches
-from ..encoders.sharding import check_in_bf16, check_wrapper, prepare_for_wrapper
+from ..encoders.sharding import check_in_bf16, check_wrapper, is_sharded, prepare_for_fsdp
 from ..options.arguments import InfCLTrainingArguments
-from ..options.combinations import CHECKPOINTING, NO_DEEPSPEED
-from ..options.rate_options import RATES
+from ..options.combinations import CHECKPOINTING
 from ..windows.start import Start
 
 logger = logging.get_logger(__name__)
@@ -56,7 +54,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     if args.patch_dropout:
         check_patches(dual_encoder)
     _check_dimensions(dual_encoder, args)
-    prepare_for_wrapper(dual_encoder, accelerator.distributed_type)
+    if is_sharded(accelerator):
+        prepare_for_fsdp(dual_encoder)
     _check_adapters(model, accelerator)
     scale, *bias = dual_encoder.temperature_parameters
     if args.objective == "sigmoid" and not bias:
@@ -75,10 +74,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"model.{dual_encoder.temperature_name}.requires_grad_(True)). The adapter's file then holds it, too."
         )
     half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
-    wrapper = accelerator.distributed_type
-    in_fp32 = wrapper == DistributedType.DEEPSPEED or (
-        wrapper == DistributedType.FSDP and accelerator.mixed_precision != "no"
-    )
+    in_fp32 = is_sharded(accelerator) and accelerator.mixed_precision != "no"
     if half and not in_fp32:  # for the optimizer
         logger.warning(
             f"The trained parameters are in {half.pop()}, whose rounding loses small updates. Load the model with "
@@ -100,7 +96,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     fuse_layers(model, wanted=can_fuse(args.device, args.backend) and not args.torch_compile)
     keeps = bool(args.keep_features or args.keep_weights)
     # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
-    adapted = has_adapters(model) and wrapper not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    adapted = has_adapters(model) and not is_sharded(accelerator)
     start = Start(model, accelerator, embeds=bool(args.keep_features), keeps=keeps) if keeps or adapted else None
     compute_in_bf16(model, wanted=args.bf16_activations)
     return start
@@ -136,22 +132,14 @@ def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:
 
 def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
     """Raises a ValueError for options that do not work with the wrapper of the model."""
-    fsdp = accelerator.distributed_type == DistributedType.FSDP
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    fsdp = is_sharded(accelerator)
     if args.bf16_activations:
         check_in_bf16(accelerator, [name for name in CHECKPOINTING if getattr(args, name, False)])
-    if args.skip_nonfinite and deepspeed:
+    if args.on_divergence == "roll_back" and fsdp:
         raise ValueError(
-            "skip_nonfinite does not work with DeepSpeed, which updates the weights during the last backward of a "
-            "step. Leave it at 0, or train without DeepSpeed."
+            "on_divergence='roll_back' needs the whole model on each process and does not work with FSDP. "
+            "Use 'stop', and resume from the last checkpoint."
         )
-    if args.on_divergence == "roll_back" and (fsdp or deepspeed):
-        raise ValueError(
-            "on_divergence='roll_back' needs the whole model on each process and does not work with FSDP or "
-            "DeepSpeed. Use 'stop', and resume from the last checkpoint."
-        )
-    if args.optimizer == "muon" and deepspeed:
-        raise ValueError(NO_DEEPSPEED)
     if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
             "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
@@ -159,18 +147,6 @@ def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Acceler
         )
     if args.ema_device is not None and fsdp:
         raise ValueError(
-            "ema_device='cpu' keeps whole averages, or the parts of DeepSpeed's ZeRO, in host memory. FSDP has divided "
-            "the average of each process already: leave it out."
-        )
-    if (args.keep_features or args.keep_weights) and deepspeed:
-        raise ValueError(
-            "keep_features and keep_weights compare the model with its start, but DeepSpeed casts the model and "
-            "gives its optimizer flat parts of the parameters. Use DDP, or --fsdp to shard the parameters."
-        )
-    asked = [name for name in (*RATES, "no_decay_parameters") if getattr(args, name) is not None]
-    if asked and deepspeed and "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
-        raise ValueError(
-            f"DeepSpeed's config names an optimizer, which DeepSpeed creates without {' and '.join(asked)}. "
-            'Remove "optimizer" from that config, so that the trainer creates the optimizer of optim and DeepSpeed '
-            "shards it, or remove these options."
+            "ema_device='cpu' keeps whole averages in host memory. FSDP has divided the average of each process "
+            "already: leave it out."
         )

@@ -50,11 +50,6 @@ def make_teachers(setup: Setup, teacher: object, *, remakes_model: bool) -> tupl
                 "contrastive_weight=0 leaves nothing to learn without a teacher. Name one, or leave it out."
             )
         return ()
-    if setup.accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ValueError(
-            "Teachers teach in fp32, but DeepSpeed casts the inputs of a model and its features. Use DDP, or --fsdp to "
-            "shard the parameters."
-        )
     sides = args.taught_sides
     stored, partial = stored_teachers(folders, [setup.data], args)
     teachers: list[Teacher] = [*stored]

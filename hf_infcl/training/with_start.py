@@ -28,7 +28,7 @@ class AverageWithStart:
     """Finds the average of the weights before and after a training, once it has ended.
 
     The main process keeps a copy of the start in host memory, and no process a second model on its device. A model may
-    be on one process, under DDP or DeepSpeed, or sharded by FSDP2.
+    be on one process, under DDP, or sharded by FSDP2.
 
     Args:
         trainer: before its training, with the model as it was loaded.

@@ -43,7 +43,6 @@ class NumberChecks:
         self.skipped = skipped
         self._encoder, self._accelerator = encoder, accelerator
         self._roll_back, self._rows_of_dataset = roll_back, rows_of_dataset
-        self._deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         self._fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._loss = math.nan
         self._scale = math.inf  # of the scaler of fp16
@@ -97,15 +96,6 @@ class NumberChecks:
         Raises:
             ValueError: as `check_loss`.
         """
-        if self._deepspeed:
-            overflow = self._accelerator.optimizer_step_was_skipped
-            norm = model.get_global_grad_norm() if last and not overflow else None
-            if norm is not None and not math.isfinite(norm):
-                raise ValueError(
-                    f"The gradient of the global batch after step {step} is not finite, and DeepSpeed has changed the "
-                    "weights with it. Resume from the last checkpoint."
-                )
-            return
         if self._accelerator.scaler is not None:  # the gradient of the scaled loss may overflow, which skips the step
             return
         if self._fsdp and not last:
@@ -140,7 +130,7 @@ class NumberChecks:
         """Keeps accelerate's optimizer and Trainer's schedule where they are if the window is skipped."""
         if self._accelerator.scaler is not None:
             self._scale = self._accelerator.scaler.get_scale()
-        elif not self._deepspeed:
+        else:
             # accelerate's optimizer takes no step between two synchronisations of the gradient.
             self._accelerator.gradient_state._set_sync_gradients(not self.skipped.skipping)
             optimizer._is_overflow = self.skipped.skipping  # Trainer then leaves the schedule as it is

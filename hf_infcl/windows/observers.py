@@ -16,8 +16,8 @@ from .window import Window, positive_cosines
 class TowerNorms(StepObserver):
     """The norms of the gradients of the image tower and of the text tower, with their projections.
 
-    It reads every gradient once and does not wait for the device; `logs` fetches the values. DeepSpeed does not expose
-    the gradients, so there is nothing to measure. FSDP2 has to have replaced the parameters before.
+    It reads every gradient once and does not wait for the device; `logs` fetches the values. FSDP2 has to have
+    replaced the parameters before.
     """
 
     name = "tower_norms"

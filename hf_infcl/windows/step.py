@@ -109,7 +109,7 @@ class WindowStep:
             self._wrapper.broadcast_buffers(bool(setup.encoder.batch_norms()))
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
-        self._temperature = Temperature(setup, self._wrapper, warns=course is not None and course.steps > 0)
+        self._temperature = Temperature(setup, warns=course is not None and course.steps > 0)
 
     # ---- The step ----
 
@@ -227,14 +227,13 @@ class WindowStep:
             torch._dynamo.mark_static(inputs["pixel_values"])
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
-        embeds = self._setup.encoder.embed(model, inputs, frozen_outputs)
+        embeds: Features = self._setup.encoder.embed(model, inputs, frozen_outputs)
         if micro_batch.references is None:
             terms = of_kind(self.extensions, LossTerm)
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in terms]
             for name in [name for name in micro_batch.inputs if name.startswith(OF_TEACHERS)]:
                 del micro_batch.inputs[name]  # images of another size may take much memory
-        # DeepSpeed's fp16 has no autocast that returns fp32.
-        return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
+        return embeds
 
     @contextmanager
     def _gradient_sync(self, *, last: bool) -> Iterator[None]:
@@ -331,7 +330,7 @@ class WindowStep:
         with record_function("infcl: second pass"):
             surrogate = passes.surrogate(index)
             if surrogate is not None:
-                accelerator.backward(surrogate, **self._wrapper.backward_options)
+                accelerator.backward(surrogate)
         self.checks.check_gradient(model, passes, window, step, last=last)
 
     def _end(self, window: Window) -> None:

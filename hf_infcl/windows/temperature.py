@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
 from ..loss import OBJECTIVES
-from ..passes.wrappers import Wrapper
 from .setup import Setup
 
 logger = logging.get_logger(__name__)
@@ -21,9 +19,8 @@ class Temperature:
     It ``warns`` if the default of ``max_logit_scale`` lowers the scale of the model in the first step.
     """
 
-    def __init__(self, setup: Setup, wrapper: Wrapper, *, warns: bool) -> None:
+    def __init__(self, setup: Setup, *, warns: bool) -> None:
         self._encoder: DualEncoder = setup.encoder
-        self._wrapper = wrapper
         self._largest = setup.args.max_logit_scale
         if self._largest is None:
             self._largest = OBJECTIVES[setup.objective].largest_scale
@@ -43,7 +40,7 @@ class Temperature:
         """Clamps the scale after an optimizer step."""
         scale = self._encoder.temperature_parameters[0]
         if self._largest is not None and scale.requires_grad:
-            self._wrapper.change(scale, partial(self._encoder.clamp_temperature, maximum=self._largest))
+            self._encoder.clamp_temperature(self._largest)
 
     def logs(self) -> dict[str, float]:
         """``logit_scale``, the multiplier, and ``logit_bias``, if there is one."""

@@ -305,8 +305,7 @@ def check(
         for rank, (logs, gradients, _) in enumerate(results):
             where = f"{cell} rank {rank} of {world_size}"
             assert logs["loss"] == pytest.approx(loss, rel=tolerance), where
-            if "deepspeed" not in overrides:  # DeepSpeed does not expose the gradients
-                check_tower_norms(logs, expected, tolerance, floor * whole, where)
+            check_tower_norms(logs, expected, tolerance, floor * whole, where)
             assert gradients.keys() == expected.keys(), where
             for name, gradient in expected.items():
                 error = (gradients[name].reshape(gradient.shape) - gradient).norm()  # a scalar may now be a vector

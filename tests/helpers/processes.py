@@ -164,9 +164,9 @@ def without_tf32() -> None:
 
 
 class FreshRanks:
-    """`Ranks` with new processes for each job, because FSDP2 and DeepSpeed keep state of earlier groups.
+    """`Ranks` with new processes for each job, because FSDP2 keeps state of earlier groups.
 
-    With "gloo" a job can use both on CPUs, which accelerate allows only on accelerators.
+    With "gloo" a job can use it on CPUs, which accelerate allows only on accelerators.
     """
 
     def run(
@@ -219,16 +219,12 @@ def _as_on_accelerators(rank: int, world_size: int, function: Callable[..., Any]
 
 
 def as_on_accelerators() -> None:
-    """Lets this process train with FSDP2 and DeepSpeed on a CPU."""
+    """Lets this process train with FSDP2 on a CPU."""
     from accelerate import DistributedType, PartialState
 
     os.environ["ACCELERATE_USE_CPU"] = "false"
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
-    with contextlib.suppress(ImportError):
-        import deepspeed.ops
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would have to compile them
 
 
 TWO_PROCESSES = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")

@@ -13,8 +13,6 @@ from unittest import mock
 PRELOADED = [
     "helpers.interpreted",  # the first, for Triton reads what it sets
     *("helpers.demo", "helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.distributed.run"),
-    "deepspeed",  # accelerate imports it in every training if it is installed
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     *("setuptools", "torch._dynamo.backends.common"),  # of compiled models
     *("hypothesis.strategies", "scipy.stats"),  # of the tests themselves
     "helpers.frozen",  # the last, for it acts on what has been imported

@@ -20,7 +20,6 @@ from .commands import COMMANDS, PARSERS
 PACKAGES = tuple(
     """
     torch transformers accelerate datasets evaluate huggingface_hub tokenizers numpy pillow torchvision triton peft
-    deepspeed
     """.split()
 )
 

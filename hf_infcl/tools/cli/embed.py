@@ -37,8 +37,8 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         namespace.format = namespace.format if "format" in user_options else "npy"
     options, _, _, data, columns, _, _, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        if args.fsdp or args.deepspeed:
-            raise ValueError("Every process embeds with the whole model. Omit the options of FSDP and DeepSpeed.")
+        if args.fsdp:
+            raise ValueError("Every process embeds with the whole model. Omit the options of FSDP.")
         if namespace.data is None:
             sources = make_sources(*_sets_to_embed(options, data, columns, args), options.views)
         else:

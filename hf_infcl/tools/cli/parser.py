@@ -47,8 +47,7 @@ ELSEWHERE = {
 MOST_CHOICES = 11  # of an option that the short help lists
 
 # Options of the machine that computes, with values that any machine has.
-OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "deepspeed": None}
-OF_COMPUTING |= {"ddp_backend": None}
+OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "ddp_backend": None}
 
 # What was an option, by the end of its name, and now stands behind the name of each set.
 _OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")
@@ -325,8 +324,6 @@ class Parser(HfArgumentParser):
         for options in built[:-1]:
             check_values(options)
         built[-1].torch_compile = built[-1].torch_compile or namespace.torch_compile  # for predictions of time
-        if computes and built[-1].device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns of a missing GPU once accelerate imports it
         if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
             check_training(data, evaluation, keep, args, of_optimizer=computes and "optim" in self._typed)

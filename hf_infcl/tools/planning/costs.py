@@ -297,4 +297,4 @@ EFFECTS = {
     **dict.fromkeys(_NO_EFFECT, Effect()),
 }
 # Options that the prediction ignores.
-LEFT_OUT = ("lora_rank", "cache_features", "ema_device", "fsdp", "deepspeed", "fp16")
+LEFT_OUT = ("lora_rank", "cache_features", "ema_device", "fsdp", "fp16")

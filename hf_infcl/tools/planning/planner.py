@@ -108,7 +108,7 @@ class Planner:
     def __init__(self, options: argparse.Namespace, user_options: Collection[str], config: PretrainedConfig) -> None:
         self.options, self._config, self.gpu = options, config, GPUS[options.gpu]
         self.memory_gib: float = options.gpu_memory or self.gpu.memory_gib
-        sharded = bool(options.fsdp or options.deepspeed)
+        sharded = bool(options.fsdp)
         self.is_divided = sharded or any(name in user_options for name in DIVISION)
         self._divide(*(getattr(options, name) if name in user_options else None for name in DIVISION))
         start = self._start.options
@@ -175,7 +175,7 @@ class Planner:
                 raise ValueError(f"Give --global_batch, or both --{' and --'.join(DIVISION)}, whose product it is.")
             size = options.gpus * micro_batch * accumulation
         args = argparse.Namespace(**vars(options))  # as far as the division of a training reads them
-        args.world_size, args.deepspeed, args.global_batch_size = options.gpus, None, size
+        args.world_size, args.global_batch_size = options.gpus, size
         args.device = torch.device("cpu" if options.use_cpu else "cuda")
         self._growth = BatchSchedule.of_arguments(args)
         args.global_batch_size = self._growth.sizes[-1]
@@ -217,7 +217,7 @@ class Planner:
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
     """Compares the predicted memory of a training with the memory of its GPU, before the training begins.
 
-    Trainings that shard the weights (FSDP, DeepSpeed), read the image features from a cache, or find out by themselves
+    Trainings that shard the weights (FSDP), read the image features from a cache, or find out by themselves
     what fits (``global_batch_size``) are not predicted.
 
     Returns:
@@ -226,7 +226,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     Raises:
         ValueError: it would take twice the memory of the GPU, which no shorter captions than were counted make up for.
     """
-    if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
+    if args.fsdp or args.cache_features or args.divides_by_itself:
         return None
     choice = make_choice(args)
     try:

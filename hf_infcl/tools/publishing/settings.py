@@ -1,6 +1,6 @@
 """The rows of a card on optimizer, learning rate, seed and precision, read from the trainer and what it trains with.
 
-The arguments alone do not decide: an optimizer may have been passed to the trainer or come from DeepSpeed's config, and
+The arguments alone do not decide: an optimizer may have been passed to the trainer, and
 `accelerate launch` may have chosen the precision.
 """
 

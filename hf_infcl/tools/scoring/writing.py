@@ -60,7 +60,7 @@ def write_ledger(
 def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream) -> Ledger | None:
     """Writes a ledger with the averages of a training that had ``leave_out``; None if it had not; collective.
 
-    A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
+    A stream is not read once more, and neither is a table by a model that FSDP2 shards: the ledger then
     has keys, scores and probabilities only, and of a stream the names that `sample_names` finds.
 
     If it cannot be written, this warns and returns None, because the results of the training are still to be saved.
@@ -75,7 +75,7 @@ def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | 
     keys, scores = averages = selections[0].averages.slow()
     left_out = selections[0].left_out().numpy()
     try:
-        if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled):
             return write_ledger(trainer, dataset, averages=averages, left_out=left_out)
         find_names: Any = sample_names if isinstance(dataset, ImageTextStream) else file_names
         names = find_names(dataset, keys.numpy())
