@@ -15,6 +15,7 @@ _MODULES = {
     "contrastive_loss": "loss",
     "ContrastiveLoss": "loss",
     "cached_backward": "passes.own_loop",
+    "ExactContrastiveLoss": "passes.embedders",
     "InfCLTrainer": "training.trainer",
     "InfCLTrainingArguments": "options.arguments",
     "TwoTowers": "encoders.two_towers",
@@ -28,6 +29,7 @@ _MODULES = {
 __all__ = [
     "ContrastiveCollator",
     "ContrastiveLoss",
+    "ExactContrastiveLoss",
     "ImageTextDataset",
     "ImageTextStream",
     "InfCLTrainer",
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from .encoders.two_towers import TwoTowers
     from .loss import ContrastiveLoss, contrastive_loss
     from .options.arguments import InfCLTrainingArguments
+    from .passes.embedders import ExactContrastiveLoss
     from .passes.own_loop import cached_backward
     from .training.trainer import InfCLTrainer
 

@@ -20,7 +20,7 @@ import hf_infcl
 # Imported only where the user has asked for the package by name: --report_to, and a model or format of OpenCLIP, whose
 # package tests/open_clip.txt pins apart from the environment (ftfy is a part of its tokenizers).
 BY_NAME = ("ftfy", "mlflow", "open_clip", "trackio", "wandb")
-EXTRAS = ("matplotlib", "peft", "simplejpeg", "sklearn", "triton")
+EXTRAS = ("matplotlib", "peft", "sentence_transformers", "simplejpeg", "sklearn", "triton")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_metadata_say_what_an_index_shows(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"]
     assert metadata.get_payload().startswith("# hf_infcl")
-    assert {"demo", "fast", "peft", "test"} == set(metadata.get_all("Provides-Extra"))
+    assert {"demo", "embedders", "fast", "peft", "test"} == set(metadata.get_all("Provides-Extra"))
     assert len(metadata.get_all("Project-URL")) >= 2
     assert "Programming Language :: Python :: 3.10" in metadata.get_all("Classifier")
     needed = {re.match("[a-z_]+", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}

@@ -51,6 +51,8 @@ class CachedWindow(Generic[MicroBatchT]):
         retain: the number of graphs to keep, limited to at least one and at most one per micro-batch.
         keep_grad_mode: run the whole first pass with autograd and drop the graphs. Compiled models need this, because
             the dropout masks of their inference graph differ from those of their training graph.
+        alike: whether the same features require a gradient in all micro-batches, as if each runs through the same parts
+            of a model. Otherwise, those of a micro-batch that is encoded again are assumed to require one.
         buffers: tensors that a forward changes in place, such as the running statistics of batch norms. The window
             changes them exactly like one forward of each micro-batch in order.
 
@@ -72,10 +74,11 @@ class CachedWindow(Generic[MicroBatchT]):
         device: torch.device | None = None,
         retain: int = 1,
         keep_grad_mode: bool = False,
+        alike: bool = False,
         buffers: Iterable[Tensor] = (),
     ) -> None:
         count = len(micro_batches)
-        self._encode, self._device, self._keep_grad_mode = encode, device, keep_grad_mode
+        self._encode, self._device, self._keep_grad_mode, self._alike = encode, device, keep_grad_mode, alike
         self._buffers = list(buffers)
         self._micro_batches: list[MicroBatchT | None] = list(micro_batches)
         self.kept = max(1, min(retain, count))
@@ -98,14 +101,15 @@ class CachedWindow(Generic[MicroBatchT]):
         """The first pass. Returns the features of the whole window, each [all rows, ...], detached."""
         count = len(self._micro_batches)
         cached: list[Features] = [()] * count
-        unchanged = [buffer.clone() for buffer in self._buffers] if self._recomputed else []
+        unchanged = [(b, b._version, b.clone()) for b in self._buffers] if self._recomputed else []
         for index in self._recomputed:
             with torch.set_grad_enabled(self._keep_grad_mode):
                 # No name may refer to the features, and thus to a graph, while the next features are computed.
                 cached[index] = tuple(f.detach() for f in self._forward(index))
         with torch.no_grad():
-            for buffer, value in zip(self._buffers, unchanged, strict=bool(self._recomputed)):
-                buffer.copy_(value)  # the second pass will change them again
+            for buffer, version, value in unchanged:
+                if buffer._version != version:  # else another window's graph may hold it as it is
+                    buffer.copy_(value)  # the second pass will change it again
         for index in self._with_graph:
             with torch.enable_grad():
                 self._graphs[index] = self._forward(index)
@@ -133,10 +137,11 @@ class CachedWindow(Generic[MicroBatchT]):
             other_inputs: further tensors on which ``loss`` depends, and that no wrapper synchronises. `other_gradients`
                 has their gradients afterwards.
         """
-        # The features are detached; only a kept graph shows which of them (not a frozen tower's) require a gradient.
+        # The features are detached; only kept graphs show which of them (not a frozen tower's) require a gradient.
+        unknown = bool(self._recomputed) and not self._alike
         leaves = tuple(
-            feature.requires_grad_(graph.requires_grad)
-            for feature, graph in zip(self._features, self._graphs[0], strict=True)
+            feature.requires_grad_(unknown or any(graph.requires_grad for graph in graphs))
+            for feature, graphs in zip(self._features, zip(*self._graphs.values(), strict=True), strict=True)
         )
         self._features = ()
         copies = tuple(p.detach().clone().requires_grad_(p.requires_grad) for p in parameters())

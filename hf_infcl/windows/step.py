@@ -204,6 +204,7 @@ class WindowStep:
             device=self._setup.args.device,
             retain=self.memory.graph_budget.graphs(self._wrapper.most_graphs(len(window))),
             keep_grad_mode=self._compiled,
+            alike=True,
             buffers=model.buffers(),
         )
         if self.memory.fetcher is not None:  # the inputs arrive in the order in which both passes encode them
