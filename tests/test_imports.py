@@ -83,6 +83,7 @@ MUST_NOT_KNOW = {
         *inside("processes", "kernels", "loss", "data", *TRAINING, "tools"),
     ),
     "hf_infcl.passes": (*HUGGING_FACE, *inside("kernels", "loss", "data", "checkpoints")),
+    "hf_infcl.passes.embedders": (*HUGGING_FACE, *inside("kernels", "data", "checkpoints")),
     "hf_infcl.passes.grad_cache": (
         *HUGGING_FACE,
         *inside("processes", "kernels", "loss", "data", "checkpoints", "passes.wrappers", "passes.graph_budget"),

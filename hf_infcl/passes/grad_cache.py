@@ -108,7 +108,8 @@ class CachedWindow(Generic[MicroBatchT]):
                 cached[index] = tuple(f.detach() for f in self._forward(index))
         with torch.no_grad():
             for buffer, version, value in unchanged:
-                if buffer._version != version:  # else another window's graph may hold it as it is
+                # Others may be in the graph of another window, and kernels of batch norms count no version.
+                if buffer.is_floating_point() or buffer._version != version:
                     buffer.copy_(value)  # the second pass will change it again
         for index in self._with_graph:
             with torch.enable_grad():
@@ -140,7 +141,9 @@ class CachedWindow(Generic[MicroBatchT]):
         # The features are detached; only kept graphs show which of them (not a frozen tower's) require a gradient.
         unknown = bool(self._recomputed) and not self._alike
         leaves = tuple(
-            feature.requires_grad_(unknown or any(graph.requires_grad for graph in graphs))
+            feature.requires_grad_(
+                feature.is_floating_point() and (unknown or any(graph.requires_grad for graph in graphs))
+            )
             for feature, graphs in zip(self._features, zip(*self._graphs.values(), strict=True), strict=True)
         )
         self._features = ()
