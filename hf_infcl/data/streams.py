@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..shards.lanes import Shard
 from ..shards.names import shown
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
-from ..shards.readers import Columns, KeptSamples, Sample, make_reader
+from ..shards.readers import Columns, Sample, reader_of
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
 from ..shards.values import check_on_bad_sample, describe_cause
@@ -142,7 +142,9 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         groups: list[list[int]] = []
         for number, source in enumerate(sources):
             urls = find_shards(source, split=split, name=name)
-            reader = make_reader(urls, Columns(image_column, caption_column, pair_id_column, negative_caption_column))
+            reader = reader_of(urls)(
+                Columns(image_column, caption_column, pair_id_column, negative_caption_column), urls
+            )
             if not reader.has_lists:
                 check_captions_per_image(captions_per_image, single=caption_column)
             groups.append(list(range(len(self.shards), len(self.shards) + len(urls))))
@@ -209,7 +211,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
     def without(self, keys: np.ndarray) -> ImageTextStream:
         """The stream without the samples of some keys, [n] int64 in ascending order; see `sample_key`."""
         changed = copy.copy(self)
-        changed.shards = [one._replace(reader=KeptSamples(one.reader, one.name, keys)) for one in self.shards]
+        left_out = [keys if shard.without is None else np.union1d(shard.without, keys) for shard in self.shards]
+        changed.shards = [shard._replace(without=out) for shard, out in zip(self.shards, left_out, strict=True)]
         changed.left_out = f"{self.left_out} without {len(keys)} samples {hashlib.sha256(keys.data).hexdigest()[:16]}"
         return changed
 
@@ -222,7 +225,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         samples: list[list[str]] = []
         for shard in shards:
             with suppress(DamagedShardError, ReadError):  # which the training names
-                for _, _, sample in itertools.islice(shard.reader.samples(shard.url), -(-count // len(shards))):
+                for _, _, sample in itertools.islice(shard.samples(), -(-count // len(shards))):
                     with suppress(ValueError):
                         if not isinstance(sample, DamagedShardError):
                             row: dict[str, Any] = shard.reader.row(sample)
@@ -239,7 +242,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         Raises:
             BadSampleError: the sample cannot be used, with the names of shard and sample.
         """
-        url, name, reader = self.shards[shard]
+        url, name, reader, _ = self.shards[shard]
         with self._named(url, key, sample):
             assert not isinstance(sample, DamagedShardError)
             row, full_name = reader.row(sample), f"{name} {key}"
@@ -262,7 +265,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         Raises:
             BadSampleError: as `item`.
         """
-        url, _, reader = self.shards[shard]
+        url, _, reader, _ = self.shards[shard]
         with self._named(url, key, sample):
             assert not isinstance(sample, DamagedShardError)
             row = reader.row(sample)

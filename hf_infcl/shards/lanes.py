@@ -16,7 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .readers import Reader
+import numpy as np
+
+from .names import sample_key
+from .readers import Reader, Sample
 from .tar_layout import DamagedShardError
 from .values import counted
 
@@ -27,6 +30,15 @@ class Shard(NamedTuple):
     url: str
     name: str  # stays the same when the folder of all shards moves
     reader: Reader
+    without: np.ndarray | None = None  # [n] int64 in ascending order: the keys of the samples that are left out
+
+    def samples(self, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Sample]]:
+        """As those of the reader."""
+        samples, without = self.reader.samples(self.url, position, stop), self.without
+        if without is None:
+            return samples
+        keyed = ((sample_key(self.name, sample[1]), sample) for sample in samples)
+        return (sample for key, sample in keyed if key not in without[np.searchsorted(without, key) :][:1])
 
 
 class Piece(NamedTuple):
@@ -155,8 +167,8 @@ class _Turns:
         self._open = deque((number, position, self._samples(number, position)) for number, position in reading)
 
     def _samples(self, number: int, position: int) -> Iterator[tuple[int, str, Any]]:
-        shard = self._shards[self.pieces[number].shard]
-        return shard.reader.samples(shard.url, position, self.pieces[number].stop)
+        piece = self.pieces[number]
+        return self._shards[piece.shard].samples(position, piece.stop)
 
     def position(self) -> dict[str, Any]:
         """The entries of a cursor from which the same samples follow."""

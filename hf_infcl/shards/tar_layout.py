@@ -1,19 +1,26 @@
-"""The headers of tar files, and the samples that the names of the files in them form."""
+"""The files in a tar file from any header on, by Python's `tarfile`, and the samples that their names form."""
 
 from __future__ import annotations
 
 import io
+import tarfile
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from .names import shown
 
-BLOCK = 512  # bytes of a header, and the unit that the contents of a tar file are padded to
 T = TypeVar("T")  # what is taken of a file
 
 
 class DamagedShardError(ValueError):
     """A shard is truncated, or its contents do not have the format that its name implies."""
+
+
+class _Archive(tarfile.TarFile):
+    """Reads nothing when it is created. `tarfile.TarFile` itself would pass over what is no header."""
+
+    def next(self) -> None:
+        return None
 
 
 def tar_samples(
@@ -31,103 +38,69 @@ def tar_samples(
     key: str | None = None
     sample: dict[str, T] = {}
     seen: set[str] = set()
-    problem = ""
-    end = position
-    for start, name, size, has_contents in tar_members(file, url, position):
-        stem, extension = split_name(name)
+    problem, end = "", position
+    for info, following in tar_members(file, url):
+        stem, extension = split_name(info.name)
         if not stem:
             continue
         if stem != key:
             if key is not None:
                 yield end, key, DamagedShardError(problem) if problem else sample
-            if stop is not None and start >= stop:
+            if stop is not None and info.offset >= stop:
                 return
             key, sample, seen, problem = stem, {}, set(), ""
-        end = file.tell() + -(-size // BLOCK) * BLOCK
+        end, has_contents = following, info.isreg() and not info.issparse()
         if extension in seen:
             problem = problem or (
                 f"The shard {url!r} holds more than one file {shown(f'{stem}.{extension}')}. Samples of the same "
                 "name must not follow each other, since they cannot be told apart."
             )
         seen.add(extension)
-        if (content := contents(file, extension, size if has_contents else 0)) is None:
+        if (content := contents(file, extension, info.size if has_contents else 0)) is None:
             continue
         if has_contents:
             sample[extension] = content
         else:
             problem = problem or (
-                f"The shard {url!r} holds {shown(name)} as a link or a sparse file, which has no contents of its "
+                f"The shard {url!r} holds {shown(info.name)} as a link or a sparse file, which has no contents of its "
                 "own. GNU tar stores them with --hard-dereference --dereference."
             )
     if key is not None:
         yield end, key, DamagedShardError(problem) if problem else sample
 
 
-def tar_members(file: io.BufferedReader, url: str, position: int) -> Iterator[tuple[int, str, int, bool]]:
-    """(position of its first header, name, size, whether it is no link) of each file from a header on.
+def tar_members(file: io.BufferedReader, url: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Each file from the file's position on, a header, and where the next header begins.
 
-    Archives that were concatenated are read as one. Whenever a name is yielded, the file is positioned at the beginning
-    of the contents; the caller may leave it anywhere. Long names follow GNU tar and POSIX (pax), which also stores
-    sizes from 8 GiB on.
+    Archives that were concatenated are read as one. Whenever a file is yielded, it is positioned at the beginning of
+    the contents; the caller may leave it anywhere.
     """
-    start, long_name, long_size = position, None, None
+    archive = _Archive(fileobj=file, encoding="utf-8", errors="backslashreplace")
     ended = False
     while True:
-        header = file.read(BLOCK)
-        if ended and header.count(0) == len(header) < BLOCK:
-            return
-        if len(header) < BLOCK:
-            raise truncated(url, position)
-        if header.count(0) == BLOCK:  # every archive ends with zeros, and another one may follow them
-            ended = True
-            position += BLOCK
-            start = position
-            continue
-        ended = False
-        if not header[0]:
-            raise DamagedShardError(f"The shard {url!r} has a file without a name at byte {position}.")
+        file.seek(archive.offset)
         try:
-            checksum = int(header[148:156].strip(b" \0"), 8)
-        except ValueError:
-            checksum = -1
-        if checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-            raise DamagedShardError(f"The shard {url!r} is damaged: there is no tar header at byte {position}.")
-        size = (
-            int.from_bytes(header[125:136], "big")
-            if header[124] & 0x80
-            else int(header[124:136].strip(b" \0") or b"0", 8)
-        )
-        kind = header[156:157]
-        if kind in b"Lx":
-            data = file.read(size)
-            if kind == b"L":
-                long_name = data.rstrip(b"\0")
-            else:
-                records = _pax_records(data)
-                long_name = records.get(b"path", long_name)
-                long_size = int(records[b"size"]) if b"size" in records else None
-        elif kind in b"\x00071S2":  # regular files, hard links, sparse files, symbolic links
-            if long_name is None:
-                long_name = header[:100].partition(b"\0")[0]
-                if header[257:263] == b"ustar\0" and header[345]:
-                    long_name = header[345:500].partition(b"\0")[0] + b"/" + long_name
-            size = size if long_size is None else long_size
-            yield start, long_name.decode("utf-8", "backslashreplace"), size, kind in b"\x0007"
-        position += BLOCK + -(-size // BLOCK) * BLOCK
-        file.seek(position)
-        if kind not in b"LxKg":  # such headers describe the file after them, and belong to it
-            start, long_name, long_size = position, None, None
-
-
-def _pax_records(data: bytes) -> dict[bytes, bytes]:
-    """Records of the form "length key=value\\n", where the length counts all of the record."""
-    records = {}
-    while data:
-        digits = data.partition(b" ")[0]
-        key, _, value = data[len(digits) + 1 : int(digits) - 1].partition(b"=")
-        records[key] = value
-        data = data[int(digits) :]
-    return records
+            info = tarfile.TarInfo.fromtarfile(archive)
+        except tarfile.HeaderError:
+            at_end = not file.read(1)
+            file.seek(archive.offset)
+            header = file.read(tarfile.BLOCKSIZE)
+            if ended and not any(header) and len(header) < tarfile.BLOCKSIZE:
+                return
+            if header.count(0) == tarfile.BLOCKSIZE:  # every archive ends with zeros, and another one may follow them
+                ended = True
+                archive.offset += tarfile.BLOCKSIZE
+                continue
+            if len(header) < tarfile.BLOCKSIZE or (at_end and header[156:157] in b"LKxg"):  # which others follow
+                raise truncated(url, archive.offset) from None
+            raise DamagedShardError(
+                f"The shard {url!r} is damaged: there is no tar header at byte {archive.offset}."
+            ) from None
+        ended = False
+        if info.isreg() or info.islnk() or info.issym():
+            if not info.name:
+                raise DamagedShardError(f"The shard {url!r} has a file without a name at byte {info.offset}.")
+            yield info, archive.offset
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -119,7 +119,7 @@ class _ShardParts(_Parts[int]):
         looks: list[Look] = []
         is_cut = False
         try:
-            samples = iter(shard.reader.samples(shard.url))
+            samples = shard.samples()
             for _, key, sample in itertools.islice(samples, self._each):
                 looks.append(self._look(unit, key, sample))
                 if len(looks) == ROWS:

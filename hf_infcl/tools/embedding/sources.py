@@ -18,7 +18,7 @@ from ...loading.stored_embeddings import described_shards, described_table
 from ...loading.stored_teachers import describe_views
 from ...shards.names import IMAGE_EXTENSIONS
 from ...shards.opening import find_shards
-from ...shards.readers import read_features
+from ...shards.readers import ParquetReader, reader_of
 
 if TYPE_CHECKING:
     import datasets
@@ -71,8 +71,9 @@ def shard_columns(
     shards: Sequence[str], image_column: str, caption_column: str, named: Sequence[str]
 ) -> tuple[str | None, str | None]:
     """The columns of images and captions in shards, by the names that `ImageTextStream` takes; see `found_columns`."""
-    features = read_features(shards, image_column)
-    if shards[0].endswith(".parquet"):
+    reader = reader_of(shards)
+    features = reader.features(shards, image_column)
+    if reader is ParquetReader:
         return found_columns(features, image_column, caption_column, named)
     several = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
     if "image" in (image_column, *features) or several:  # several are told by the reader, to which "image" is any
@@ -278,7 +279,7 @@ class _Samples(IterableDataset[Item]):
     def __iter__(self) -> Iterator[Item]:
         info, shard = get_worker_info(), self._stream.shards[self._number]
         first, step = (info.id, info.num_workers) if info else (0, 1)
-        samples = enumerate(shard.reader.samples(shard.url))
+        samples = enumerate(shard.samples())
         for row, (_, key, sample) in itertools.islice(samples, first, None, step):
             try:
                 image, captions = self._stream.image_and_captions(self._number, key, sample)
