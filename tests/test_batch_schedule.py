@@ -245,33 +245,6 @@ def test_the_same_stages_in_other_words_are_no_other_run(tmp_path):
     assert resumed.args.global_batch_schedule == ["4:0.3", "8:0.3", "16"]
 
 
-def test_resume_with_changes_alters_only_the_future(tmp_path):
-    data, options = models.Pairs(100), {**GROWS, "save_strategy": "steps", "save_steps": 6}
-    trainer_for(tmp_path, models.clip(), data, **options, callbacks=[StopAt(6)]).train()
-    changed = {**options, "global_batch_schedule": ["4:0.2", "20"]}
-    with pytest.raises(ValueError, match=r"global_batch_schedule was .* and is .*resume_with_changes"):
-        trainer_for(tmp_path, models.clip(), data, **changed).train(resume_from_checkpoint=True)
-    rows = TrainedRows()
-    changed |= {"resume_with_changes": True, "callbacks": [rows]}
-    resumed = trained(trainer_for(tmp_path, models.clip(), data, **changed), resume=True)
-    logs = [entry for entry in resumed.state.log_history if "loss" in entry]
-    assert [entry["global_batch_size"] for entry in logs] == [4] * 9 + [20] * 6
-    assert resumed.samples_seen == 36 + 120 == logs[-1]["samples_seen"]
-    order = torch.randperm(100, generator=torch.Generator().manual_seed(42))[24:28]
-    assert sorted(rows.steps[0]) == sorted(map(tuple, data.tokens[order].tolist())), "the next rows follow the trained"
-
-
-def test_a_constant_batch_can_grow_after_a_resume_and_the_other_way_round(tmp_path):
-    data, more = models.Pairs(100), {"resume_with_changes": True, "max_steps": 15}
-    saves = {"save_strategy": "steps", "save_steps": 3}
-    trainer_for(tmp_path, models.clip(), data, **saves, max_steps=15, callbacks=[StopAt(3)]).train()
-    more |= saves
-    grown = trained(trainer_for(tmp_path, data=data, **{**GROWS, **more}, callbacks=[StopAt(12)]), resume=True)
-    assert grown.samples_seen == 3 * 8 + 3 * 4 + 4 * 8 + 2 * 16
-    constant = trained(trainer_for(tmp_path, data=data, **more), resume=True)
-    assert constant.samples_seen == grown.samples_seen + 3 * 8
-
-
 @pytest.mark.parametrize("length", [{"max_steps": 15}, {"max_steps": -1, "num_train_epochs": 1.5}])
 def test_a_finished_run_trains_nothing_when_resumed(tmp_path, length):
     options = {**GROWS, "save_strategy": "epoch", **length}

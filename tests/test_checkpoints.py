@@ -33,7 +33,7 @@ from hf_infcl.checkpoints import files as checkpoints
 from hf_infcl.checkpoints import lock
 from hf_infcl.checkpoints.files import MANIFEST_NAME, Checkpoint, choose, damage, rotate
 from hf_infcl.checkpoints.lock import LOCK_NAME, locked
-from hf_infcl.checkpoints.record import Run, RunRecord
+from hf_infcl.checkpoints.record import RunRecord
 from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.processes.preemption import SIGNALS, Preempted, Preemption
 
@@ -41,7 +41,7 @@ from hf_infcl.processes.preemption import SIGNALS, Preempted, Preemption
 OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 FIRST_IS_BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
 FIRST_IS_BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}  # which falls
-RECORD = RunRecord(Run(8, "softmax", "model", "data"), epoch=0, windows=1)
+RECORD = RunRecord({"model": "model"}, epoch=0, windows=1)
 
 
 def trainer(folder: Any, seed: int = 0, **options: Any) -> Any:

@@ -310,7 +310,8 @@ def test_results_that_a_full_disk_has_refused_are_written_by_the_same_command(sm
 def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, tmp_path, capsys):
     out = tmp_path / "out"
     auto = ("--resume_from_checkpoint", "auto")
-    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, *auto)
+    constant = ("--lr_scheduler_type", "constant")
+    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, *auto, *constant)
     assert f"There is no checkpoint in {out} to resume from: the training begins." in capsys.readouterr().out
     assert left_in(out).keys() == {*LEFT}
     before = left_in(out)
@@ -320,18 +321,20 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert left_in(out) == before
 
     # If a finished run is resumed, nothing is trained and all files stay as they are.
-    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, "--resume_from_checkpoint", "true")
+    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, *constant, "--resume_from_checkpoint", "true")
     printed = capsys.readouterr().out
-    assert "This run was finished before, after step 2, so nothing was trained. To train on, pass a larger" in printed
-    assert "--max_steps with --resume_with_changes" in printed
+    assert "This run was finished before, after step 2, so nothing was trained. To train on, start anew" in printed
+    assert f"from its weights: --model {out} and another --output_dir." in printed
     assert "stay unchanged" in printed
     assert "took" not in printed
     assert left_in(out) == before
 
-    # Another length changes the schedule of the learning rate.
-    assert "schedule_length was '2 steps' and is '3 steps'" in mistake(capsys, *small, "--max_steps", 3, *auto)
+    # Another length changes the schedule of the learning rate, if it decays.
+    line = mistake(capsys, *small, "--max_steps", 3, *auto)
+    assert "lr_scheduler_type was 'constant' and is 'linear', schedule_length was None and is '3 steps'" in line
+    assert f"start anew from its weights: --model {out / 'checkpoint-2'}" in line
     assert left_in(out) == before
-    infcl(*small, "--max_steps", 3, *auto, "--resume_with_changes")
+    infcl(*small, "--max_steps", 3, *auto, *constant)
     assert f"\nResumed from {out / 'checkpoint-2'}, after step 2 of 3.\n" in capsys.readouterr().out
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 3
     assert (out / "eval_results.json").exists(), "a run that goes on keeps what was measured before"

@@ -194,20 +194,6 @@ def test_two_processes_have_the_global_batches_of_one_and_resume_to_the_bit(rank
         assert len(set(of_pass)) == len(of_pass) > 50, "each new pair once"
 
 
-def test_a_constant_batch_with_replay_can_grow_after_a_resume_and_the_other_way_round(tmp_path):
-    """The new pairs of the pass go on after those that were trained."""
-    constant = {"global_batch_schedule": None, "per_device_train_batch_size": 8}
-    for number, (first, then) in enumerate((({}, constant), (constant, {}))):
-        sets, changes = (NEW, OLD), {"resume_with_changes": True, **EPOCHS}
-        _, before = trained(tmp_path / str(number), sets, 5, **changes, **first)
-        resumed, after = trained(tmp_path / str(number), sets, **changes, **then)
-        assert {len(rows) for rows in before} == {8}
-        assert {len(rows) for rows in after} == ({16, 32} | {8} if then == {} else {8})
-        assert resumed.state.epoch == pytest.approx(2.5, abs=0.25)
-        new = [row for row in itertools.chain(*before, *after) if row not in tokens(OLD)]
-        assert len(set(new[:48])) == 48
-
-
 # ---- Bad input ----
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import models
 from helpers.concepts import Concepts, linear
-from helpers.shards import number_of, numbered, write_tars
+from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import FullPrecision, parameters, trained, trainer_for
 from PIL import Image
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
-from hf_infcl.checkpoints.model_files import STATES_NAME
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_averages import NO_KEY
 from hf_infcl.passes.grad_cache import Features
@@ -114,9 +113,6 @@ def test_small_windows_leave_out_the_share_on_average(share, window):
         keys = torch.arange(number, number + window) * 7 % 640
         left += int((~selection._stays(keys[None], scores[keys][None])).sum())
         assert abs(left - share * window * (number + 1)) < 1 + 1e-9
-    del state["owed"]  # checkpoints of earlier versions
-    selection.load_state_dict(state)
-    assert selection._owed == 0
 
 
 # ---- Decisions ----
@@ -388,37 +384,6 @@ def test_two_processes_train_as_one(ranks, tmp_path, backend):
         assert (found - one).norm() < 1e-2 * moved.norm()
 
 
-def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):
-    made = trainer(tmp_path, Concepts(640, wrong=0.3), leave_out="noisy", resume_with_changes=True, max_steps=31)
-    checkpoint = Path(noisy.args.output_dir, "checkpoint-30")
-    made.train(resume_from_checkpoint=str(checkpoint))
-    averages = selection_of(made).averages
-    assert averages._visits.shape == (640,)
-    known = torch.load(checkpoint / STATES_NAME)["leave_out"]["visits"]
-    assert known.min() > 2
-    assert (averages._visits[:512] >= known).all()
-    assert selection_of(made).border == selection_of(noisy).border
-
-
-def of_concepts(items: Any) -> dict[str, Tensor]:
-    return Concepts(640, wrong=0.3).batch([number_of(item) for item in items])
-
-
-@pytest.mark.parametrize("kind", ["more", "excluded", "moved"])
-def test_rows_that_have_other_numbers_are_not_taken_for_those_of_the_checkpoint(tmp_path, kind):
-    def run(rows: list[int], **options: Any) -> InfCLTrainer:
-        options = {"leave_out": "noisy", "resume_with_changes": True, "data_collator": of_concepts, **options}
-        return trainer(tmp_path, numbered(rows), **options)
-
-    every = list(range(256))
-    run(every, max_steps=8, save_strategy="steps", save_steps=8).train()
-    rows = {"more": list(range(300)), "excluded": every[1:], "moved": [*every[1:], 0]}[kind]
-    made = trained(run(rows, max_steps=9), resume=True)
-    visits = selection_of(made).averages.mean_visits
-    assert (visits > 3) == (kind == "more")
-    assert visits >= 1
-
-
 def test_another_selection_is_a_change_of_the_run(noisy, tmp_path):
     made = trainer(tmp_path, Concepts(wrong=0.3))
     with pytest.raises(ValueError, match="leave_out was 'noisy' and is None"):
@@ -526,13 +491,8 @@ def test_the_curves_and_the_card_say_what_was_left_out(noisy, tmp_path):
 
 def test_the_share_on_the_card_is_that_of_the_whole_training(noisy):
     selection, again = selection_of(noisy), WithoutNoisyPairs("noisy", 512)
-    state = selection.state_dict()
-    again.load_state_dict(state)
+    again.load_state_dict(selection.state_dict())
     assert again.card == selection.card == {"pairs left out": training_settings(noisy)["pairs left out"]}
-    del state["logged"]  # checkpoints of earlier versions
-    again = WithoutNoisyPairs("noisy", 512)
-    again.load_state_dict(state)
-    assert again.card == {"pairs left out": "those that did not seem to belong together"}
     assert WithoutNoisyPairs("0.3", 512).card == {"pairs left out": "the worst 0.3 of each step"}
 
 

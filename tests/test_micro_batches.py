@@ -635,26 +635,6 @@ def test_the_micro_batch_of_a_stream_stays_on_another_machine(tmp_path, schedule
         assert other.state.global_step == 4
 
 
-@pytest.mark.parametrize(
-    ("then", "division"),
-    [
-        ({"global_batch_size": 32}, (4, 8)),
-        ({"global_batch_size": 8}, (4, 2)),
-        ({"global_batch_size": 16, "global_batch_schedule": ["8:0.5", "16"]}, (4, 1)),
-    ],
-    ids=str,
-)
-def test_a_run_that_is_resumed_with_another_batch_divides_it_anew(tmp_path, then, division):
-    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "resume_with_changes": True}
-    halving(tmp_path, 10**9, **saved, callbacks=[StopAt(2)])[0].train()
-    resumed, _ = halving(tmp_path, 10**9, **saved, **then)
-    resumed.train(resume_from_checkpoint=True)
-    assert (resumed.args.per_device_train_batch_size, resumed.args.gradient_accumulation_steps) == division
-    assert resumed.state.global_step == resumed.state.max_steps
-    last = [entry for entry in resumed.state.log_history if "loss" in entry][-1]
-    assert (last["step"], last["global_batch_size"]) == (resumed.state.max_steps, then["global_batch_size"])
-
-
 def test_windows_keep_what_was_loaded_only_if_a_step_may_be_repeated():
     batches = [models.Pairs(4).batch(range(4)) for _ in range(2)]
     assert Window(batches).loaded == []

@@ -1,7 +1,5 @@
 """An exponential moving average of the weights, which is evaluated and saved in place of the last ones."""
 
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from transformers import TrainerCallback
 from hf_infcl import InfCLTrainer
 from hf_infcl.optimizers import MuonAdamW
 from hf_infcl.optimizers.moving_average import AVERAGE, MovingAverage
-from hf_infcl.training import resuming
 
 EMA = {"ema_decay": 0.6, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 WRAPPERS: dict[str, dict[str, Any]] = {
@@ -156,52 +153,14 @@ def test_a_roll_back_restores_the_trained_weights_and_the_average(tmp_path, spli
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def rank_off_and_on(rank: int, world_size: int, folder: str, wrapper: str) -> None:
-    """An average that ends leaves the weights that were trained, and a later one begins with these."""
-    options = {**WRAPPERS[wrapper], "max_steps": 6, "save_steps": 2, "lr_scheduler_type": "constant"}
-    off = {**options, "ema_decay": None, "ema_device": None}
-    plain, before, between, after = (Weights() for _ in range(4))
-    trainer_of(f"{folder}/plain", plain, **{**off, "save_strategy": "no"}).train()
-    trainer_of(folder, StopAt(2), before, **options).train()
-    changes: dict[str, Any] = {"resume_with_changes": True, "seed": 5}
-    for later in (options, off):
-        later["save_steps"] = 4
-    trainer_of(folder, StopAt(4), between, **off, **changes).train(resume_from_checkpoint="auto")
-    again = trained(trainer_of(folder, after, **options, **changes), resume="auto")
-    found = [*before.seen, *between.seen, *after.seen]
-    for step, (expected, weights) in enumerate(zip(plain.seen, found, strict=True), 1):
-        assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True)), step
-    for average, expected in zip(whole(again.model), averaged(after.seen, 0.6), strict=True):
-        torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def rank_both(rank: int, world_size: int, folder: str, wrapper: str) -> None:
-    rank_average(rank, world_size, folder, wrapper)
-    rank_off_and_on(rank, world_size, f"{folder}/off and on", wrapper)
-
-
 @pytest.mark.parametrize("wrapper", wrapped(WRAPPERS))
-def test_the_average_is_that_of_the_definition_resumes_to_the_bit_and_leaves_the_trained_weights_when_it_ends(
-    request, tmp_path, wrapper, backend
-):
+def test_the_average_is_that_of_the_definition_and_resumes_to_the_bit(request, tmp_path, wrapper, backend):
     groups = request.getfixturevalue("ranks" if wrapper in ("ddp", "muon") else "fresh_ranks")
-    groups.run(rank_both, 2, str(tmp_path), wrapper, backend=backend, always_ring=True)
+    groups.run(rank_average, 2, str(tmp_path), wrapper, backend=backend, always_ring=True)
     saved = models.tf.CLIPModel.from_pretrained(tmp_path / "last")
     if wrapper != "fsdp shards":
         checkpoint = models.tf.CLIPModel.from_pretrained(tmp_path / "whole/checkpoint-4")
         assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), checkpoint.parameters(), strict=True))
-
-
-def test_an_average_that_an_earlier_version_left_in_a_checkpoint_is_not_used(tmp_path, monkeypatch):
-    options: dict[str, Any] = {"resume_with_changes": True, "max_steps": 6, "lr_scheduler_type": "constant"}
-    trainer_of(tmp_path, StopAt(2), **options).train()
-    with monkeypatch.context() as patch:
-        patch.setattr(resuming, "average_loaded", lambda *args, **kwargs: nullcontext())
-        trainer_of(tmp_path, StopAt(4), **options, ema_decay=None).train(resume_from_checkpoint="auto")
-    saved, found = whole(models.tf.CLIPModel.from_pretrained(tmp_path / "checkpoint-4")), Weights()
-    again = trained(trainer_of(tmp_path, found, **options, learning_rate=0.0, weight_decay=0.0), resume="auto")
-    assert all(torch.equal(a, b) for a, b in zip(saved, found.seen[0], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(saved, whole(again.model), strict=True))
 
 
 def test_what_cannot_be_averaged_is_refused(tmp_path):
@@ -229,6 +188,3 @@ def test_another_decay_is_another_run(tmp_path):
     trainer_of(tmp_path, StopAt(2)).train()
     with pytest.raises(ValueError, match=r"ema_decay was 0\.6 and is 0\.9"):
         trainer_of(tmp_path, ema_decay=0.9).train(resume_from_checkpoint="auto")
-    changed = trained(trainer_of(tmp_path, ema_decay=0.9, resume_with_changes=True), resume="auto")
-    assert changed.steps_trained == 2
-    assert Path(tmp_path, "checkpoint-4").is_dir()

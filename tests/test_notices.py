@@ -117,15 +117,13 @@ def test_repeated_captions_are_told_with_the_cure(warnings, captions, options, c
 
 def test_a_training_that_is_resumed_does_not_tell_again(tmp_path, warnings):
     train = pairs([LONG, *["the same"] * 7])
-    trainer_for(tmp_path, train, max_steps=2, save_strategy="steps", save_steps=1).train()
+    options = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    trainer_for(tmp_path, train, max_steps=2, **options).train()
     assert len(warnings) == 2
-    again = trainer_for(tmp_path, train, max_steps=3, resume_with_changes=True)
+    again = trainer_for(tmp_path, train, max_steps=3, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert len(warnings) == 2
     assert again.caption_notices.cut["training set"] == 0.125, "the card has it"
-    other = trainer_for(tmp_path, train, max_steps=3, gradient_accumulation_steps=1, resume_with_changes=True)
-    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert len(warnings) == 4, "of another batch"
 
 
 def test_old_pairs_are_not_called_the_training_set(tmp_path, warnings):

@@ -596,22 +596,6 @@ def test_optimizer_schedule_and_precision_are_those_of_the_training(tmp_path, op
     assert ("learning rate of logit_scale" in settings) == ("logit_scale_learning_rate" in options)
 
 
-def test_pairs_seen_are_those_of_every_batch_size(tmp_path):
-    """The steps between the last log and the checkpoint had the earlier batch."""
-    options = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 3, "max_steps": 8}
-    first = trained(trainer_for(tmp_path, gradient_accumulation_steps=1, **options, callbacks=[StopAt(4)]))
-    assert training_facts(first, **DESCRIBED).samples == 4 * 4
-    again = trainer_for(tmp_path, gradient_accumulation_steps=4, **options, resume_with_changes=True)
-    again.train(resume_from_checkpoint=True)
-    seen = {entry["step"]: entry["samples_seen"] for entry in again.state.log_history if "samples_seen" in entry}
-    assert seen == {3: 12, 6: 16 + 32}
-    made = training_facts(again, **DESCRIBED, pairs=40)
-    assert made.samples == 16 + 64
-    text = read(made, tmp_path).text
-    assert "**16 pairs** = 4 per device × 4 accumulation steps × 1 process; earlier steps had other sizes |" in text
-    assert "8 optimizer steps, 80 pairs seen, 2.0 epochs |" in text
-
-
 class Slow(TrainerCallback):
     """Makes each step take ten seconds of a clock."""
 

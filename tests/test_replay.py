@@ -325,13 +325,6 @@ def test_a_checkpoint_of_another_replay_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             train(tmp_path, table(NEW), **{"old": table(OLD), **other, "resume": checkpoint})
-    changed = {"resume": checkpoint, "resume_with_changes": True}
-    trainer, steps = train(tmp_path, table(NEW), table(OLD), **changed, replay_share=0.5)
-    assert len(steps) == 5
-    assert trainer.state.log_history[-2]["replay_samples"] == 3 * 3 + 5 * 4
-    train(tmp_path / "plain", table(NEW), None, max_steps=3, replay_share=None)
-    with pytest.raises(ValueError, match="holds no position in new and old pairs"):
-        train(tmp_path, table(NEW), table(OLD), resume=tmp_path / "plain/checkpoint-3", resume_with_changes=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A resumed training has the same windows, random state and weights, or raises an error that gives the reason."""
 
-import math
 import os
 import re
 from functools import partial
@@ -17,7 +16,6 @@ from helpers.pictures import picture
 from helpers.processes import on_ranks
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trained, trainer_for
-from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.lock import LOCK_NAME
@@ -154,7 +152,10 @@ def stopped_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gradient_accumulation_steps": 1}, r"global_batch_size was 8 and is 4.*--resume_with_changes on the"),
+        (
+            {"gradient_accumulation_steps": 1},
+            r"global_batch_size was 8 and is 4\. .* start anew from its weights: --model \S*checkpoint-3$",
+        ),
         ({"objective": "softmax"}, r"objective was 'sigmoid' and is 'softmax'"),
         ({"model": models.siglip()}, r"model was 'CLIPModel with .* parameters' and is 'SiglipModel with "),
         ({"data": models.Pairs(39)}, r"data was 'Pairs, 40 rows, .* and is 'Pairs, 39 rows, "),
@@ -185,7 +186,7 @@ def test_another_run_s_checkpoint_is_refused(tmp_path, stopped_runs, changes, me
         run.train(resume_from_checkpoint=stopped_runs[build])
 
 
-# ---- Changes that are asked for ----
+# ---- What may change ----
 
 
 def test_what_decides_nothing_may_change(tmp_path):
@@ -193,6 +194,37 @@ def test_what_decides_nothing_may_change(tmp_path):
     changes = {"logging_steps": 2, "save_steps": 5, "eval_strategy": "no", "retain_graphs": "2", "skip_nonfinite": 3}
     resumed = trained(trainer_for(tmp_path, **{**OPTIONS, **changes, "optim": "adamw_torch_fused"}), resume=True)
     assert resumed.steps_trained == 3
+
+
+def test_the_intervals_of_the_command_replace_those_of_the_checkpoint(tmp_path, caplog):
+    every: dict[str, Any] = {
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "eval_dataset": models.Pairs(8),
+    }
+    before = {"logging_steps": 1, "save_steps": 2, "eval_steps": 2, "callbacks": [StopAt(2)]}
+    trainer_for(tmp_path, **every, **before).train()
+    changed = {"logging_steps": 2, "save_steps": 3, "eval_steps": 4}
+    resumed = trained(trainer_for(tmp_path, **every, **changed), resume="auto")
+    history = [entry for entry in resumed.state.log_history if entry["step"] > 2]
+    assert [entry["step"] for entry in history if "loss" in entry] == [4, 6, 8]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == [4, 8]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} >= {"checkpoint-3", "checkpoint-6"}
+    told = "logging_steps was 1 and is 2, eval_steps was 2 and is 4, save_steps was 2 and is 3"
+    assert f"checkpoint-2 is resumed with other intervals: {told}." in caplog.text
+
+
+def test_a_training_whose_rate_does_not_decay_can_be_longer(tmp_path):
+    options = {**OPTIONS, "max_steps": -1, "num_train_epochs": 1.2, "lr_scheduler_type": "constant"}
+    rows, of_whole = TrainedRows(), TrainedRows()
+    trainer_for(tmp_path, **options).train()
+    options["num_train_epochs"] = 3
+    resumed = trained(trainer_for(tmp_path, **options, callbacks=[rows]), resume=str(tmp_path / "checkpoint-6"))
+    whole = trained(trainer_for(tmp_path / "whole", **options, callbacks=[of_whole]))
+    assert (resumed.steps_trained, resumed.state.max_steps) == (9, 15)
+    assert rows.steps == of_whole.steps[6:]
+    assert torch.equal(parameters(resumed), parameters(whole))
 
 
 def test_every_argument_that_decides_is_recorded(tmp_path):
@@ -211,41 +243,13 @@ def test_every_argument_that_decides_is_recorded(tmp_path):
     }
 
 
-class Seen(TrainerCallback):
-    """The options that the optimizer uses in each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        self.steps.append({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
-
-
-def test_changes_that_are_asked_for_reach_the_loaded_optimizer_and_schedule(tmp_path, caplog):
-    stopped(tmp_path)
-    changes = {"learning_rate": 1e-3, "weight_decay": 0.5, "adam_beta2": 0.5, "lr_scheduler_type": "cosine"}
-    changes |= {"max_steps": 8, "resume_with_changes": True}
-    seen = Seen()
-    resumed = trained(trainer_for(tmp_path, **{**OPTIONS, **changes}, callbacks=[seen]), resume=True)
-    assert [step["weight_decay"] for step in seen.steps] == [0.5] * 5
-    assert {tuple(step["betas"]) for step in seen.steps} == {(0.9, 0.5)}
-    expected = [1e-3 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(3, 8)]
-    assert [step["lr"] for step in seen.steps] == pytest.approx(expected)
-    assert all(state["step"] == 8 for state in resumed.optimizer.state.values()), "its progress goes on"
-    for phrase in ("learning_rate was 0.01 and is 0.001", "schedule_length was '6 steps' and is '8 steps'"):
-        assert phrase in caplog.text
-    assert "betas was [0.9, 0.999] and is [0.9, 0.5]" in caplog.text
-    again = trainer_for(tmp_path, **{**OPTIONS, **changes, "resume_with_changes": False})
-    again.train(resume_from_checkpoint=True)  # its checkpoint is that of the new options
-
-
 def own_optimizer(folder: Any, optimizer: Any, scheduler: Any, **options: Any) -> InfCLTrainer:
     model = models.clip()
     made = optimizer(model.parameters())
     return trainer_for(folder, model, **{**OPTIONS, **options}, optimizers=(made, scheduler(made)))
 
 
-def test_the_options_of_one_s_own_optimizer_and_schedule_are_compared_and_applied(tmp_path):
+def test_the_options_of_one_s_own_optimizer_and_schedule_are_compared(tmp_path):
     def schedule(optimizer: Any, gamma: float = 0.5) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
 
@@ -254,12 +258,8 @@ def test_the_options_of_one_s_own_optimizer_and_schedule_are_compared_and_applie
     message = r"lr was 0\.1 and is 0\.2, momentum was 0\.5 and is 0\.9, gamma of the schedule was 0\.5 and is 1\.0\."
     with pytest.raises(ValueError, match=message):
         own_optimizer(tmp_path, other, partial(schedule, gamma=1.0)).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="optimizer was SGD and is Adam, which cannot use the state"):
-        own_optimizer(tmp_path, torch.optim.Adam, schedule, resume_with_changes=True).train(resume_from_checkpoint=True)
-    resumed = own_optimizer(tmp_path, other, partial(schedule, gamma=1.0), resume_with_changes=True)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.optimizer.param_groups[0]["momentum"] == 0.9
-    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.2 * 0.5**3)
+    with pytest.raises(ValueError, match="optimizer was 'SGD' and is 'Adam'"):
+        own_optimizer(tmp_path, torch.optim.Adam, schedule).train(resume_from_checkpoint=True)
 
 
 class Counting(torch.optim.SGD):
@@ -280,10 +280,8 @@ def test_progress_in_the_groups_of_an_optimizer_is_no_option(tmp_path):
     first = trained(own_optimizer(tmp_path, groups, constant, max_steps=3, **options))
     first.args.max_steps = 6
     first.train(resume_from_checkpoint=True)  # by the same trainer, whose optimizer has progressed
-    options |= {"max_steps": 8, "resume_with_changes": True}
-    resumed = trained(own_optimizer(tmp_path, partial(groups, momentum=0.9), constant, **options), resume=True)
+    resumed = trained(own_optimizer(tmp_path, groups, constant, **options, max_steps=8), resume=True)
     assert resumed.optimizer.param_groups[0]["k"] == 8
-    assert resumed.optimizer.param_groups[0]["momentum"] == 0.9
 
 
 def test_another_split_of_the_same_global_batch_goes_on(tmp_path, caplog):

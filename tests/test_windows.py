@@ -14,7 +14,7 @@ from helpers.trainers import TrainedRows, arguments, trained, trainer_for
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, default_collate, random_split
 from transformers import TrainerCallback
 
-from hf_infcl.checkpoints.record import Run, RunRecord
+from hf_infcl.checkpoints.record import RunRecord
 from hf_infcl.loading.batch_plan import BatchPlan
 from hf_infcl.loading.shares import SourceShare
 from hf_infcl.loading.table_rows import TableRows
@@ -369,7 +369,7 @@ def test_windows_are_full_and_counted_until_the_data_ends(tmp_path):
         assert len(agreed) == 3 * (epoch + 1)
         at = {"epoch": epoch, "windows": 2, "rows": 16}
         assert data.position() == {**at, "skipped_samples": 8 * (epoch + 1), "stream": None}
-    resumed = TrainingData(None, arguments(tmp_path), RunRecord(Run(8, "", "", ""), 1, 2, skipped_samples=16))
+    resumed = TrainingData(None, arguments(tmp_path), RunRecord({}, 1, 2, skipped_samples=16))
     counted = {"epochs_trained": 1, "steps_trained_in_current_epoch": 4}  # Trainer's, in micro-batches
     assert resumed.begin_epoch_of_loop(1, 4, counted) == {}
     assert resumed.position() == data.position()

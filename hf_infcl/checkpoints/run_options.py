@@ -1,4 +1,4 @@
-"""The options that decide about a training, as recorded in its checkpoints, and their change when a run is resumed.
+"""The options that decide about a training, as recorded in its checkpoints.
 
 Options that only decide where or how fast something is computed, how often it is logged, saved or evaluated, or what
 happens after an error, are left out: they may change from one part of a run to the next.
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from ..data import ContrastiveCollator
 from ..encoders.adapters import has_adapters
@@ -20,7 +19,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import WITHOUT_WARM_UP
 from ..options.facts import facts_by_name
 
-# Options that decide what is trained, but are compared in another form: see `options_of_arguments` and `Run`.
+# Options that decide what is trained, but are compared in another form, here or in `resuming.make_run`.
 _IN_ANOTHER_FORM = set(
     """
     bf16 bf16_full_eval fp16 fp16_opt_level fp16_full_eval max_steps num_train_epochs warmup_ratio objective equal_ids
@@ -96,107 +95,22 @@ def as_json(value: object) -> Any:
     return json.loads(json.dumps(value, default=replaced))
 
 
-# ---- Optimizer and schedule ----
+def options_of_optimizer(optimizer: object) -> dict[str, Any]:
+    """The class and the options of an optimizer before its first step, as JSON values; accelerate's wrapper is removed.
 
-
-class OptimizerOptions:
-    """The options of a new optimizer and its schedule, whatever their classes.
-
-    Some optimizers keep their progress beside the options in the same groups. Options are those values that differ
-    between two new optimizers.
-
-    Args:
-        optimizer: an optimizer before its first step; accelerate's wrapper is removed.
-        earlier: the options before an earlier training in this process. Those of the same objects are kept.
-
-    Attributes:
-        record: the options as JSON values, for a checkpoint.
+    Some optimizers keep their progress beside the options in the same groups, which is the same for two new ones.
     """
-
-    def __init__(self, optimizer: object, scheduler: object = None, earlier: OptimizerOptions | None = None) -> None:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._groups: list[dict[str, Any]] = [
-            {"lr": group.get("initial_lr", group.get("lr"))}
-            | {name: value for name, value in group.items() if name not in ("lr", *_EXECUTION)}
-            for group in getattr(optimizer, "param_groups", [])
-        ]
-        state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
-        self._schedule = {name: value for name, value in state.items() if name not in _OF_OPTIMIZER}
-        if earlier is not None and earlier._optimizer is optimizer:
-            self._groups = earlier._groups
-        if earlier is not None and earlier._scheduler is scheduler:
-            self._schedule = earlier._schedule
-        self.record: dict[str, Any] = {
-            "optimizer": type(optimizer).__name__,
-            "groups": as_json(self._groups),
-            "scheduler": type(scheduler).__name__,
-            "schedule": as_json(self._schedule),
-        }
-
-    def of_other_class(self, before: Mapping[str, object]) -> Iterator[str]:
-        """Phrases about an optimizer or a schedule that cannot take over the state of another class."""
-        for name in ("optimizer", "scheduler"):
-            if name in before and before[name] != self.record[name]:
-                yield f"{name} was {before[name]} and is {self.record[name]}"
-
-    def differences(self, before: Mapping[str, Any]) -> list[str]:
-        """A phrase about each option that differs from those of a `record`, with both values."""
-        groups: dict[str, list[str]] = {}
-        for number, name in self._changed_groups(before):
-            old, new = before["groups"][number][name], self.record["groups"][number][name]
-            groups.setdefault(f"{name} was {old!r} and is {new!r}", []).append(str(number))
-        every = len(self._groups)
-        of_groups = [
-            phrase if len(numbers) == every else f"{phrase} for parameter group {' and '.join(numbers)}"
-            for phrase, numbers in groups.items()
-        ]
-        schedule = [
-            f"{name} of the schedule was {before['schedule'][name]!r} and is {self.record['schedule'][name]!r}"
-            for name in self._changed_schedule(before)
-        ]
-        return of_groups + schedule
-
-    def apply(self, before: Mapping[str, Any], optimizer: Any, scheduler: object) -> None:
-        """Gives an optimizer and a schedule that were loaded from a checkpoint the options that differ from it.
-
-        Their progress, such as moments and the number of steps, stays. The learning rate becomes that of the new
-        schedule at the same step. ``before`` is the `record` of the checkpoint.
-        """
-        for name in self._changed_schedule(before):
-            setattr(scheduler, name, self._schedule[name])
-        for number, name in self._changed_groups(before):
-            group, value = optimizer.param_groups[number], self._groups[number][name]
-            if name != "lr":
-                group[name] = value
-                continue
-            old = before["groups"][number]["lr"]
-            _set_rate(group, group["lr"] * (float(value) / old) if old else value)
-            group["initial_lr"] = value
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs[number] = value
-        if isinstance(scheduler, LambdaLR):  # those of transformers: a function of the step
-            restart_rates(scheduler)
-
-    def _changed_groups(self, before: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-        for number, (old, new) in enumerate(zip(before.get("groups", []), self.record["groups"], strict=False)):
-            yield from ((number, name) for name, value in new.items() if name in old and old[name] != value)
-
-    def _changed_schedule(self, before: Mapping[str, Any]) -> list[str]:
-        old = before.get("schedule", {})
-        return [name for name, value in self.record["schedule"].items() if name in old and old[name] != value]
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+    options: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for number, group in enumerate(groups):
+        place = "" if len(groups) == 1 else f" of parameter group {number}"
+        options["lr" + place] = group.get("initial_lr", group.get("lr"))
+        options |= {name + place: value for name, value in group.items() if name not in ("lr", *_EXECUTION)}
+    return as_json(options)
 
 
-def restart_rates(schedule: LambdaLR) -> None:
-    """Gives the groups of the optimizer the learning rates of a schedule at the step that it has reached."""
-    groups = schedule.optimizer.param_groups
-    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        _set_rate(group, base * factor(schedule.last_epoch))
-    schedule._last_lr = [group["lr"] for group in groups]
-
-
-def _set_rate(group: dict[str, object], rate: float | torch.Tensor) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
+def options_of_schedule(schedule: Any) -> dict[str, Any]:
+    """The class and the options of a new schedule of the learning rate, as JSON values."""
+    state = schedule.state_dict() if hasattr(schedule, "state_dict") else {}
+    options = {f"{name} of the schedule": value for name, value in state.items() if name not in _OF_OPTIMIZER}
+    return as_json({"schedule": type(schedule).__name__, **options})

@@ -331,16 +331,13 @@ class ImageTextDataset(PairSource, ImageDataset):
         skips = self.on_bad_sample == "skip"
         return {*(["pair_id"] if skips or self.pair_id_column else []), *(["skipped"] if skips else [])}
 
-    def content_fingerprint(self, count: int | None = None) -> str:
-        """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart.
-
-        With a ``count``, which is at most the length, only the first ``count`` rows are regarded.
-        """
-        return _fingerprint(self._texts, len(self) if count is None else count)
+    def content_fingerprint(self) -> str:
+        """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart."""
+        return _fingerprint(self._texts)
 
     def key_fingerprint(self) -> str:
         """A hash of the captions of some rows, which does not change with the other columns that are read."""
-        return _fingerprint(self._texts.select_columns([self.caption_column]), len(self))
+        return _fingerprint(self._texts.select_columns([self.caption_column]))
 
     @property
     def changes_captions(self) -> bool:
@@ -353,8 +350,8 @@ class ImageTextDataset(PairSource, ImageDataset):
         return self._augmentation != "none" or self.on_bad_sample == "skip"
 
 
-def _fingerprint(texts: datasets.Dataset, count: int) -> str:
-    rows = range(0, count, math.ceil(count / 64))
+def _fingerprint(texts: datasets.Dataset) -> str:
+    rows = range(0, len(texts), math.ceil(len(texts) / 64))
     return hashlib.sha256(repr([texts[row] for row in rows]).encode()).hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import has_length
 
-from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
+from ..data import ContrastiveCollator, ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
 from ..encoders.dual_encoder import images_of
@@ -182,15 +182,10 @@ def drawn_texts(data: object) -> tuple[int, str | None]:
     return most_captions(data), next(iter(negative_caption_columns(data)), None)
 
 
-def described_rows(data: object) -> tuple[int | None, Callable[[int], str] | None]:
-    """The number of rows of a training set without old pairs, and a function that takes a fingerprint of the first n.
-
-    The number is None for a stream, the function for data without a fingerprint.
-    """
+def rows_of(data: object) -> int | None:
+    """The number of rows of a training set without old pairs; None for a stream."""
     new = data.datasets[0] if isinstance(data, Replayed) else data
-    rows = len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
-    pairs = new.dataset if isinstance(new, CachedItems) else new
-    return rows, pairs.content_fingerprint if isinstance(pairs, ImageTextDataset) else None
+    return len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
 
 
 def without_epochs(dataset: Any) -> Any:

@@ -149,14 +149,6 @@ def is_own(dataset: object) -> bool:
     return isinstance(dataset, (ImageTextStream, Replayed)) or not isinstance(dataset, IterableDataset)
 
 
-def is_position_in(dataset: object, state: Mapping[str, Any]) -> bool:
-    """Whether a `MicroBatches.state` is that of a dataset of this kind: old and new pairs, a stream, or a table."""
-    if isinstance(dataset, Replayed):
-        parts = state.get("parts", ())
-        return len(parts) == len(dataset.datasets) and all(map(is_position_in, dataset.datasets, parts))
-    return ("lanes" if isinstance(dataset, ImageTextStream) else "pass") in state
-
-
 def make_micro_batches(
     dataset: Source,
     share: SourceShare,
@@ -171,8 +163,7 @@ def make_micro_batches(
 
     Args:
         filled: as for `TableRows`.
-        states: the `state` of every process of the checkpoint to resume from. A table uses its own
-            in a replay alone, since otherwise they may be those of other data, which it replaces.
+        states: the `state` of every process of the checkpoint to resume from, of a table in a replay alone.
         **where: ``rank``, ``world_size``, ``num_workers`` and ``keyed``.
     """
     if isinstance(dataset, ImageTextStream):
@@ -184,7 +175,7 @@ def make_micro_batches(
         shuffle=share.is_old or args.train_sampling_strategy == "random",
         seed=args.seed_of_data + share.is_old * _SEED_OF_OLD,
         filled=filled,
-        state=states[0] if states and not share.is_alone else None,
+        state=states[0] if states else None,
         **where,
     )
 

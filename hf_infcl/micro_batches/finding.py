@@ -173,13 +173,9 @@ def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Mapping[str, Te
 
 
 def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
-    """Takes the division of the checkpoint, if it is of the same batch, options and machines; collective."""
+    """Takes the division of the checkpoint, if it is of the same options and machines; collective."""
     # Every process calls `_machines`, since all of them have the record or none.
     if record is None or (before := record.micro_batches) is None:
-        return False
-    # They differ after a resume with changes.
-    batch = record.run.global_batch_size, record.run.options.get("global_batch_schedule") or []
-    if batch != (args.global_batch_size, list(args.global_batch_schedule or ())):
         return False
     asked, now = ([*values[:2], *(value or "auto" for value in values[2:])] for values in (before["asked"], args.asked))
     if asked != now or before["machines"] != _machines(args):

@@ -25,7 +25,7 @@ class BatchOptions:
         "into micro-batches only takes time and memory: without per_device_train_batch_size that is tried before the "
         "first step on a GPU, and a later step that runs out of memory is repeated with smaller micro-batches. By "
         "default the product of per_device_train_batch_size, gradient_accumulation_steps and the processes.",
-        decides=False,  # `Run` compares it, whichever options it follows from
+        decides=False,  # a checkpoint's run has it, whichever options it follows from
         short_help=HelpPlace("Batch", 10),
         within=FROM_1,
     )

@@ -19,7 +19,6 @@ class Course:
     steps: int  # of the whole training, from its first on
     samples: int  # its pairs
     grows = False  # whether global batches have several sizes that were planned
-    has_changed = False  # whether a training that was resumed had another size before
 
     def samples_before(self, step: int) -> int:
         """The pairs trained before a step."""
@@ -40,34 +39,22 @@ class Course:
 
 
 class EqualBatches(Course):
-    """The course of a training without ``global_batch_schedule``.
+    """The course of a training without ``global_batch_schedule``, in global batches of this size."""
 
-    Args:
-        size: the pairs of a global batch.
-        steps: of the whole training.
-        begin: the steps trained before it was resumed.
-        earlier: their pairs, in global batches that may have had other sizes; 0 if they are not known.
-    """
-
-    def __init__(self, size: int, steps: int, begin: int = 0, earlier: int = 0) -> None:
-        self.steps, self.samples = steps, earlier + max(0, steps - begin) * size
-        self._size, self._begin, self._earlier = size, begin, earlier
-        self.has_changed = earlier not in (0, begin * size)
+    def __init__(self, size: int, steps: int) -> None:
+        self.steps, self.samples, self._size = steps, steps * size, size
 
     def samples_before(self, step: int) -> int:
-        """The pairs trained before a step. Before the training was resumed, all steps are taken for equally large."""
-        if step < self._begin:
-            return self._earlier * step // self._begin
-        return self._earlier + (step - self._begin) * self._size
+        return step * self._size
 
     def size(self, step: int) -> int:
         return self._size
 
     def first_step(self, share: float) -> int:
-        return super().first_step(share) if self.has_changed else round(share * self.steps)
+        return round(share * self.steps)
 
     def last_steps(self, share: float) -> int:
-        return super().last_steps(share) if self.has_changed else math.ceil(share * self.steps)
+        return math.ceil(share * self.steps)
 
 
 # ---- Words such as 112:0.5 160:0.4 224: a number for each stage, with the share that the stage takes ----

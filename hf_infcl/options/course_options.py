@@ -17,14 +17,6 @@ class CourseOptions:
         decides=False,
         short_help=HelpPlace("Logging and saving", 60),
     )
-    resume_with_changes: bool = option(
-        "Allow resuming with options or data that differ from the checkpoint's. These may be the global batch, the "
-        "objective, the model, the training set, and options of the optimizer, the schedule or the data. The log names "
-        "the changes. The class of the optimizer cannot change. What is left of num_train_epochs, counted in pairs, or "
-        "of max_steps is trained; if nothing is left, that is an error.",
-        default=False,
-        decides=False,
-    )
     skip_nonfinite: int = option(
         "Skip up to this many steps in a row if their embeddings, loss or gradient are not finite. One more ends the "
         "training.",

@@ -18,12 +18,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.utils import logging
 
 from ..checkpoints.pushes import cause
-from ..checkpoints.run_options import OptimizerOptions, restart_rates
+from ..checkpoints.run_options import options_of_optimizer, options_of_schedule
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
 from ..optimizers import MuonAdamW, parameter_groups
 from ..optimizers.groups import divided, matching, table_of_groups
-from ..optimizers.moving_average import MovingAverage, unwrapped, without_average
+from ..optimizers.moving_average import MovingAverage, unwrapped
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..options.declaring import ExclusiveOptionsError, spelled
@@ -47,7 +47,8 @@ class Optimization:
         # Whether Trainer created them from the arguments. Otherwise they were passed.
         self.creates_optimizer = self.creates_scheduler = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optimizers`
-        self.options = OptimizerOptions(None)  # of both, for the record of a checkpoint
+        # Both, and their options before their first step, for the record of a checkpoint.
+        self._described: list[tuple[object, dict[str, Any]]] = [(None, {}), (None, {})]
 
     def optimizer(
         self,
@@ -106,12 +107,18 @@ class Optimization:
         self.creates_scheduler = self.creates_scheduler or schedule is None
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = make()
-        # A training of epochs ends with its samples; one of max_steps goes on with its steps.
-        has_changed = course.has_changed and args.max_steps < 1
-        if self.creates_scheduler and (has_changed or course.grows):
+        if self.creates_scheduler and course.grows:
             over_samples(schedule, course)
-        self.options = OptimizerOptions(optimizer, schedule, self.options)
+        of_both = (getattr(optimizer, "optimizer", optimizer), options_of_optimizer), (schedule, options_of_schedule)
+        for i, (one, options_of) in enumerate(of_both):
+            if self._described[i][0] is not one:  # otherwise an earlier training has progressed in it
+                self._described[i] = one, options_of(one)
         return schedule
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of both, for the record of a checkpoint."""
+        return self._described[0][1] | self._described[1][1]
 
 
 @contextmanager
@@ -221,35 +228,10 @@ def average_weights(optimizer: Optimizer | None, args: InfCLTrainingArguments, m
     if args.ema_decay is None or optimizer is None:
         return
     if not hasattr(unwrapped(optimizer), "update_average"):
-        _new_average(optimizer, args.ema_decay, model, in_host=args.ema_device == "cpu")
-
-
-def _new_average(
-    optimizer: Optimizer | None, decay: float, model: nn.Module, *, in_host: bool = False
-) -> MovingAverage:
-    of_zero = getattr(optimizer, "optimizer", None)
-    copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
-    return MovingAverage(unwrapped(optimizer), decay, lambda: reshard(model), copy_to_model, in_host=in_host)
-
-
-@contextmanager
-def average_loaded(
-    optimizer: Optimizer | None, args: InfCLTrainingArguments, model: nn.Module, *, was_averaged: bool
-) -> Iterator[None]:
-    """The context in which the state of an optimizer is loaded, whose average `args` may begin or end.
-
-    Without ``ema_decay``, the training goes on from the weights that were trained, not from their average. A new
-    average begins with the weights after the next step.
-    """
-    if not was_averaged:
-        with without_average(unwrapped(optimizer)):
-            yield
-        return
-    # Sharded states load only what the optimizer has.
-    ending = _new_average(optimizer, 0.0, model) if args.ema_decay is None else None
-    yield
-    if ending is not None:
-        ending.end()
+        of_zero = getattr(optimizer, "optimizer", None)
+        copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
+        in_host = args.ema_device == "cpu"
+        MovingAverage(unwrapped(optimizer), args.ema_decay, lambda: reshard(model), copy_to_model, in_host=in_host)
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
@@ -334,7 +316,6 @@ def over_samples(schedule: LRScheduler, course: Course) -> None:
         return lambda step: factor(course.samples_before(step) / course.samples * course.steps)
 
     schedule.lr_lambdas = [planned(factor) for factor in schedule.lr_lambdas]
-    restart_rates(schedule)
 
 
 def _rates_of_parts(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
@@ -17,11 +14,11 @@ from transformers.utils import logging
 
 from ..checkpoints.files import choose
 from ..checkpoints.pushes import checkpoint_of_hub_if_named
-from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
+from ..checkpoints.record import RECORD_NAME, RunRecord, differences
 from ..checkpoints.run_options import as_json, options_of_arguments, options_of_data, options_of_model
 from ..loading.batch_plan import BatchPlan, Position
-from ..loading.positions import loop_values, make_plan
-from ..loading.replay import Replayed, is_own, is_position_in
+from ..loading.positions import loop_values
+from ..loading.replay import Replayed, is_own
 from ..loading.training_data import TrainingData
 from ..loading.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..micro_batches.finding import recorded
@@ -34,36 +31,37 @@ from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from .ending import why_complete
 from .loop_events import Decisions
-from .optimization import Optimization, average_loaded
+from .optimization import Optimization
 
 logger = logging.get_logger(__name__)
 
 
-def make_run(setup: Setup) -> Run:
-    """The properties of a training that a checkpoint must share to be resumed."""
+def make_run(setup: Setup) -> dict[str, Any]:
+    """The properties of a training that a checkpoint must share to be resumed, as JSON values."""
     args, model, data = setup.args, setup.encoder.model, setup.data
     kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
     optimizer = spelled(args.optim).removesuffix("_fused")  # of the same state
     optimizer = optimizer if args.optimizer is None else f"{args.optimizer} and {optimizer}"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     start, keeps = setup.start and setup.start.fingerprint, args.keep_features or args.keep_weights
-    return Run(
-        global_batch_size=args.global_batch_size,
-        objective=setup.objective,
-        model=f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
-        data=_described(data, args),
-        content=content_fingerprint(data),
-        equal_ids=setup.equal_ids,
-        optimizer=f"{optimizer} of {trained:,} parameters",
-        options={
-            **options_of_arguments(args, setup.accelerator.mixed_precision),
-            **options_of_data(list(all_parts(data)), setup.collator),
-            **options_of_model(model),
-            "fingerprint of the start": start if keeps else None,
-            **({} if keeps or start is None else {"fingerprint of the adapted weights": start}),
-            **as_json({name: value for part in setup.extensions for name, value in part.options.items()}),
-        },
-    )
+    run = {
+        "global_batch_size": args.global_batch_size,
+        "objective": setup.objective,
+        "model": f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
+        "data": _described(data, args),
+        "content": content_fingerprint(data),
+        "equal_ids": setup.equal_ids,
+        "optimizer": f"{optimizer} of {trained:,} parameters",
+    }
+    options = {
+        **options_of_arguments(args, setup.accelerator.mixed_precision),
+        **options_of_data(list(all_parts(data)), setup.collator),
+        **options_of_model(model),
+        "fingerprint of the start": start if keeps else None,
+        **({} if keeps or start is None else {"fingerprint of the adapted weights": start}),
+        **as_json({name: value for part in setup.extensions for name, value in part.options.items()}),
+    }
+    return {**run, **options, **run}
 
 
 def make_record(
@@ -71,7 +69,6 @@ def make_record(
     data: TrainingData,
     window_step: WindowStep,
     optimization: Optimization,
-    stages: list[Stage],
     progress: tuple[int, int],
 ) -> RunRecord:
     """What a checkpoint says of the run and of its progress, the pairs and the steps that were trained; collective."""
@@ -82,10 +79,9 @@ def make_record(
         **window_step.checks.skipped.record(),
         processes=setup.args.world_size,
         only_model=setup.args.save_only_model,
-        optimizer=optimization.options.record,
+        optimizer=optimization.options,
         samples_seen=samples_seen,
         step=step,
-        stages=stages,
         micro_batches=recorded(setup.args),
     )
 
@@ -104,7 +100,7 @@ def _described(data: object, args: InfCLTrainingArguments) -> str:
     return type(data).__name__ + rows + captions + ("" if isinstance(data, IterableDataset) else order)
 
 
-def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str | bool | None) -> None:
+def check_same_on_all_ranks(args: InfCLTrainingArguments, run: dict[str, Any], resumes: str | bool | None) -> None:
     """Raises a ValueError on every process if their models, data or options differ, such as an outdated copy.
 
     It also does so if only some of the processes resume. The folder of a checkpoint may have different names on
@@ -114,8 +110,7 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
     facts = facts_by_name(args)
     # What is no field, transformers adds, such as the version.
     of_this = {name: value for name, value in args.to_dict().items() if name in facts and not facts[name].one_machine}
-    described_run = asdict(run)
-    of_this |= {**described_run.pop("options"), **described_run}
+    of_this |= run
     of_this["resume_from_checkpoint"] = "a folder" if named else resumes or None
     described = json.dumps(of_this, default=lambda value: type(value).__name__)
     runs = [json.loads(text) for text in Processes().gather_objects(described)]
@@ -141,130 +136,70 @@ def make_resumption(setup: Setup, resumes: str | bool | None, repository: str | 
     args, run = setup.args, make_run(setup)
     resumes = checkpoint_of_hub_if_named(resumes, args, repository)
     check_same_on_all_ranks(args, run, resumes)
-    checkpoint = choose(str(args.output_dir), resumes, looks=args.should_save)
-    resumption = Resumption(checkpoint, allows_changes=args.resume_with_changes)
+    resumption = Resumption(choose(str(args.output_dir), resumes, looks=args.should_save))
     resumption.check(run, setup.data, args.world_size)
     return resumption
 
 
 class Resumption:
-    """The checkpoint (its folder) from which a training resumes, if any, and whether it may.
+    """The checkpoint (its folder) from which a training resumes, if any, and whether it may."""
 
-    The run may differ from that of the checkpoint if it ``allows_changes`` (``resume_with_changes``).
-    """
-
-    def __init__(self, checkpoint: str | None = None, *, allows_changes: bool = False) -> None:
-        self.checkpoint, self._allows_changes = checkpoint, allows_changes
+    def __init__(self, checkpoint: str | None = None) -> None:
+        self.checkpoint = checkpoint
         # None if there is no checkpoint, or another trainer wrote it.
         self.record = None if checkpoint is None else RunRecord.read(checkpoint)
-        self.is_of_same_data = False  # in global batches of the same size
-        self.changes: list[str] = []  # phrases about what differs from the run of the checkpoint
         self.begin: Position | None = None  # where the training goes on, as soon as `rest` has computed it
         self._is_complete = False
 
-    def of(self, checkpoint: str) -> Resumption:
-        """This one, or that of another checkpoint, which may differ from the run if this one may."""
-        is_same = checkpoint == self.checkpoint
-        return self if is_same else Resumption(checkpoint, allows_changes=self._allows_changes)
-
-    @property
-    def stages(self) -> list[Stage]:
-        """The parts of the run after the first, each of which began with changes; the last may be this training."""
-        record = self.record
-        if record is None or record.step is None or not self.changes:
-            return [] if record is None else record.stages
-        return [*record.stages, Stage(record.step, record.samples_seen, self.changes)]
-
-    def check(self, run: Run, data: object, world_size: int) -> None:
+    def check(self, run: Mapping[str, Any], data: object, world_size: int) -> None:
         """Compares the run of the checkpoint with this one.
 
         Raises:
-            ValueError: they differ, and changes are not allowed; or the checkpoint has no position in a stream.
+            ValueError: they differ, or the checkpoint has no position in a stream.
         """
         checkpoint, record = self.checkpoint, self.record
         if checkpoint is None:
             return
-        position = {} if record is None or not record.stream else record.stream[0]  # of rows, it is their epoch's
-        if isinstance(data, IterableDataset) and is_own(data) and not is_position_in(data, position):
-            kind = "new and old pairs of these kinds" if isinstance(data, Replayed) else "a stream"
-            raise ValueError(
-                f"{checkpoint} holds no position in {kind}, because it was not written by a training on such data. "
-                "Start a new run from its model."
-            )
         if record is None:
             logger.warning(
                 f"{checkpoint} has no {RECORD_NAME}, so its global batch, model and data cannot be compared with those "
                 "of this run."
             )
-            return
-        of_data = "content", "global_batch_size"
-        self.is_of_same_data = all(getattr(record.run, name) == getattr(run, name) for name in of_data)
-        self.changes = list(differences(record.run, run))
-        self._allow(self.changes)
-        if record.run.parameters != run.parameters:  # which no permission changes
+        else:
+            self._refuse(differences(record.run, run))
+        if isinstance(data, IterableDataset) and is_own(data) and not self.stream_positions:
             raise ValueError(
-                f"{checkpoint} cannot be resumed: model was {record.run.model!r} and is {run.model!r}, which its "
-                "weights do not fit. Restore the earlier model, image_size and adapters, or start a new run from the "
-                "checkpoint's model."
+                f"{checkpoint} holds no position in a stream, because it was not written by a training on such data. "
+                f"Start anew from its weights: --model {checkpoint}"
             )
-        if record.processes != world_size:
+        if record is not None and record.processes != world_size:
             logger.warning(
                 f"{checkpoint} was written by {counted(record.processes, 'process')}, but this run has {world_size}. "
                 "The global batches stay the same, but dropout draws different masks."
             )
 
-    def _allow(self, changes: Iterable[str]) -> None:
-        """Says what differs from the run of the checkpoint, and raises a ValueError unless changes are allowed."""
-        if not (phrases := ", ".join(changes)):
-            return
-        if not self._allows_changes:
+    def _refuse(self, different: str) -> None:
+        if different:
             raise ValueError(
-                f"{self.checkpoint} is of another run: {phrases}. Restore the earlier values, or pass "
-                "resume_with_changes=True (--resume_with_changes on the command line) to resume with the new ones."
+                f"{self.checkpoint} is of another run: {different}. Restore the earlier values, or start anew from its "
+                f"weights: --model {self.checkpoint}"
             )
-        logger.warning(f"{self.checkpoint} is resumed with changes: {phrases}.")
-
-    def check_optimizer(self, optimization: Optimization) -> bool:
-        """Compares optimizer and schedule with the checkpoint's. Returns whether they have other options.
-
-        Raises:
-            ValueError: they are of another class; or their options differ, and changes are not allowed.
-        """
-        before, options = {} if self.record is None else self.record.optimizer, optimization.options
-        if other := ", ".join(options.of_other_class(before)):
-            raise ValueError(
-                f"{self.checkpoint} cannot be resumed: {other}, which cannot use the state of the other. Restore the "
-                "earlier one, or start a new run from its model."
-            )
-        changes = options.differences(before)
-        self._allow(changes)
-        if not (optimization.creates_optimizer and optimization.creates_scheduler):  # else the arguments say it
-            self.changes += [change for change in changes if change not in self.changes]
-        return bool(changes)
 
     @contextmanager
-    def optimizer_loaded(
-        self, setup: Setup, optimization: Optimization, optimizer: Optimizer | None, schedule: LRScheduler | None
-    ) -> Iterator[None]:
-        """The context in which the states of optimizer and schedule are loaded; their options stay those of this run.
+    def optimizer_loaded(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """The context in which the states of an optimizer and a schedule with these options are loaded.
 
         Raises:
-            ValueError: as `check_optimizer`, or a state does not fit.
+            ValueError: those of the checkpoint had other options, or a state does not fit.
         """
-        args, record = setup.args, self.record
-        changed = self.check_optimizer(optimization)
-        was_averaged = args.ema_decay is not None if record is None else bool(record.run.options.get("ema_decay"))
+        self._refuse(differences({} if self.record is None else self.record.optimizer, options))
         try:
-            with average_loaded(optimizer, args, setup.encoder.model, was_averaged=was_averaged):
-                yield
+            yield
         except (KeyError, ValueError) as error:
             raise ValueError(
-                f"The optimizer's state in {self.checkpoint} does not fit this run ({error}). The options of the "
-                "optimizer, frozen towers, teachers and separate learning rates must be those of the run that wrote "
-                "it. Restore them, or start a new run from its model."
+                f"The optimizer's state in {self.checkpoint} does not fit this run ({error}). Start anew from its "
+                f"weights: --model {self.checkpoint}"
             ) from error
-        if record is not None and (changed or any(True for _ in differences(record.run, make_run(setup)))):
-            optimization.options.apply(record.optimizer, optimizer, schedule)
 
     @property
     def stream_positions(self) -> list[dict[str, Any]]:
@@ -309,21 +244,11 @@ class Resumption:
         due = kept.get("TrainerControl", {}).get("args", {}).get("should_evaluate")
         return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
-    def plan(self, args: InfCLTrainingArguments, data: object) -> BatchPlan:
-        """The global batches of a training on a dataset, from the checkpoint on."""
-        return make_plan(args, data, self.record, changed=self.changed(args))
-
-    def changed(self, args: InfCLTrainingArguments) -> bool:
-        """Whether the run was ever resumed with changes, or has trained global batches of other sizes."""
-        record = self.record
-        trained = record is not None and record.samples_seen != (record.step or 0) * args.global_batch_size
-        return bool(self.stages) or trained
-
     def rest(
         self, args: InfCLTrainingArguments, loader: DataLoader, plan: BatchPlan, values: tuple[object, ...]
     ) -> tuple[Any, ...]:
         """Trainer's initial values for what is left of the training; see `loop_values`."""
-        self.begin, values = loop_values(args, loader, plan, self.record, values, changed=self.changed(args))
+        self.begin, values = loop_values(args, loader, plan, self.record, values)
         return values
 
     def first_position(
@@ -339,15 +264,13 @@ class Resumption:
             lengths: the steps of the training, those of a pass over the data, and the passes, which are what
                 ``Trainer._init_training_state`` is given first.
             counted: the numbers that Trainer computes, for checkpoints without a record.
-
-        Raises:
-            ValueError: the run was resumed with changes, and has no step left.
         """
         steps, _, epochs = lengths
         if self.checkpoint is not None:
             self._set_intervals(state, args, steps)
         if reason := why_complete(state, steps, args.early_stopping_patience):
-            self._tell_complete(state, args, steps, reason)
+            at = f"{self.checkpoint} was saved after step {state.global_step}"
+            logger.warning(f"Nothing is left to train: {at}, and {reason}.")
             self._is_complete = True
             return epochs - self._lacks_evaluation(state, args), 0
         if self.begin is None:
@@ -363,19 +286,3 @@ class Resumption:
         now = {name: getattr(state, name) for name in names}
         if changed := [f"{name} was {before[name]} and is {now[name]}" for name in names if before[name] != now[name]]:
             logger.warning(f"{self.checkpoint} is resumed with other intervals: {', '.join(changed)}.")
-
-    def _tell_complete(self, state: TrainerState, args: InfCLTrainingArguments, steps: int, reason: str) -> None:
-        """Warns that nothing is left to train, or raises a ValueError if the run was to go on with changes."""
-        at = f"{self.checkpoint} was saved after step {state.global_step}"
-        if not self.changes:
-            logger.warning(f"Nothing is left to train: {at}, and {reason}.")
-            return
-        if state.global_step >= steps and args.max_steps > 0:
-            reason = f"max_steps={args.max_steps} allows no further one. Raise it"
-        elif state.global_step >= steps:
-            at += f", which is epoch {state.epoch or 0:.4g}"
-            reason = (
-                f"num_train_epochs={args.num_train_epochs:g} leaves no global batch of {args.global_batch_size:,} "
-                "pairs. Raise it, or lower the batch"
-            )
-        raise ValueError(f"Nothing is left to train: {at}, and {reason}. The changes were: {', '.join(self.changes)}.")

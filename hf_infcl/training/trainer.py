@@ -21,7 +21,7 @@ from ..evaluation import Found
 from ..loading import loaders
 from ..loading.batch_plan import BatchPlan
 from ..loading.notices import CaptionNotices
-from ..loading.positions import make_course
+from ..loading.positions import make_course, make_plan
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import find_micro_batches
 from ..micro_batches.repeating import run_repeating
@@ -148,7 +148,7 @@ class InfCLTrainer(Trainer):
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
         plan = None if loader is None else self.batch_plan
-        course, begin = make_course(args, self.state, record, plan), self.resumption.begin
+        course, begin = make_course(args, self.state, plan), self.resumption.begin
         self.training_data = TrainingData(loader, args, record, self.data_collator, course, plan, begin)
         makes_loader = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if makes_loader and self.training_data.source.stream is not None:
@@ -162,7 +162,7 @@ class InfCLTrainer(Trainer):
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         files.go_on_with_losses(self)
         if loader is not None and self.is_world_process_zero():
-            self.caption_notices.was_told = self.resumption.is_of_same_data
+            self.caption_notices.was_told = record is not None
             self.caption_notices.look_at_all(self.setup, self.eval_dataset)
         return self.window_step, self.training_data, self.progress
 
@@ -186,7 +186,7 @@ class InfCLTrainer(Trainer):
 
     @property
     def samples_seen(self) -> int:
-        """The pairs trained so far, also those of other global batch sizes before the training was resumed."""
+        """The pairs trained so far."""
         return self.progress.samples(self.state.global_step)
 
     # ---- The model, its optimizer and its schedule ----
@@ -200,13 +200,13 @@ class InfCLTrainer(Trainer):
     def setup(self) -> Setup:
         """What the parts have in common."""
         data, equal_ids = self.train_dataset, loaders.needed_ids(self.args, self.train_dataset)
-        of_data: Any = self._start, data, self.data_collator, self._extensions, *loaders.described_rows(data)
+        of_data: Any = self._start, data, self.data_collator, self._extensions, loaders.rows_of(data)
         return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids, self._prepare_inputs, *of_data)
 
     @property
     def batch_plan(self) -> BatchPlan:
         """The global batches of the training, from the checkpoint on that it resumes from."""
-        return self.resumption.plan(self.args, self.train_dataset)
+        return make_plan(self.args, self.train_dataset, self.resumption.record)
 
     def call_model_init(self, trial: object = None) -> Any:
         model = super().call_model_init(trial)
@@ -234,14 +234,12 @@ class InfCLTrainer(Trainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
         """Trainer's schedule of the learning rate, which runs over samples where the global batch grows."""
         create = partial(super().create_scheduler, *args, **kwargs)
-        course = make_course(self.args, self.state, self.resumption.record, self.batch_plan)
+        course = make_course(self.args, self.state, self.batch_plan)
         return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, course)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads their progress. With ``resume_with_changes``, their options are those of this run."""
         if checkpoint is not None:
-            source = self.resumption.of(checkpoint)
-            with source.optimizer_loaded(self.setup, self.optimization, self.optimizer, self.lr_scheduler):
+            with Resumption(checkpoint).optimizer_loaded(self.optimization.options):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
@@ -378,7 +376,7 @@ class InfCLTrainer(Trainer):
         self.interruptions.phases.enter("saving", self.state.global_step)
         files.keep_losses_since_log(self)
         parts = self.training_data, self.window_step, self.optimization
-        record = make_record(self.setup, *parts, self.resumption.stages, (self.samples_seen, self.state.global_step))
+        record = make_record(self.setup, *parts, (self.samples_seen, self.state.global_step))
         files.save_checkpoint(
             *(self.checkpoints, super()._get_output_dir(trial), record),
             *(self.window_step.state_dict(), self.state, self.args),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,20 +73,17 @@ class WithoutNoisyPairs(PairSelection):
     Args:
         leave_out: ``"noisy"``, or a share between 0 and 1 as text.
         rows: as for `PairAverages`.
-        fingerprint: takes a fingerprint of the first n rows; None if they cannot be told from others. A checkpoint's
-            averages are dropped if its rows were those of another table, or in another order.
     """
 
     name = "leave_out"
 
-    def __init__(self, leave_out: str, rows: int | None, fingerprint: Callable[[int], str] | None = None) -> None:
+    def __init__(self, leave_out: str, rows: int | None) -> None:
         self._share = None if leave_out == NOISY else float(leave_out)
         self.averages = PairAverages(rows, fast=FAST, slow=SLOW)
         self.border: float | None = None  # once it has begun
         self.waits_for = ""  # why it has not, as of the last window
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
         self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
-        self._fingerprint = None if rows is None else fingerprint
         self._owed = 0.0  # the pairs, less than one, that the share would also have left out but for rounding
         self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
         self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
@@ -227,42 +224,16 @@ class WithoutNoisyPairs(PairSelection):
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
         numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing, "owed": self._owed}
         rows = {"passed_over": self._passed_over, "trained": self._trained}
-        if self._fingerprint is not None and self._rows is not None:
-            numbers["fingerprint"] = self._fingerprint(self._rows)
         return {**self.averages.state_dict(), **numbers, **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._is_of_these_rows(state):
-            logger.warning(
-                "leave_out begins anew: the checkpoint knows its pairs by their rows, and the first "
-                f"{len(state['visits']):,} rows of the training set are now others, or in another order."
-            )
-            return
         self.averages.load_state_dict(state)
         self.border, self._counts = state["border"] or None, list(state["counts"])
-        # ---- What earlier checkpoints lack ----
-        self._logged = list(state.get("logged", self._logged))
-        self._look, self._owed = tuple(state.get("look", self._look)), state.get("owed", 0.0)
-        if state.get("epoch", -1) > self._epoch:  # not in a training that rolls back, whose epoch goes on
-            self._epoch, self._passed_over = state["epoch"], self._fitted(state["passed_over"], False)
+        self._logged, self._look, self._owed = list(state["logged"]), tuple(state["look"]), state["owed"]
+        self._trained = state["trained"].clone()
+        if state["epoch"] > self._epoch:  # not in a training that rolls back, whose epoch goes on
+            self._epoch, self._passed_over = state["epoch"], state["passed_over"].clone()
             self._missing = state["missing"]
-        if "trained" in state:
-            self._trained = self._fitted(state["trained"], -1)
-
-    def _is_of_these_rows(self, state: Mapping[str, Any]) -> bool:
-        """Whether rows have the numbers that they had in the checkpoint; a table may have got more at its end."""
-        before, known = len(state["visits"]), self._fingerprint
-        if known is None or self._rows is None or "keys" in state or "fingerprint" not in state:
-            return True  # earlier checkpoints have no fingerprint
-        return before <= self._rows and known(before) == state["fingerprint"]
-
-    def _fitted(self, values: Tensor, new: int) -> Tensor:
-        """Values of the rows of a table that had another number of them."""
-        if not len(values) or self._rows is None:
-            return values.clone()
-        fitted = values.new_full((self._rows,), new)
-        fitted[: len(values)] = values[: self._rows]
-        return fitted
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:

@@ -29,8 +29,6 @@ class Setup:
     collator: Any = None  # the data collator
     extensions: Sequence[Extension] = ()  # of the step, beside those that the arguments ask for
     rows: int | None = None  # of the training set, without old pairs; None for a stream
-    # Takes a fingerprint of the first n of these rows; None for data that has none.
-    fingerprint_of_rows: Callable[[int], str] | None = None
 
     @property
     def objective(self) -> str:

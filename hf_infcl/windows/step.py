@@ -425,7 +425,7 @@ def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]
     if args.leave_out is not None:
         if course is not None and setup.rows is not None:
             tell_if_too_short(course.samples * (1 - (args.replay_share or 0)) / setup.rows)
-        yield WithoutNoisyPairs(args.leave_out, setup.rows, setup.fingerprint_of_rows)
+        yield WithoutNoisyPairs(args.leave_out, setup.rows)
     yield TowerNorms(encoder)
     yield PositiveCosines()
     yield LossParts()

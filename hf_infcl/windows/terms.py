@@ -155,19 +155,6 @@ class TeacherDistance(LossTerm):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the maps.
-
-        Raises:
-            ValueError: they belong to other teachers or sides.
-        """
-        before, now = ({name: list(weight.shape) for name, weight in one.items()} for one in (state, self.state_dict()))
-        if before != now:
-            words = "none" if not now else ", ".join(f"{name} {shape}" for name, shape in now.items())
-            raise ValueError(
-                "The checkpoint has linear maps to other teachers: by their number and side, their shapes were "
-                f"{', '.join(f'{name} {shape}' for name, shape in before.items())}, and are {words}. Name the teachers "
-                "of the checkpoint in the same order, or start a new run from its model."
-            )
         for (number, side), weight in self._maps.items():
             weight.copy_(state[f"{number} {side}"])
 

@@ -118,24 +118,11 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
     planned = "" if facts.planned_steps is None else f" of {facts.planned_steps:,} planned"
     steps = f"{facts.steps:,}{planned} optimizer steps" if planned else counted(facts.steps, "optimizer step")
     yield "length", f"{steps}, {seen:,} pairs seen{epochs}"
-    if facts.stages:
-        yield "stages", _stages(facts, seen)
     yield from facts.settings.items()
     yield "time", f"{_duration(facts.seconds)} with {processes} on {facts.device}"
     if facts.peak_memory is not None:
         yield "peak memory", f"{facts.peak_memory / 2**30:.1f} GiB on one GPU"
     yield "versions", ", ".join(f"{package} {version}" for package, version in facts.versions.items())
-
-
-def _stages(facts: TrainingFacts, seen: int) -> str:
-    """The steps and pairs of each part of a run that was resumed with changes, and what those were."""
-    begins = [(0, 0, ""), *((one.step, one.samples_seen, joined(list(map(code, one.changes)))) for one in facts.stages)]
-    ends = [*begins[1:], (facts.steps, seen, "")]
-    parts = [
-        f"steps {first + 1:,} to {last:,} with {after - before:,} pairs{changes and f', where {changes}'}"
-        for (first, before, changes), (last, after, _) in zip(begins, ends, strict=True)
-    ]
-    return f"{'; '.join(parts)}. The other rows describe the last stage"
 
 
 def _replay(facts: TrainingFacts) -> str:

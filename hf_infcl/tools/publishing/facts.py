@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from transformers import TrainerState
 
 from ... import __version__
 from ...checkpoints.average_search import Averaged, Measured
-from ...checkpoints.record import Stage
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ...evaluation.metrics import score_if_measured
 from ...loading.loaders import drawn_texts
@@ -97,10 +96,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Every fact that a model card states about a training run; values that do not apply are None or empty.
-
-    The facts of a run that was resumed with changes are those of its last stage.
-    """
+    """Every fact that a model card states about a training run; values that do not apply are None or empty."""
 
     name: str
     location: str  # the argument of ``from_pretrained`` in the card's example
@@ -142,7 +138,6 @@ class TrainingFacts:
     best: bool = False  # whether the weights are those of the best evaluation, which Trainer loads at the end
     average: Averaged | None = None  # with the start, whose weights the model holds; None if it holds the trained ones
     planned_steps: int | None = None  # to which shares in ``settings`` apply, if the training has not made all of them
-    stages: Sequence[Stage] = field(default_factory=list)  # those after the first
     rates: Mapping[str, float] = field(default_factory=dict)  # see `settings.highest_rates`
     content: str = ""  # `content_of` the training set without old pairs; empty if it is not known
 
@@ -164,12 +159,12 @@ class TrainingFacts:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["sources"] = [Source(**source) for source in values["sources"]]
             values["replay_sources"] = [Source(**source) for source in values.get("replay_sources", ())]
-            values["stages"] = [Stage(**stage) for stage in values.get("stages", ())]
             values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
             if (average := values.get("average")) is not None:
                 average["measured"] = [Measured(**one) for one in average["measured"]]
                 values["average"] = Averaged(**average)
-            return cls(**values)
+            known = {one.name for one in fields(cls)}  # earlier versions knew more of a run
+            return cls(**{name: value for name, value in values.items() if name in known})
         except (FileNotFoundError, NotADirectoryError) as error:
             above = Path(folder).absolute().parent
             hint = f" {above}, the folder above, has one." if (above / FACTS_FILE).is_file() else ""
@@ -245,7 +240,6 @@ def training_facts(
         steps=state.global_step,
         planned_steps=state.max_steps if state.global_step < state.max_steps else None,
         samples=trainer.samples_seen,
-        stages=trainer.resumption.stages,
         rates=highest_rates(trainer),
         settings={**training_settings(trainer), **(settings or {})},
         seconds=trained_seconds(state),

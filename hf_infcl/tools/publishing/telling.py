@@ -80,11 +80,9 @@ class ProgressPrinter(TrainerCallback):
         if any(name.startswith("eval_") for name in logs):
             self._tell_evaluation(args, state, logs)
         elif "train_runtime" in logs and self._trainer.steps_trained == 0:
-            length = "max_steps" if args.max_steps > 0 else "num_train_epochs"
             tqdm.write(
                 f"This run was finished before, after step {state.global_step:,}, so nothing was trained. To train on, "
-                f"pass a larger --{length} with --resume_with_changes, or start a run of its own from the model: "
-                f"--model {args.output_dir} and another --output_dir."
+                f"start anew from its weights: --model {args.output_dir} and another --output_dir."
             )
         elif "train_runtime" in logs:
             seconds, loss = logs["train_runtime"], logs["train_loss"]
