@@ -25,7 +25,6 @@ BENCHMARKS = {
     "evaluation": "a zero-shot evaluation beside a pure forward",
     "data": "images per second and core, the cost of passing them on, and training from shards",
     "lookup": "a teacher's stored embeddings beside what a worker does with an image",
-    "plan": "what `infcl plan` predicts beside the rows of the others",
     "tables": "the tables of the Inf-CL paper, from the rows of the others",
 }
 

@@ -26,8 +26,6 @@ from hf_infcl.tools.checking.copies import Print, copies
 from hf_infcl.tools.checking.looking import Looker, thumbnail
 from hf_infcl.tools.checking.reading import read
 from hf_infcl.tools.checking.sheet import draw_rows
-from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.planning.workers import predict_workers
 from hf_infcl.tools.scoring.sheet import lines_of
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
@@ -112,41 +110,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.CLIPModel(config).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.parametrize(
-    ("rate", "words", "options"),
-    [
-        (1.0, "The 2 cores of this machine read about 2, so the data limit the rate.", 2),
-        (1e9, "1 worker like these can read them; this machine has 2 cores.", 1),
-    ],
-)
-def test_no_more_workers_are_advised_than_the_machine_has(tmp_path, rate, words, options):
-    given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path)]
-    namespace, known = PARSERS["check"]().read(given)
-    config = transformers.CLIPConfig(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
-    for smallest, more in ((895, []), (896, ["--min_side 448"] if rate == 1 else [])):
-        images = {"batch": None, "rate": rate, "smallest": smallest, "side": 224}
-        line, added = predict_workers(config, namespace, known, **images, cores=2)
-        assert words in line
-        assert added == [*more, f"--dataloader_num_workers {options}"]
-    namespace.use_cpu = True
-    assert predict_workers(config, namespace, known, **images, cores=2) == ("", [])
-
-
-def test_a_check_predicts_the_rate_that_a_plan_predicts(model, tmp_path, capsys):
-    infcl("plan", "--model", model, "--global_batch", 512)
-    (rate,) = re.findall(r"Each GPU trains up to ([\d,]+) images", capsys.readouterr().out)
-    config = transformers.AutoConfig.from_pretrained(model)
-    given = ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path)]
-    for batch, size, words in (
-        (["--global_batch_size", "512"], 512, f"512 pairs, an H100 would train about {rate} images"),
-        ([], None, "256 pairs, an H100 would train about"),
-        (["--per_device_train_batch_size", "16"], 16, "16 pairs, an H100 would train about"),
-    ):
-        namespace, known = PARSERS["check"]().read([*given, *batch])
-        images = {"rate": 1e9, "smallest": 0, "side": 8}
-        assert words in predict_workers(config, namespace, known, batch=size, **images, cores=2)[0]
 
 
 # ---- Ways to store them; each returns the words of a training ----

@@ -52,14 +52,13 @@ from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.facts import facts_by_name
 from hf_infcl.options.loss_options import EQUAL_IDS
 from hf_infcl.tools import cli
-from hf_infcl.tools.cli import commands, defaults, description, earlier, plan, train
 from hf_infcl.tools.cli import datasets as opening
+from hf_infcl.tools.cli import defaults, description, earlier, evaluate, train
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.cli.launched import tell_bf16_on_cpu
 from hf_infcl.tools.cli.parser import ELSEWHERE
-from hf_infcl.tools.planning.costs import GPUS
 from hf_infcl.tools.publishing import CardCallback
 from hf_infcl.tools.publishing.outcome import doubtful_rate
 
@@ -545,9 +544,6 @@ def test_every_command_takes_adapters(small, demo, tmp_path, capsys):
     ]
     assert compared["second"] == recall
     infcl("embed", adapters, pairs, "--use_cpu", "--output_dir", tmp_path / "embedded")
-    capsys.readouterr()
-    infcl("plan", "--model", adapters, "--global_batch", 64)
-    assert "leaves out the adapters of the model" in capsys.readouterr().out
     with contextlib.suppress(SystemExit):
         infcl("check", *small[1:], "--model", adapters, "--output_dir", tmp_path / "checked")
     assert (tmp_path / "checked/_check.json").is_file()
@@ -995,7 +991,7 @@ def test_options_are_read_and_helps_are_printed_without_torch():
 import contextlib, sys
 sys.modules["torch"] = None  # importing it raises ImportError
 from hf_infcl.tools.cli import main
-for words in (["train", "--help"], ["evaluate", "--help", "all"], ["plan", "--help"], ["train", "--modle", "m"],
+for words in (["train", "--help"], ["evaluate", "--help", "all"], ["train", "--modle", "m"],
               ["train", "--model", "m", "--dataset", "d", "--max_steps", "many"], ["card", "--help"],
               ["average", "--help"], ["convert", "--help"]):
     with contextlib.suppress(SystemExit):
@@ -1053,10 +1049,10 @@ def test_augmentations_of_the_command_are_those_of_the_datasets():
 
 
 def test_helps_name_the_choices_of_our_own_options():
-    helps = helps_of(commands.PARSERS["plan"]()) | helps_of(PARSERS["train"]())
+    helps = helps_of(PARSERS["train"]())
     for name, values in (
         *(("objective", OBJECTIVES), ("strategy", STRATEGIES), ("backend", BACKENDS), ("freeze", TOWERS)),
-        *(("equal_ids", EQUAL_IDS), ("gpu", GPUS)),
+        ("equal_ids", EQUAL_IDS),
     ):
         assert all(re.search(rf"\b{value}\b", helps[name]) for value in values), name
 
@@ -1085,12 +1081,12 @@ def test_version_says_what_a_bug_report_needs(capsys):
         assert f"{package} {metadata.version(package)}" in lines
 
 
-def test_a_reader_that_ends_early_is_no_error(monkeypatch, capfd, tmp_path):
+def test_a_reader_that_ends_early_is_no_error(monkeypatch, capfd, demo, tmp_path):
     """For example `infcl ... | head`, with and without buffering of Python's output."""
-    models.clip().config.save_pretrained(tmp_path)
-    command = ["plan", "--model", tmp_path, "--global_batch", 64]
+    commands = [["convert", demo / "clip-init", tmp_path / f"{n}", "--to", "open_clip"] for n in range(2)]
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
     before = os.dup(1)
-    for buffering, words in ((1, command), (-1, command), (-1, ["plan", "--help"])):
+    for buffering, words in ((1, commands[0]), (-1, commands[1]), (-1, ["train", "--help"])):
         reader, writer = os.pipe()
         os.dup2(writer, 1)
         os.close(writer)
@@ -1105,10 +1101,10 @@ def test_a_reader_that_ends_early_is_no_error(monkeypatch, capfd, tmp_path):
     assert capfd.readouterr().err == ""
 
 
-def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
-    monkeypatch.setattr(plan, "load_config", mock.Mock(side_effect=BrokenPipeError("of a worker")))
+def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluate, "evaluation_datasets", mock.Mock(side_effect=BrokenPipeError("of a worker")))
     with pytest.raises(BrokenPipeError, match="of a worker"):
-        infcl("plan", "--model", "some", "--global_batch", 64)
+        infcl("evaluate", "--model", "some", "--eval_dataset", "some", "--output_dir", tmp_path)
 
 
 # ---- Mistakes in data and models ----
@@ -1200,7 +1196,7 @@ def test_what_is_wrong_with_a_checkpoint_of_openclip_is_one_line(tmp_path, capsy
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"")
     model = path if path.parent == tmp_path else path.parent
-    assert words in mistake(capsys, "plan", "--model", model, "--global_batch", 8)
+    assert words in mistake(capsys, "check", "--model", model, "--dataset", "d")
 
 
 def test_a_model_of_another_type_is_one_line(demo, tmp_path, capsys):
@@ -1210,7 +1206,6 @@ def test_a_model_of_another_type_is_one_line(demo, tmp_path, capsys):
         shutil.copy(demo / "clip-init" / name, tmp_path / "model")
     out = ["--output_dir", tmp_path / "out"]
     for words in (
-        ["plan", "--model", tmp_path / "model", "--global_batch", 8],
         ["check", "--model", tmp_path / "model", "--dataset", demo / "digits", *out],
         ["evaluate", "--model", demo / "clip-init", tmp_path / "model", "--eval_dataset", demo / "digits", *out],
     ):
@@ -1219,14 +1214,14 @@ def test_a_model_of_another_type_is_one_line(demo, tmp_path, capsys):
 
 
 def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys, monkeypatch):
-    command = ["plan", "--model", "openai/clip-vit-bas", "--global_batch", 8]
+    command = ["check", "--model", "openai/clip-vit-bas", "--dataset", "d"]
     with hub_for_this_process(monkeypatch, tmp_path / "cache"):
         line = mistake(capsys, *command)
         assert "There is no folder 'openai/clip-vit-bas', and the Hub has no model of this name" in line
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         line = mistake(capsys, *command)
         assert "the Hub could not be reached" in line
-        assert "run `hf download openai/clip-vit-bas config.json`" in line, "a plan needs no weights"
+        assert "run `hf download openai/clip-vit-bas config.json`" in line, "a check needs no weights"
     assert "no folder 'a/b/c', and the name is not the id" in mistake(capsys, *command[:2], "a/b/c", *command[3:])
 
 

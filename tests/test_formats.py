@@ -17,7 +17,7 @@ from helpers.trainers import arguments
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.conversion import folders, load_open_clip
-from hf_infcl.conversion.models import load, load_config
+from hf_infcl.conversion.models import load
 
 WORDS = ["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", 4]
 WORDS += ["--save_steps", 1, "--logging_steps", 1]
@@ -92,19 +92,6 @@ def test_a_file_of_the_training_is_evaluated_like_the_folder(pairs, tmp_path):
         results[name] = {key: value for key, value in measured.items() if "recall" in key or key.endswith("loss")}
     assert results["folder"] == results["converted"] == results["file"]
     assert len(results["file"]) > 4
-
-
-def test_a_plan_reads_the_config_alone(tmp_path, capsys):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / folders.CONFIG).write_text(json.dumps(config("CLIP")))
-    model = transformers.CLIPModel(load_config(str(tmp_path / "theirs")))
-    torch.nn.init.constant_(model.logit_scale, 4.0)  # random weights are advised otherwise
-    model.save_pretrained(tmp_path / "ours")
-    plans = []
-    for folder in ("theirs", "ours"):
-        infcl("plan", "--model", tmp_path / folder, "--global_batch", 64)
-        plans.append(capsys.readouterr().out.replace(str(tmp_path / folder), ""))
-    assert plans[0] == plans[1]
 
 
 def test_formats_that_could_not_be_saved_are_refused_before_the_training(tmp_path):

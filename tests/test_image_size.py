@@ -9,7 +9,6 @@ import torch
 import transformers
 from datasets import Dataset
 from helpers import models
-from helpers.demo import infcl, mistake
 from helpers.processors import clip_processor, siglip2_processor, siglip_processor
 from helpers.trainers import StopAt, parameters, trained, trainer_for
 from PIL import Image
@@ -18,9 +17,9 @@ from torch import Tensor
 from hf_infcl import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data.transforms import set_image_size
 from hf_infcl.encoders.adapters import merge_adapters, with_adapters
+from hf_infcl.encoders.counting import count_operations
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.image_size import config_for_images, resize_images
-from hf_infcl.tools.planning import counting
 
 KINDS: dict[str, Any] = {kind: build for kind, build in models.BUILD.items() if kind != "siglip2"}
 KINDS["dinov2"] = models.vision_text_dinov2
@@ -170,20 +169,19 @@ def test_a_given_collator_and_a_model_of_model_init_get_the_size(tmp_path):
     assert dict(collator.processor.image_processor.crop_size) == {"height": 32, "width": 32}
 
 
-# ---- Plans ----
-
-
-def test_the_plan_counts_images_of_this_size(tmp_path, capsys):
+def test_the_tower_computes_as_much_as_images_of_this_size_take():
     config = transformers.CLIPConfig(
         vision_config={"patch_size": 16, "num_hidden_layers": 2}, text_config={"num_hidden_layers": 1}
     )
-    small, whole = (counting.count(config_for_images(config, size), 64) for size in (112, None))
-    assert (small.pixels, whole.pixels) == (3 * 112**2, 3 * 224**2)
-    assert small.both.graph < 0.5 * whole.both.graph
+    counts = []
+    for size in (112, None):
+        changed = config_for_images(config, size)
+        side = changed.vision_config.image_size
+        with torch.device("meta"):
+            batch = {"pixel_values": torch.zeros(64, 3, side, side), "input_ids": torch.zeros(64, 77).long()}
+            encoder = DualEncoder(transformers.CLIPModel(changed))
+        counts.append(count_operations(encoder, batch))
+    (small, texts), (whole, same_texts) = counts
+    assert texts == same_texts
+    assert small.forward < 0.26 * whole.forward, "a quarter of the patches"
     assert config.vision_config.image_size == 224, "the config that was given stays as it is"
-    config.save_pretrained(tmp_path)
-    infcl("plan", "--model", tmp_path, "--global_batch", 64, "--image_size", 112)
-    assert "--image_size 112" in capsys.readouterr().out
-    assert "image_size=100 is no multiple" in mistake(
-        capsys, "plan", "--model", tmp_path, "--global_batch", 64, "--image_size", 100
-    )

@@ -1,7 +1,5 @@
 """Smaller images first: each step has its size, whatever the data road, and what is saved is of the full size."""
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 import transformers
 from datasets import Dataset, Features, Image, Value
 from helpers import models
-from helpers.demo import infcl, mistake
 from helpers.pictures import LETTERS, file_of
 from helpers.processors import clip_processor
 from helpers.shards import write_tar
@@ -26,8 +23,6 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.image_size import OtherSizes
 from hf_infcl.options.batch_schedule import EqualBatches
 from hf_infcl.options.image_sizes import ImageSizes
-from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.planning.planner import PlannedStage, Planner
 
 SCHEDULE = ["8:0.4", "16:0.4", "24"]
 FULL = {"image_size": 24, "image_size_schedule": SCHEDULE, "max_steps": 5, "learning_rate": 0.01}
@@ -253,44 +248,3 @@ def test_jpegs_are_decoded_at_a_part_of_their_size():
     assert least_side(100, 112) == 100, "what the user allows"
     row = next(iter(pairs()))
     assert "side" not in row
-
-
-def planned_stages(words: Sequence[Any], config: transformers.CLIPConfig) -> list[PlannedStage]:
-    namespace, given = PARSERS["plan"]().read(list(map(str, words[1:])))
-    return Planner(namespace, given, config).stages
-
-
-def test_the_plan_knows_the_sizes(tmp_path, capsys):
-    config = transformers.CLIPConfig(
-        vision_config={"patch_size": 16, "num_hidden_layers": 2}, text_config={"num_hidden_layers": 1}
-    )
-    config.save_pretrained(tmp_path)
-    words = ["plan", "--model", tmp_path, "--global_batch", 64, "--image_size_schedule", "112:0.5", "160:0.4", "224"]
-    infcl(*words)
-    printed = capsys.readouterr().out
-    assert "--image_size_schedule 112:0.5 160:0.4 224" in printed
-    found = re.findall(r"(\d+)% of the samples: 64 pairs, images of (\d+) pixels: ", printed)
-    assert found == [("50", "112"), ("40", "160"), ("10", "224")]
-    infcl(*words, "--dataset_size", 64 * 400)
-    printed = capsys.readouterr().out
-    units = {"ms": 1e-3, "s": 1, "min": 60}
-    of_step, of_epoch = (
-        float(number) * units[unit]
-        for number, unit in re.findall(r"(?:mean of all steps is|takes 400 steps and) ([\d.]+) (\w+)", printed)
-    )
-    assert of_epoch == pytest.approx(400 * of_step, rel=0.05)
-    growing = [*words[:3], "--gpu", "h100", "--global_batch_schedule", "512:0.5", "1024", *words[5:]]
-    stages = planned_stages(growing, config)
-    assert [stage.share for stage in stages] == pytest.approx([0.5, 0.4, 0.1])
-    assert [stage.choice.global_batch for stage in stages] == [512, 1024, 1024]
-    speeds = [stage.choice.global_batch / stage.seconds for stage in stages]
-    assert speeds[0] > speeds[1] > speeds[2]
-    assert speeds[0] > 1.5 * speeds[2], "smaller images first"
-    stages = planned_stages([*words, "--patch_dropout", 0.5, "--full_tokens_last", 0.05], config)
-    assert [stage.share for stage in stages] == pytest.approx([0.5, 0.4, 0.05, 0.05])
-    assert stages[2].words == ", images of 224 pixels, fewer patches"
-    assert stages[2].seconds != stages[3].seconds
-    assert "image_size_schedule ends with 336, and the model is of 224 pixels" in mistake(capsys, *words[:-1], "336")
-    assert "max_text_tokens must be less than the 77 tokens of the model, got 77" in mistake(
-        capsys, "plan", "--model", tmp_path, "--global_batch", 64, "--max_text_tokens", 77
-    )

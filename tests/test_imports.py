@@ -162,16 +162,9 @@ MUST_NOT_KNOW = {
     "hf_infcl.training": inside("reference", "tools"),
     "hf_infcl.training.trainer": inside("kernels", "reference", "tools"),
     "hf_infcl.training.preparation": (*TRAINER[:2], *inside("kernels", "loss", "data", "training.trainer")),
-    "hf_infcl.tools.planning": (
-        *TRAINER,
-        *DISTRIBUTED,
-        *inside("kernels", "data", "evaluation", "tools.publishing", "tools.cli"),
-    ),
     "hf_infcl.tools.checking": (
         *(*MODELS, *TRAINER, *DISTRIBUTED),
-        *inside(
-            "processes", "kernels", "loss", "evaluation", *TRAINING, "tools.planning", "tools.publishing", "tools.cli"
-        ),
+        *inside("processes", "kernels", "loss", "evaluation", *TRAINING, "tools.publishing", "tools.cli"),
     ),
     "hf_infcl.tools.cli.commands": WITHOUT_TORCH,
     "hf_infcl.tools.cli.command_options": WITHOUT_TORCH,

@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation.metrics import score
-from hf_infcl.tools.planning import costs, counting
 from hf_infcl.windows.window import Window, WindowLoss
 
 DIMS, ROWS = [4, 8], 24
@@ -164,14 +163,3 @@ def test_the_card_has_a_line_for_each_width(small, tmp_path, capsys):
 def test_dimensions_that_cannot_be_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         trainer_for(tmp_path, **options)
-
-
-def test_a_plan_knows_the_price():
-    counts = counting.count(models.clip().config, 8)
-    plain = costs.Choice(1, 8, 4)
-    cut = replace(plain, options={"matryoshka_dims": [4, 8]})
-    gpu = next(iter(costs.GPUS.values()))
-    first, second = (costs.seconds(costs.step_cost(counts, choice), choice, gpu)["loss"] for choice in (plain, cut))
-    assert first < second < 3 * first
-    more = costs.step_cost(counts, cut).features - costs.step_cost(counts, plain).features
-    assert more == 3 * 2 * 4 * plain.rows * 12

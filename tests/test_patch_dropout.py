@@ -4,16 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import models
-from helpers.demo import infcl, mistake
 from helpers.parity import MODELS, Draws, check
 from helpers.trainers import StopAt, TowerTokens, parameters, trained, trainer_for
+from helpers.usage import kept_bytes
 from torch import Tensor
 
+from hf_infcl.encoders.counting import count_operations
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
-from hf_infcl.tools.planning import counting
 
 NONE = ("align", "siglip2")  # towers without patches that can be left out
 KINDS = {kind: (build, kind) for kind, build in models.BUILD.items() if kind not in NONE}
@@ -128,22 +127,15 @@ def test_a_compiled_model_drops_the_same_in_both_passes(tmp_path):
     trainer_for(tmp_path, model, patch_dropout=0.5, **options).train()
 
 
-def test_the_plan_counts_what_is_left(tmp_path, capsys):
-    vision = {"patch_size": 16, "num_hidden_layers": 2}
-    config = transformers.CLIPConfig(vision_config=vision, text_config={"num_hidden_layers": 1})
-    half, whole = (counting.count(config, 64, patch_dropout=share) for share in (0.5, None))
-    frozen = (counting.count(config, 64, freeze=tower) for tower in ("image", "text"))
-    of_text, of_image = (counts.image.again.flops + counts.text.again.flops for counts in frozen)
-    assert half.both.graph < 0.7 * whole.both.graph
-    assert half.image.forward.flops + half.text.forward.flops == pytest.approx(of_text + 0.5 * of_image, rel=0.05)
-    config.save_pretrained(tmp_path)
-    infcl("plan", "--model", tmp_path, "--global_batch", 64, "--patch_dropout", 0.5, "--full_tokens_last", 0.1)
-    printed = capsys.readouterr().out
-    assert "--patch_dropout 0.5 --full_tokens_last 0.1" in printed
-    assert "90% of the samples: 64 pairs, fewer patches: " in printed
-    assert "10% of the samples: 64 pairs: " in printed
-    for words, complaint in (
-        (["--patch_dropout", 1], "patch_dropout must be a number of at least 0 and less than 1, got 1.0"),
-        (["--full_tokens_last", 0.1], "full_tokens_last=0.1 has no effect without patch_dropout"),
-    ):
-        assert complaint in mistake(capsys, "plan", "--model", tmp_path, "--global_batch", 64, *words)
+def test_the_tower_computes_and_keeps_less():
+    encoder, batch = (
+        DualEncoder(models.clip_with({}, {"image_size": 32, "patch_size": 4}).train()),
+        models.Pairs(8).batch(),
+    )
+    batch["pixel_values"] = torch.randn(8, 3, 32, 32)
+    whole, kept = count_operations(encoder, batch), kept_bytes(encoder, batch)
+    PatchDropout(encoder, 0.5)
+    half = count_operations(encoder, batch)
+    assert half[0].forward == pytest.approx(0.5 * whole[0].forward, rel=0.1)
+    assert half[1] == whole[1], "the texts"
+    assert kept_bytes(encoder, batch) < 0.7 * kept

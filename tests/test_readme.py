@@ -29,7 +29,7 @@ GUIDES = [
 TEXT = "\n".join(guide.read_text(encoding="utf-8") for guide in GUIDES)
 PAGES = [
     *GUIDES,
-    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "scripts/benchmarks/results/PLAN.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")),
     *(
         ROOT / folder / "README.md"
         for folder in ("tests", "scripts/benchmarks", "scripts/benchmarks/results", "scripts/real_pairs")
@@ -39,12 +39,12 @@ PAGES = [
 
 def commands() -> list[str]:
     lines = "\n".join(blocks(TEXT, "bash")).replace("\\\n", " ").splitlines()
-    return [line for line in lines if re.match("infcl (train|evaluate|average|embed|plan) ", line)]
+    return [line for line in lines if re.match("infcl (train|evaluate|average|embed) ", line)]
 
 
 def test_there_are_commands_of_all_kinds():
     kinds = {shlex.split(command)[1] for command in commands()}
-    assert kinds == {"train", "evaluate", "average", "embed", "plan"}
+    assert kinds == {"train", "evaluate", "average", "embed"}
 
 
 @pytest.mark.parametrize("line", commands())
@@ -52,7 +52,7 @@ def test_every_option_of_a_command_is_known(line):
     _, command, *words = shlex.split(line)
     namespace, given = PARSERS[command]().read(words)
     assert {word[2:] for word in words if word.startswith("--")} <= given
-    assert namespace.output_dir or command == "plan"
+    assert namespace.output_dir
 
 
 def test_every_option_that_is_named_exists():

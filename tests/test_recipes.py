@@ -101,7 +101,7 @@ def built(command: str, *words: Any) -> InfCLTrainingArguments:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_checked_and_planned_on_a_machine_without_a_gpu(small, tmp_path, name, capsys):
+def test_a_recipe_is_checked_on_a_machine_without_a_gpu(small, tmp_path, name, capsys):
     recipe = yaml.safe_load(RECIPES[name].read_text())
     changed = changes(small, tmp_path, recipe)
     del changed["use_cpu"], changed["max_steps"]
@@ -110,11 +110,9 @@ def test_a_recipe_is_checked_and_planned_on_a_machine_without_a_gpu(small, tmp_p
         words += ["--early_stopping_patience", 2]
     with pytest.raises(SystemExit) as end:
         infcl("check", *words)
-    assert end.value.code in (0, 1), capsys.readouterr().err  # 1 if something spoils the training
-    infcl("plan", *words)
-    said = capsys.readouterr().out
-    assert "Choose  --per_device_train_batch_size 4 --gradient_accumulation_steps 2" in said
-    assert ("replaces resume_from_checkpoint auto of from_scratch.yaml" in said) == (name == "from_scratch")
+    said = capsys.readouterr()
+    assert end.value.code in (0, 1), said.err  # 1 if something spoils the training
+    assert ("replaces resume_from_checkpoint auto of from_scratch.yaml" in said.out) == (name == "from_scratch")
 
 
 SAMPLES = {int: ("2", "0"), float: ("0.5", "0"), bool: ("true", "false")}
@@ -133,8 +131,7 @@ def test_no_command_refuses_an_option_that_the_training_takes(tmp_path, capsys):
             except SystemExit:
                 continue
             tried += 1
-            for command in ("check", "plan"):
-                built(command, *base, f"--{option}", value)
+            built("check", *base, f"--{option}", value)
     assert tried > 100
 
 
@@ -217,12 +214,8 @@ def test_one_factor_divides_the_batch_of_a_recipe_and_both_replace_it(small, tmp
     assert args.global_batch_size == batch
     assert args.divides_by_itself == ("per_device" not in typed and "accumulation" not in typed)
     said = capsys.readouterr().out
-    infcl("plan", *words)
-    planned = capsys.readouterr().out
-    assert f"A global batch of {batch:,} pairs" in planned
-    assert [text.count(" replace") for text in (said, planned.partition("million")[0])] == [bool(told)] * 2
+    assert said.count(" replace") == bool(told)
     assert told in said
-    assert told in planned
 
 
 def test_a_factor_that_does_not_divide_the_batch_of_a_recipe_is_refused(tmp_path, capsys):

@@ -19,8 +19,8 @@ from torch.utils.data import default_collate
 from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers
 from hf_infcl.data import ImageTextStream
 from hf_infcl.data.augmentation import drop_words
+from hf_infcl.encoders.counting import count_operations
 from hf_infcl.encoders.dual_encoder import IMAGE_FEATURES, NO_TEXTS, TEXT_INPUTS, DualEncoder
-from hf_infcl.tools.planning import counting
 from hf_infcl.windows.texts import deal_texts
 from hf_infcl.windows.window import Window
 
@@ -371,8 +371,10 @@ def test_more_tokens_than_the_tokenizer_states_are_read_everywhere_and_saved(tmp
         trainer_for(tmp_path, model, ImageTextDataset(pairs), **given, max_text_tokens=17)
 
 
-def test_the_plan_counts_shorter_captions():
-    config = models.clip().config
-    whole, cut = (counting.count(config, 64, max_text_tokens=tokens) for tokens in (None, 8))
-    assert cut.image == whole.image
-    assert cut.text.forward.flops < 0.6 * whole.text.forward.flops
+def test_the_tower_computes_less_for_shorter_captions():
+    encoder, batch = DualEncoder(models.clip()), models.Pairs(8).batch()
+    whole = count_operations(encoder, batch)
+    tokens = batch["input_ids"].shape[1] // 2
+    cut = count_operations(encoder, batch | {name: batch[name][:, :tokens] for name in ("input_ids", "attention_mask")})
+    assert cut[0] == whole[0]
+    assert cut[1].forward < 0.6 * whole[1].forward

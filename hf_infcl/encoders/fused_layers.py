@@ -72,7 +72,7 @@ class QuickGELU(QuickGELUActivation):
 
 
 class _QuickGELU(torch.autograd.Function):
-    """Computes on a GPU by `triton_quick_gelu`; elsewhere, such as in a plan, it keeps as many bytes."""
+    """Computes on a GPU by `triton_quick_gelu`; elsewhere it keeps as many bytes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -4,11 +4,14 @@ import gc
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from hf_infcl.encoders.dual_encoder import DualEncoder
 
 ALLOWED_GROWTH = {"resident MiB": 8.0, "allocated MiB": 0.1}  # nothing else may grow
 
@@ -58,3 +61,21 @@ def usage() -> dict[str, float]:
         held["allocated MiB"] = torch.cuda.memory_allocated() / 2**20
         held["reserved MiB"] = torch.cuda.memory_reserved() / 2**20
     return held
+
+
+def kept_bytes(encoder: DualEncoder, batch: dict[str, torch.Tensor]) -> int:
+    """The bytes that a forward keeps for its backward, without those of the weights."""
+    weights = {one.untyped_storage().data_ptr() for one in encoder.model.parameters()}
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        same = tensor.detach()  # its graph alone holds it
+        kept.append(weakref.ref(same))
+        return same
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        embeds = encoder.encode_images(batch), encoder.encode_texts(batch)
+    storages = [tensor.untyped_storage() for one in kept if (tensor := one()) is not None]
+    assert all(one.isfinite().all() for one in embeds)
+    sizes = {one.data_ptr(): one.nbytes() for one in storages}
+    return sum(size for place, size in sizes.items() if place not in weights)

@@ -61,10 +61,9 @@ def _run(command: str | None, words: list[str]) -> None:
     from .launched import fit_workers, mistakes_in_one_line, tell_bf16_on_cpu, warn_once
 
     warn_once()
-    if command != "plan":  # which loads no data, and perhaps for another machine
-        with mistakes_in_one_line(reader.prog, of_libraries=False):
-            fit_workers(namespace, reader.file_of("dataloader_num_workers"))
-        tell_bf16_on_cpu(namespace, reader.file_of("bf16"))
+    with mistakes_in_one_line(reader.prog, of_libraries=False):
+        fit_workers(namespace, reader.file_of("dataloader_num_workers"))
+    tell_bf16_on_cpu(namespace, reader.file_of("bf16"))
     module = importlib.import_module(f".{command}", __name__)
     getattr(module, command)(reader, namespace, user_options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from ...evaluation.retrieval import recall_ceilings
 from ...loading.loaders import set_sizes, training_collator
 from ...loading.stored_teachers import stored_teachers
 from ...options.arguments import InfCLTrainingArguments
-from ...options.batch_options import DIVISION
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...processes.cores import cores
 from ...shards.values import counted
@@ -34,8 +33,6 @@ from ..checking.findings import Finding, findings_of_ceilings, findings_of_ledge
 from ..checking.looking import Looker
 from ..checking.report import facts_lines, finding_lines, write_report
 from ..checking.set_facts import REPLAYED, TRAINED, SetFacts, read_facts
-from ..planning.answers import answer_line, choose_answer
-from ..planning.workers import predict_workers
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
@@ -92,20 +89,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         results[key] = facts, findings
         print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
         print(*finding_lines(findings), sep="\n")
-    names_batch = user_options & {"global_batch_size", "global_batch_schedule", *DIVISION}
-    batch, trained_facts = args.global_batch_size if names_batch else None, results[TRAINED][0]
-    workers_line, options_of_loading = predict_workers(
-        config,
-        namespace,
-        user_options,
-        batch=batch,
-        rate=trained_facts.rate,
-        smallest=min(map(min, trained_facts.sizes), default=0),
-        side=trained_facts.limits.side,
-        cores=cores(),
-    )
-    if workers_line:
-        print(workers_line)
+    trained_facts = results[TRAINED][0]
     if args.leave_out is not None and trained_facts.pairs:
         seen = namespace.max_steps * args.global_batch_size * (1 - (args.replay_share or 0)) / trained_facts.pairs
         tell_if_too_short(seen if namespace.max_steps > 0 else args.num_train_epochs)
@@ -113,13 +97,11 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         print("It was not checked whether captions fit their images. `infcl score` checks that.")
     every = [finding for _, findings in results.values() for finding in findings]
     has_length = data.samples_per_epoch is not None or namespace.max_steps > 0
-    remedies = [*(finding.options for finding in every), *options_of_loading]
+    remedies = [finding.options for finding in every]
     if trained_facts.is_whole and isinstance(sets[TRAINED], ImageTextStream) and not has_length:
         remedies.append(f"--samples_per_epoch {trained_facts.usable}")
     to_add = " ".join(filter(None, dict.fromkeys(remedies)))
     write_report(Path(args.output_dir) if "output_dir" in decided else None, results, to_add)
-    if line := line_of_answer(vars(namespace), decided, *results[TRAINED]):
-        print(line)
     sys.exit(int(any(finding.spoils for finding in every)))
 
 
@@ -153,19 +135,6 @@ def reachable_recalls(facts: SetFacts) -> dict[str, float]:
     ids, rows = map(torch.tensor, facts.captions_by_row())
     ceilings = recall_ceilings(ids, rows, len(facts.seen), [1]) if facts.seen else {}
     return {name.removesuffix(CEILING): value for name, value in ceilings.items()}
-
-
-def line_of_answer(
-    options: Mapping[str, Any], decided: Collection[str], facts: SetFacts, findings: Sequence[Finding]
-) -> str:
-    """The answer for a training on this set, see `answer_line`; empty if none fits."""
-    # Captions of several templates say the same.
-    texts = 1 if options.get("caption_templates") else len(facts.tokens) / max(1, len(facts.caption_ids))
-    known = facts.pairs or options.get("samples_per_epoch")
-    pairs = known or facts.looks  # a stream has those that were read, or more
-    foreign = any(finding.kind == "foreign" and finding.spoils for finding in findings)
-    answer = choose_answer(options, pairs=pairs, texts=texts, foreign=foreign)
-    return answer_line(answer, options, decided, pairs=pairs, at_least=not known, texts=texts)
 
 
 def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, data: DataOptions) -> Iterator[str]:

@@ -7,9 +7,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...options.declaring import FROM_0, FROM_1, POSITIVE, SHARE, HelpPlace, Range, command_option
+from ...options.declaring import FROM_0, FROM_1, SHARE, HelpPlace, Range, command_option
 from ...shards.values import ON_BAD_SAMPLE
-from ..planning.costs import GPUS
 from ..scoring import WINDOW
 
 
@@ -150,33 +149,6 @@ class CheckOptions:
 
     all: bool = command_option("Read all pairs instead of --check_samples.", default=False)
     ledger: Path | None = command_option("Also tell what a ledger of the training set (`infcl score`) says.")
-
-
-@dataclass
-class PlanOptions:
-    _argument_group_name: ClassVar[str] = "Plan"
-
-    global_batch: int | None = command_option(
-        "Pairs of one optimizer step. By default the product of --gpus, --per_device_train_batch_size and "
-        "--gradient_accumulation_steps.",
-        within=FROM_1,
-    )
-    gpus: int = command_option("The number of GPUs.", default=1, within=FROM_1)
-    gpu: str = command_option(
-        "The GPU whose measured rates predict the time: h100 or h200. For another GPU, also give its --gpu_memory.",
-        default="h100",
-    )
-    gpu_memory: float | None = command_option("Memory of one GPU in GiB. Defaults to that of --gpu.", within=POSITIVE)
-    dataset_size: int | None = command_option("Pairs of the training set, for the time of an epoch.", within=FROM_1)
-    epochs: float = command_option("Epochs of the training.", default=1.0, within=POSITIVE)
-    measure: bool = command_option("Also time a micro-batch on this machine's GPU.", default=False)
-
-    def __post_init__(self) -> None:
-        if self.gpu not in GPUS:
-            raise ValueError(
-                f"--gpu must be {' or '.join(GPUS)}, whose rates were measured, got {self.gpu!r}. For another GPU give "
-                "its --gpu_memory. The predicted memory is then correct, and the times are those of --gpu."
-            )
 
 
 @dataclass

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ...options.declared import facts_of_training, of_transformers
 from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
 from ...options.model_options import LoraOptions, MeasuredModelOptions, TrainedModelOptions
-from ..planning.costs import EFFECTS
-from .command_options import CheckOptions, ColumnOptions, DataOptions, EmbedOptions, PlanOptions, ScoreOptions
+from .command_options import CheckOptions, ColumnOptions, DataOptions, EmbedOptions, ScoreOptions
 from .parser import Parser, PlainParser
 
 COMMANDS = {
@@ -19,16 +17,12 @@ COMMANDS = {
     "train": "train a dual encoder with the exact contrastive loss of the global batch",
     "evaluate": "measure classification, or loss and retrieval of pairs; of several models their differences",
     "average": "average the weights before and after a fine-tuning, so that less is forgotten",
-    "plan": "predict memory and time of a training and choose its options, without weights or a GPU",
     "embed": "write the embeddings of images and texts, with their keys",
     "score": "write how well each image and its caption belong together, to find wrong pairs",
     "card": "write the model card of a trained model again",
     "convert": "write a model of OpenCLIP in transformers' format, or the other way round",
 }
 
-# transformers has renamed it, and keeps the old name, which the help does not list then.
-CHECKPOINTING = of_transformers() & {"activation_checkpointing"} or {"gradient_checkpointing"}
-_OLD_NAMES = {"activation_checkpointing", "gradient_checkpointing"} - CHECKPOINTING
 # The options of a training that decide about an evaluation alone.
 OF_EVALUATION = set(
     """
@@ -44,10 +38,6 @@ OF_EMBEDDING = set(
 )
 # The options of data that its short help lists.
 OF_EMBEDDED = {"dataset", "split", "streaming", "on_bad_sample", "augmentation", "replay_dataset", "exclude"}
-# The options of a training that decide about its plan.
-OF_PLAN = (EFFECTS.keys() & facts_of_training().keys()) - _OLD_NAMES
-
-
 _OF_TRAINING = (TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions)
 
 
@@ -131,7 +121,7 @@ def evaluate_parser() -> Parser:
     return parser
 
 
-# The command check takes the options of a training as they are, and so do plan and embed.
+# The command check takes the options of a training as they are, and so does embed.
 PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
     "check": partial(
         Parser,
@@ -166,17 +156,6 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
             "start": "The model from which the fine-tuning began: a Hub id or a folder.",
             "end": "The model after it, or its LoRA adapter.",
         },
-    ),
-    "plan": partial(
-        Parser,
-        "plan",
-        "Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. Only the model's "
-        "config is read. Options of the training that are given are kept, and its whole command may be given.",
-        PlanOptions,
-        *_OF_TRAINING,
-        shown=OF_PLAN,
-        optional={"dataset"},
-        recipes=True,
     ),
     "embed": partial(
         Parser,

@@ -280,7 +280,7 @@ class Parser(HfArgumentParser):
         """
         from ...options.declaring import ExclusiveOptionsError
 
-        self.settle(namespace, user_options)
+        self._settle(namespace, user_options)
         try:
             while True:
                 try:
@@ -295,11 +295,11 @@ class Parser(HfArgumentParser):
                 raise
             self.error(message)
 
-    def settle(self, namespace: argparse.Namespace, user_options: set[str] | None, total: str = "") -> None:
-        """Leaves out what options of the command line decide, as for `build`; ``total`` is one that decides batches."""
+    def _settle(self, namespace: argparse.Namespace, user_options: set[str] | None) -> None:
+        """Leaves out what options of the command line decide, as for `build`."""
         from ...options.combinations import DECIDED_BY  # importing torch takes seconds
 
-        for option, values, other in (*DECIDED_BY, *((total, (), name) for name in ("global_batch_size", *DIVISION))):
+        for option, values, other in DECIDED_BY:
             applies = self._typed.get(option) == option and (not values or getattr(namespace, option) in values)
             if applies and getattr(namespace, other, None) not in ("steps", self.get_default(other)):
                 self._give_way((other, option), namespace, user_options)
@@ -323,7 +323,6 @@ class Parser(HfArgumentParser):
         ]
         for options in built[:-1]:
             check_values(options)
-        built[-1].torch_compile = built[-1].torch_compile or namespace.torch_compile  # for predictions of time
         if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
             check_training(data, evaluation, keep, args, of_optimizer=computes and "optim" in self._typed)

@@ -28,7 +28,6 @@ from ...training.with_start import AverageWithStart, checkpoint_of_end
 from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
-from ..planning.planner import check_memory
 from ..publishing.callback import CardCallback
 from ..publishing.changes import lines_of_changes
 from ..publishing.facts import scores_by_width
@@ -69,10 +68,6 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         check_best_metric(namespace, eval_datasets)
         model, processor, conversion = model_to_train(model_options, lora, args)
         adapted = has_adapters(model)
-        if args.device.type == "cuda" and not adapted:
-            gpu_bytes = torch.cuda.get_device_properties(args.device).total_memory
-            if (warning := check_memory(model.config, args, gpu_bytes)) and args.process_index == 0:
-                print(warning)
         trainer = InfCLTrainer(
             model,
             args,

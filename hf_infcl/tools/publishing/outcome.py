@@ -12,9 +12,9 @@ from ...optimizers.groups import NAMES
 from ...options.arguments import InfCLTrainingArguments
 from ...options.declaring import spelled
 from ...shards.values import counted
-from ..planning.answers import TOO_FEW_STEPS
 from .facts import Evaluation, TrainingFacts
 
+TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 # A step of Adam moves a weight by about the learning rate, and one of Muon a matrix by a fifth of its rate (root mean
 # square); weights of towers are about 0.02. So a thousand steps below the first number change them by a twentieth, and
 # one step at the second replaces them. Fine-tuning by AdamW takes 1e-6 to 1e-4, adapters and random weights 1e-4 to

@@ -1,0 +1,123 @@
+"""Counts the floating point operations of a model in training, and knows how many of them a chip can do.
+
+The share of the chip's peak that a training reaches is its model FLOPs utilisation (Chowdhery et al. 2022, PaLM, arXiv
+2204.02311, appendix B): the products that its model needs, whatever is computed again to save memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from .dual_encoder import DualEncoder
+
+# TFLOP/s of bf16 products with sums in fp32, without sparsity, by a part of the name that torch gives a GPU; the first
+# that matches counts. They are those of the data sheets of NVIDIA (whose figures "with sparsity" are twice as high)
+# and AMD, for RTX those of the white papers of the GA102, AD102 and GB202 architectures.
+PEAKS = (
+    ("GB200", 2500),
+    ("B200", 2250),
+    ("H200 NVL", 835),
+    ("H200", 989),
+    ("H100 NVL", 835),
+    ("H100 PCIe", 756),
+    ("H100", 989),
+    ("A100", 312),
+    ("L40S", 362),
+    ("L4", 121),
+    ("A10", 125),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165),
+    ("RTX 3090", 71),
+    ("MI300X", 1307),
+)
+
+
+def peak_of(name: str) -> float | None:
+    """FLOP/s of the GPU that torch gives this name; None if the table has none."""
+    return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)
+
+
+class Operations(NamedTuple):
+    """The operations of a tower with its projection in a micro-batch."""
+
+    forward: int
+    backward: int  # 0 for a frozen tower
+
+
+def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple[Operations, Operations]:
+    """Counts the products of the image tower and of the text tower, as the model trains a micro-batch.
+
+    What is computed again counts once. The model and the batch are only looked at: the products are of tensors without
+    content, as if on a CPU, so that both may be on any device, the meta device included.
+
+    Raises:
+        ValueError: the forward of the model needs the content of tensors.
+    """
+    model = encoder.model
+    try:
+        with ExitStack() as stack:
+            for module in model.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    stack.enter_context(mock.patch.object(module, "gradient_checkpointing", False))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention computes products again
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            counter = stack.enter_context(FlopCounterMode(display=False))
+            stack.enter_context(_Numbers())
+            state = {f"model.{name}": _fake(one) for name, one in (*model.named_parameters(), *model.named_buffers())}
+            inputs = {name: _fake(one) for name, one in batch.items()}
+            trained = [one for one in state.values() if one.requires_grad]
+
+            def count(encode: Callable[[], Tensor]) -> Operations:
+                before = counter.get_total_flops()
+                embeds = encode()
+                forward = counter.get_total_flops() - before
+                if embeds.requires_grad:
+                    torch.autograd.grad(embeds.sum(), trained, allow_unused=True)
+                return Operations(forward, counter.get_total_flops() - before - forward)
+
+            with torch.enable_grad():
+                towers = partial(encoder.encode_images, inputs), partial(encoder.encode_texts, inputs, checked=True)
+                images, texts = (torch.func.functional_call(_Calling(model, count), state, (one,)) for one in towers)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"The operations of a {type(model).__name__} cannot be counted: {type(error).__name__}: {error}"
+        ) from error
+    return images, texts
+
+
+class _Calling(nn.Module):
+    """Has the parameters of a model, and calls a function that reads them."""
+
+    def __init__(self, model: nn.Module, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self, argument: object) -> Any:
+        return self.function(argument)
+
+
+class _Numbers(TorchDispatchMode):
+    """Answers models that read a number: whether all tokens are to be attended to, or the patches of an image."""
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
+        return 1 if function is torch.ops.aten._local_scalar_dense.default else function(*args, **(kwargs or {}))
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
