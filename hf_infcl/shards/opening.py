@@ -10,8 +10,12 @@ import posixpath
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
+
+import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from ..hub import hub_answers, hub_asked_once, not_there
 from .urls import Url, without_secrets
@@ -89,9 +93,6 @@ def existing_paths_are_literal() -> Iterator[None]:
     `datasets` appends its patterns to the path of a folder, so that a folder ``[v1]`` cannot be loaded. An escaped path
     would not do: fsspec lists all that is beside such a folder.
     """
-    from fsspec.implementations.dirfs import DirFileSystem
-    from fsspec.implementations.local import LocalFileSystem
-
     of_fsspec = LocalFileSystem.glob
 
     def glob(
@@ -138,8 +139,6 @@ def _expand_braces(pattern: str, literal: int = 0) -> list[str]:
 
 def _matches(pattern: str) -> list[str]:
     """The files that match a pattern. Plain names are used unchanged; local files must exist."""
-    import fsspec
-
     if _MAGIC.search(pattern, len(existing_part(pattern))):
         file_system, path = fsspec.core.url_to_fs(pattern)
         try:
@@ -286,8 +285,6 @@ class _RetriedFile(io.RawIOBase):
 
     def _open(self) -> None:
         if self._file is None:
-            import fsspec
-
             # Local files go without fsspec, which costs a copy of every read.
             file: Any = fsspec.open(self._url, "rb").open() if "://" in self._url else open(self._url, "rb")  # noqa: SIM115
             self._size = getattr(file, "size", None) if "://" in self._url else os.fstat(file.fileno()).st_size
@@ -295,11 +292,9 @@ class _RetriedFile(io.RawIOBase):
 
     def _forget(self) -> None:
         file, self._file = self._file, None
-        if file is not None:
-            try:
+        with suppress(Exception):  # closing a lost connection may fail
+            if file is not None:
                 file.close()
-            except Exception as error:  # closing a lost connection may fail
-                logger.debug("closing %r failed", self._url, exc_info=self._shown(error))
 
 
 def open_shard(url: str, position: int = 0, buffer: int = _BUFFER) -> io.BufferedReader:

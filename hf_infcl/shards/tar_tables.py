@@ -8,9 +8,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow
 
 from .members import member_url, register
 from .names import IMAGE_EXTENSIONS
@@ -20,29 +21,12 @@ from .values import ERRORS, describe_cause, is_unicode, json_object, shortened
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow
 
 KEY, SHARD = "__key__", "__url__"  # as `datasets` calls the columns
 _FIRST = "\0image"  # the first image of each sample, until it is known whether there is one
 _LARGEST_TEXT = 2**16
 # Reading in small pieces passes over the images, which are most of a shard.
 _BUFFER = 2**12
-
-
-class _Unread(NamedTuple):
-    """Contents that are no part of a table."""
-
-    position: int
-    size: int
-
-
-class _Indexed(NamedTuple):
-    """The columns of a shard, and each sample's errors by column; None stands for the whole sample."""
-
-    columns: dict[str, Any]  # arrow arrays, or lists of values of several types
-    errors: list[dict[str | None, str]]
-    fields: set[str]  # the columns that are JSON fields
-    images: set[str]  # the columns of images
 
 
 def tar_table(
@@ -64,43 +48,41 @@ def tar_table(
         ValueError: no sample can be used.
     """
     import datasets
-    import pyarrow
 
     register()
-    parts: list[_Indexed] = []
+    samples = _Samples(image_column)
     for path, name in shards:
-        left = None if most is None else most - sum(len(part.errors) for part in parts)
-        if left != 0:
-            parts.append(_read_shard(path, name, image_column, left))
-    errors = list(itertools.chain.from_iterable(part.errors for part in parts))
+        if most is None or len(samples.errors) < most:
+            samples.read(path, name, None if most is None else most - len(samples.errors))
+    errors = samples.errors
     if all(None in of_sample for of_sample in errors):
         raise ValueError(errors[0][None] if errors else f"The shard {shards[0][1]!r} holds no samples.")
-    columns = dict.fromkeys(name for part in parts for name in part.columns if name not in (_FIRST, KEY, SHARD))
-    fields, of_images = (set.union(*sets) for sets in zip(*((part.fields, part.images) for part in parts), strict=True))
-    images = _image_columns(parts, [name for name in columns if name in of_images], image_column)
-    value_columns = [*(name for name in columns if name not in of_images), KEY, SHARD]
-    names: dict[str, str | None] = {**images, **dict.fromkeys(value_columns)}
     table, features = {}, {}
-    for name, source in names.items():
-        chunks = [part.columns.get(source or name, pyarrow.nulls(len(part.errors))) for part in parts]
-        if source:
-            table[name], features[name] = _images(chunks), datasets.Image()
+    for name, source in samples.image_columns().items():
+        table[name], features[name] = _image_values(samples.column(source)), datasets.Image()
+    for name in (*samples.columns, KEY, SHARD):
+        if name in samples.images:
             continue
-        column, wrong = _of_one_type(name, chunks)
-        if column.null_count == len(errors) and name not in fields:
+        column, wrong = _of_one_type(name, samples.column(name))
+        if column.null_count == len(errors) and name not in samples.fields:
             continue  # files of another kind, such as sounds
         for row, error in wrong.items():
             errors[row].setdefault(name, error)
         table[name] = column
-    if any(told := [_told(of_sample, [*table], fields) for of_sample in errors]):
+    told: list[list[dict[str, str | None]] | None] = []
+    for of_sample in errors:
+        if "json" in of_sample:  # an unreadable ``.json`` is one of each field
+            of_sample = {**dict.fromkeys(sorted(samples.fields), of_sample["json"]), **of_sample}
+        wrong_columns = [column for column in of_sample if column is None or column in table]
+        told.append([{"column": column, "error": of_sample[column]} for column in wrong_columns] or None)
+    if any(told):
         kind = pyarrow.list_(pyarrow.struct({"column": pyarrow.string(), "error": pyarrow.string()}))
         table[ERRORS] = pyarrow.chunked_array([pyarrow.array(told, kind)])
     rows = pyarrow.table(table)
+    features = datasets.Features({**datasets.Features.from_arrow_schema(rows.schema), **features})
     return datasets.Dataset(
         datasets.table.InMemoryTable(rows),
-        info=datasets.DatasetInfo(
-            features=datasets.Features({**datasets.Features.from_arrow_schema(rows.schema), **features})
-        ),
+        info=datasets.DatasetInfo(features=features),
         split=datasets.NamedSplit(split),
         fingerprint=digest([*map(_version, shards), image_column, split, str(most)]),
     )
@@ -113,84 +95,91 @@ def _version(shard: tuple[str, str]) -> str:
     return f"{shard} {status.st_size} {status.st_mtime_ns}"
 
 
-def _told(
-    errors: dict[str | None, str], columns: Sequence[str], fields: set[str]
-) -> list[dict[str, str | None]] | None:
-    """The errors of a sample for its row; an unreadable ``.json`` is one of each field."""
-    if "json" in errors:
-        errors = {**dict.fromkeys(sorted(fields), errors["json"]), **errors}
-    return [
-        {"column": column, "error": error} for column, error in errors.items() if column in (None, *columns)
-    ] or None
-
-
 # ---- Reading ----
 
 
-def _read_shard(path: str, name: str, image_column: str, most: int | None) -> _Indexed:
-    rows: list[dict[str, Any]] = []
-    errors: list[dict[str | None, str]] = []
-    indexed = _Indexed({}, errors, set(), set())
+class _Samples:
+    """The samples of shards, by column, and what is wrong with each of them."""
 
-    def contents(file: io.BufferedReader, extension: str, size: int) -> bytes | _Unread:
+    def __init__(self, image_column: str) -> None:
+        self._image_column = image_column
+        # Of each shard the number of samples, and by column arrow arrays, or lists of values of several types.
+        self._parts: list[tuple[int, dict[str, Any]]] = []
+        self.errors: list[dict[str | None, str]] = []  # of each sample by column; None stands for the whole sample
+        self.fields: set[str] = set()  # the columns that are JSON fields
+        self.images: set[str] = set()  # the columns of images
+
+    @property
+    def columns(self) -> list[str]:
+        """All of them, but for the names of samples and shards."""
+        names = dict.fromkeys(name for _, columns in self._parts for name in columns)
+        return [name for name in names if name not in (_FIRST, KEY, SHARD)]
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column in each shard."""
+        return [columns.get(name, pyarrow.nulls(count)) for count, columns in self._parts]
+
+    def image_columns(self) -> dict[str, str]:
+        """What the columns of images are called in the table, and here."""
+        names = [name for name in self.columns if name in self.images]
+        plain = [name for name in names if name in IMAGE_EXTENSIONS]
+        if len(plain) > 1 and not {"image", self._image_column} & {*names}:
+            first = next(columns for _, columns in self._parts if _FIRST in columns)
+            row = next(row for row, image in enumerate(first[_FIRST]) if image.is_valid)
+            if sum(name in first and first[name][row].is_valid for name in plain) == 1:  # else the user has to name one
+                return {"image": _FIRST} | {name: name for name in names if name not in plain}
+        return {name: name for name in names}
+
+    def read(self, path: str, name: str, most: int | None) -> None:
+        """Adds the samples of a shard, or some of them."""
+        rows: list[dict[str, Any]] = []
+        with open_shard(path, buffer=_BUFFER) as file:
+            samples: Iterator[Any] = tar_samples(file, name, self._contents)
+            try:
+                for _, key, sample in itertools.islice(samples, most):
+                    rows.append({KEY: key, SHARD: name})
+                    self.errors.append({})
+                    if isinstance(sample, DamagedShardError):
+                        self.errors[-1][None] = str(sample)
+                    else:
+                        self._fill(rows[-1], path, sample)
+            except DamagedShardError as error:
+                rows.append({SHARD: name})
+                self.errors.append({None: str(error)})
+        columns = dict.fromkeys(column for row in rows for column in row)
+        self._parts.append((len(rows), {column: _array([row.get(column) for row in rows]) for column in columns}))
+
+    def _contents(self, file: io.BufferedReader, extension: str, size: int) -> bytes | tuple[int, int]:
+        """What a file holds; the position and the size of what is no part of a table."""
         small = size <= _LARGEST_TEXT or extension == "json"
-        if small and not _holds_image(extension, image_column):
-            return file.read(size)
-        return _Unread(file.tell(), size)
+        return file.read(size) if small and not self._holds_image(extension) else (file.tell(), size)
 
-    with open_shard(path, buffer=_BUFFER) as file:
-        samples: Iterator[Any] = itertools.islice(tar_samples(file, name, contents), most)
-        try:
-            for _, key, sample in samples:
-                row: dict[str, Any] = {KEY: key, SHARD: name}
-                wrong: dict[str | None, str] = {}
-                if isinstance(sample, DamagedShardError):
-                    wrong[None] = str(sample)
-                else:
-                    _fill(row, wrong, indexed, path, sample, image_column)
-                rows.append(row)
-                errors.append(wrong)
-        except DamagedShardError as error:
-            rows.append({SHARD: name})
-            errors.append({None: str(error)})
-    columns = dict.fromkeys(column for row in rows for column in row)
-    indexed.columns.update((column, _array([row.get(column) for row in rows])) for column in columns)
-    return indexed
+    def _holds_image(self, extension: str) -> bool:
+        return extension in ("image", self._image_column) or extension.rpartition(".")[2] in IMAGE_EXTENSIONS
 
-
-def _fill(
-    row: dict[str, Any],
-    errors: dict[str | None, str],
-    indexed: _Indexed,
-    path: str,
-    sample: dict[str, bytes | _Unread],
-    image_column: str,
-) -> None:
-    """Adds the values of a sample to its row, what is wrong to the errors, and the kinds of columns to ``indexed``."""
-    for extension, content in sample.items():
-        kind = extension.rpartition(".")[2]
-        try:
-            if _holds_image(extension, image_column) and isinstance(content, _Unread):
-                indexed.images.add(extension)
-                row[extension] = member_url(path, *content, f"{row[KEY].rpartition('/')[2]}.{extension}")
-                if extension in IMAGE_EXTENSIONS:
-                    row.setdefault(_FIRST, row[extension])
-            elif isinstance(content, _Unread):
-                row[extension], errors[extension] = None, f"its {content.size:,} bytes are no caption"
-            elif extension == "json":
-                for field, value in _flat(json_object(content), errors):
-                    column = f"json.{field}" if field in sample or _holds_image(field, image_column) else field
-                    indexed.fields.add(column)
-                    row[column] = value
-            elif extension:
-                row[extension] = None
-                row[extension] = _READ.get(kind, _text)(content)
-        except Exception as error:  # parsers raise exceptions of many classes
-            errors[extension] = describe_cause(error)
-
-
-def _holds_image(extension: str, image_column: str) -> bool:
-    return extension in ("image", image_column) or extension.rpartition(".")[2] in IMAGE_EXTENSIONS
+    def _fill(self, row: dict[str, Any], path: str, sample: Mapping[str, bytes | tuple[int, int]]) -> None:
+        """Adds the values of the last sample to its row."""
+        errors = self.errors[-1]
+        for extension, content in sample.items():
+            parse = _READ.get(extension.rpartition(".")[2], _text)
+            try:
+                if isinstance(content, tuple) and self._holds_image(extension):
+                    self.images.add(extension)
+                    row[extension] = member_url(path, *content, f"{row[KEY].rpartition('/')[2]}.{extension}")
+                    if extension in IMAGE_EXTENSIONS:
+                        row.setdefault(_FIRST, row[extension])
+                elif isinstance(content, tuple):
+                    row[extension], errors[extension] = None, f"its {content[1]:,} bytes are no caption"
+                elif extension == "json":
+                    for field, value in _flat(json_object(content), errors):
+                        column = f"json.{field}" if field in sample or self._holds_image(field) else field
+                        self.fields.add(column)
+                        row[column] = value
+                elif extension:
+                    row[extension] = None
+                    row[extension] = parse(content)
+            except Exception as error:  # parsers raise exceptions of many classes
+                errors[extension] = describe_cause(error)
 
 
 def _flat(fields: Mapping[str, object], errors: dict[str | None, str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -216,42 +205,24 @@ def _integers(content: bytes) -> list[int] | None:
 
 
 # How files are read whose extensions say that they hold integers.
-_READ: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
-    "npy": _integers,
-}
+_READ: dict[str, Callable[[bytes], Any]] = dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int)
+_READ["npy"] = _integers
 
 
 # ---- Columns ----
 
 
-def _image_columns(parts: Sequence[_Indexed], names: Sequence[str], image_column: str) -> dict[str, str]:
-    """The columns of images, and what they are called in the parts."""
-    plain = [name for name in names if name in IMAGE_EXTENSIONS]
-    if len(plain) > 1 and not {"image", image_column} & {*names}:
-        first = next(part for part in parts if _FIRST in part.columns).columns
-        row = next(row for row, image in enumerate(first[_FIRST]) if image.is_valid)
-        if sum(name in first and first[name][row].is_valid for name in plain) == 1:  # else the user has to name one
-            return {"image": _FIRST} | {name: name for name in names if name not in plain}
-    return {name: name for name in names}
-
-
-def _images(chunks: Sequence[pyarrow.Array]) -> pyarrow.ChunkedArray:
+def _image_values(chunks: Sequence[pyarrow.Array]) -> pyarrow.ChunkedArray:
     """Paths as `datasets` stores images."""
-    import pyarrow
-
     structs = []
     for chunk in chunks:
-        paths = chunk.cast(pyarrow.string())
-        missing = pyarrow.nulls(len(paths), pyarrow.binary())
+        paths, missing = chunk.cast(pyarrow.string()), pyarrow.nulls(len(chunk), pyarrow.binary())
         structs.append(pyarrow.StructArray.from_arrays([missing, paths], ["bytes", "path"], mask=paths.is_null()))
     return pyarrow.chunked_array(structs)
 
 
 def _array(values: list[object]) -> pyarrow.Array | list[object]:
     """The values as an array, or unchanged if they are not of one type."""
-    import pyarrow
-
     try:
         return pyarrow.array(values, from_pandas=True)  # which takes NaN for a missing value
     except (pyarrow.ArrowException, ValueError, TypeError, OverflowError):
@@ -260,8 +231,6 @@ def _array(values: list[object]) -> pyarrow.Array | list[object]:
 
 def _of_one_type(name: str, chunks: Sequence[Any]) -> tuple[pyarrow.ChunkedArray, dict[int, str]]:
     """The values of a column that are of its most frequent kind, and by row what is wrong with other values."""
-    import pyarrow
-
     if not any(isinstance(chunk, list) for chunk in chunks):
         with suppress(pyarrow.ArrowException):
             schemas = [pyarrow.schema({name: chunk.type}) for chunk in chunks]
