@@ -15,7 +15,7 @@ from helpers.parity import MODELS, EachGradient, check_each_gradient
 from helpers.processes import on_ranks
 from helpers.shards import numbered, write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, TowerTokens, TrainedRows, arguments, parameters, trained, trainer_for
+from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trained, trainer_for
 from torch import Tensor, nn
 
 from hf_infcl import reference
@@ -200,9 +200,8 @@ def check_resume(folder: Path, data: Any, stops: Sequence[int], **options: Any) 
         ((11,), {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "offload_inputs": True}),
         ((11,), {"max_steps": -1, "num_train_epochs": 2.5, "train_sampling_strategy": "sequential"}),
         ((11,), {"ema_decay": 0.9, "optimizer": "muon"}),
-        ((11,), {"image_size_schedule": ["8:0.5", "16"]}),
     ],
-    ids=["around each change", "workers", "persistent", "epochs in order", "ema and muon", "image sizes"],
+    ids=["around each change", "workers", "persistent", "epochs in order", "ema and muon"],
 )
 def test_resume_is_bit_identical(tmp_path, stops, options):
     check_resume(tmp_path, lambda: models.Pairs(61), stops, **options)
@@ -237,9 +236,9 @@ def test_a_stream_has_the_same_global_batches_on_any_number_of_processes(ranks, 
 
 
 def test_the_same_stages_in_other_words_are_no_other_run(tmp_path):
-    options = {**GROWS, "image_size_schedule": ["8:0.5", "16"], "save_strategy": "steps", "save_steps": 6}
+    options = {**GROWS, "save_strategy": "steps", "save_steps": 6}
     trainer_for(tmp_path, models.clip(), models.Pairs(61), **options, callbacks=[StopAt(6)]).train()
-    options |= {"global_batch_schedule": "4:.3 8:0.30 16", "image_size_schedule": ["8:.5 16"]}
+    options |= {"global_batch_schedule": "4:.3 8:0.30 16"}
     resumed = trained(trainer_for(tmp_path, models.clip(), models.Pairs(61), **options), resume=True)
     assert resumed.steps_trained == 9
     assert resumed.args.global_batch_schedule == ["4:0.3", "8:0.3", "16"]
@@ -255,21 +254,6 @@ def test_a_finished_run_trains_nothing_when_resumed(tmp_path, length):
 
 
 # ---- What counts ----
-
-
-@pytest.mark.parametrize("stop", [7, 10])
-def test_the_shares_of_sizes_and_patches_are_of_the_samples(tmp_path, stop):
-    """Half of the 100 pairs are trained with step 11 of 15, and the last step has 16 of them."""
-    sized = {**GROWS, "image_size_schedule": ["8:0.5", "16"], "patch_dropout": 0.5, "full_tokens_last": 0.15}
-    ends, seen = [], TowerTokens()
-    for folder, calls in (("whole", [seen]), ("parts", [StopAt(stop)]), ("parts", [])):
-        options = {**sized, "callbacks": calls, "save_strategy": "steps", "save_steps": stop, "learning_rate": 1e-2}
-        trainer = trainer_for(tmp_path / folder, models.clip(dropout=0.1), models.Pairs(100), **options)
-        trainer.train(resume_from_checkpoint="auto")
-        ends.append(parameters(trainer))
-    # Tokens of the class and of patches: 1 × 1 of 8 pixels, or half of 2 × 2 of 16.
-    assert [step - {0} for step in seen.steps[:15]] == [{2}] * 11 + [{3}] * 3 + [{5}]
-    assert torch.equal(ends[0], ends[2])
 
 
 def test_learning_rate_runs_over_samples(tmp_path):

@@ -462,8 +462,6 @@ def test_copies_are_those_of_comparing_all_pairs():
         (["--dataset", __file__], 1, "names files"),
         (["--max_text_tokens", "1"], 1, "max_text_tokens must be from"),
         (["--image_size", "7"], 1, "image_size=7 is no multiple of the patches"),
-        (["--image_size_schedule", "3:0.5", "8"], 1, "3 in image_size_schedule is no multiple of the patches"),
-        (["--image_size_schedule", "4:0.5", "12"], 1, "image_size_schedule ends with 12, and the model is of 8 pixels"),
     ],
 )
 def test_mistakes_end_with_one_line(words, code, message, small, capsys):

@@ -57,7 +57,7 @@ def test_gradients_equal_one_process_with_the_whole_batch(fresh_ranks, backend):
     check(fresh_ranks, 2, CELLS, options, backend=backend, **bounds)
 
 
-PATCHES = {"patch_dropout": 0.5, "full_tokens_last": 0.25}
+PATCHES = {"patch_dropout": 0.5}
 GROWS = {"global_batch_schedule": ["8:0.3", "16"], "gradient_accumulation_steps": 1}
 
 

@@ -77,8 +77,6 @@ def test_one_s_own_towers_are_refused(tmp_path):
     [
         ({"patch_dropout": 1.0}, "patch_dropout must be a number of at least 0 and less than 1, got 1.0"),
         ({"patch_dropout": -0.1}, "patch_dropout must be a number of at least 0 and less than 1, got -0.1"),
-        ({"patch_dropout": 0.5, "full_tokens_last": 2}, "full_tokens_last must be a number from 0 to 1, got 2"),
-        ({"full_tokens_last": 0.1}, "full_tokens_last=0.1 has no effect without patch_dropout"),
         (
             {"patch_dropout": 0.5, "freeze": "image"},
             "patch_dropout=0.5 and freeze=image exclude each other: a frozen tower",
@@ -99,16 +97,14 @@ def test_gradients_are_those_of_autograd_with_the_same_patches(ranks, options):
     check(ranks, 1, [(objective, "patches", 4) for objective in MODELS], options)
 
 
-def test_the_last_steps_see_all_patches_also_after_a_resume_and_evaluations_always(tmp_path):
-    options = {"patch_dropout": 0.75, "full_tokens_last": 0.4, "max_steps": 5, "learning_rate": 0.01}
+def test_a_resumed_training_drops_the_same_patches_and_a_trained_model_none(tmp_path):
+    options = {"patch_dropout": 0.75, "max_steps": 5, "learning_rate": 0.01}
     options |= {"save_steps": 1, "save_strategy": "steps"}
     model = models.clip(dropout=0.1)
     widths = TowerTokens()
     whole = trainer_for(tmp_path / "whole", model, callbacks=[widths], **options)
-    budget = whole.window_step.memory.graph_budget
     whole.train()
-    assert widths.steps == [{2}, {2}, {2}, {5}, {5}, set()]
-    assert whole.window_step.memory.graph_budget is not budget, "graphs of another size are measured again"
+    assert widths.steps == [{2}, {2}, {2}, {2}, {2}, set()]
     model.train()(**models.Pairs(4).batch())
     assert widths.steps[-1] == {5}, "after the training nothing is dropped"
     for step in (2, 4):
@@ -119,11 +115,11 @@ def test_the_last_steps_see_all_patches_also_after_a_resume_and_evaluations_alwa
 
 
 def test_a_compiled_model_drops_the_same_in_both_passes(tmp_path):
-    """`Draws` fails where the passes differ; the change to all patches compiles once more."""
+    """`Draws` fails where the passes differ."""
     torch.manual_seed(0)
     model = models.clip(dropout=0.1)
     Draws(model)
-    options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3, "full_tokens_last": 0.3}
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
     trainer_for(tmp_path, model, patch_dropout=0.5, **options).train()
 
 

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer, reference
 from hf_infcl.conversion.models import load
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading.stored_embeddings import StoredEmbeddings, described_shards
+from hf_infcl.loading.stored_embeddings import described_shards
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
 from hf_infcl.tools.embedding.sources import ShardSource, TableSource, source_of_training
 from hf_infcl.tools.publishing.settings import training_settings
-from hf_infcl.windows.extensions import LossTerm
 from hf_infcl.windows.terms import TeacherDistance
 
 BETA, RATE, ROWS = 3.0, 5e-3, 48
@@ -336,8 +335,6 @@ def test_stored_views_are_the_crops_of_the_training(tmp_path, kind):
             taught(tmp_path, data(**{name: value}), teacher_embeddings=[views])
     with pytest.raises(ValueError, match="the same for all teachers of a set, but one has the images as they are"):
         taught(tmp_path, data(), teacher_embeddings=[views, plain])
-    with pytest.raises(ValueError, match="image_size_schedule other crops are drawn"):
-        taught(tmp_path, data(), teacher_embeddings=[views], image_size_schedule=["8:0.5", "16"])
 
 
 @pytest.mark.parametrize("views", [None, 2])
@@ -815,30 +812,6 @@ def test_every_other_option_trains_alike_with_the_teacher_and_with_its_embedding
     assert found[0][weights:].abs().sum() > 0, "the map does not train"
 
 
-def test_images_of_another_size_have_their_stored_embeddings(tmp_path):
-    folder = store(table_source(rows()), tmp_path / "stored")
-    seen: list[tuple[int, Tensor, Tensor]] = []
-
-    class Sees(LossTerm):
-        name = "sees"
-
-        def reference(self, inputs: Any, frozen_outputs: Any) -> tuple[Tensor, ...]:
-            seen.append((inputs["pixel_values"].shape[-1], inputs["pair_ids"], inputs["teacher_0_images"]))
-            return ()
-
-        def value(self, features: Any, references: Any) -> Tensor:
-            return features[0].sum() * 0
-
-    given = {"teacher_embeddings": [folder], "image_size_schedule": ["8:0.5", "16"], "max_steps": 4}
-    data = ImageTextDataset(rows(), pair_id_column="id")
-    taught(tmp_path / "run", data, **given, extensions=[Sees()]).train()
-    assert [size for size, *_ in seen] == [8] * 6 + [16] * 6
-    embeddings, known = StoredEmbeddings(folder).find("images", [str(row) for row in range(24)])
-    assert known.all()
-    for _, ids, images in seen:
-        assert torch.equal(images, torch.from_numpy(embeddings[ids]))
-
-
 # ---- Resuming, refusals ----
 
 
@@ -888,7 +861,6 @@ def few_words() -> Any:
         ({"teacher": few_words}, "has embeddings of 32 tokens, and the student has 64"),
         ({"teacher": lambda: (few_words(), clip_processor()), "cache_features": "c"}, "cache_features reads features"),
         ({"teacher": "clip"}, "A teacher must be a dual encoder, or a pair of one and its processor, got a str"),
-        ({"teacher": models.clip, "image_size_schedule": ["8:0.5", "16"]}, "decoded for the size of the step"),
         ({"teacher_side": "all"}, "teacher_side must be one of 'both', 'image', 'text', got 'all'"),
         ({"contrastive_weight": 0.0}, "leaves nothing to learn without a teacher"),
         ({"contrastive_weight": 2.0}, "contrastive_weight must be a number from 0 to 1, got 2.0"),

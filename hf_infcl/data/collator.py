@@ -220,10 +220,9 @@ class ContrastiveCollator:
         """Collates b items with n captions in total, including negative captions.
 
         Returns:
-            pixel_values [b, 3, H, W], of the size of the processor or of the items' ``side`` (`SizedRow`), fp32 or,
-            with `uint8`, uint8; or the output of an image processor that prepares
-            the images itself. For image-text items also the tokenizer's output, `input_ids` [n, L] int64 and so on.
-            Then, all int64:
+            pixel_values [b, 3, H, W], of the size of the processor, fp32 or, with `uint8`, uint8; or the
+            output of an image processor that prepares the images itself. For image-text items also the tokenizer's
+            output, `input_ids` [n, L] int64 and so on. Then, all int64:
             pair_ids [b] and skipped [b]: if the items have them.
             caption_image [n]: the row of the batch that each caption belongs to; -1 for negative captions, which come
             last. Absent if every item has one caption and no item has a negative caption.
@@ -274,11 +273,12 @@ class ContrastiveCollator:
             pairs = [(item["image"], _as_array(item["image"])) for item in items]
             images = [image if array is None else Image.fromarray(array) for image, array in pairs]
             return dict(self.processor.image_processor(images=images, return_tensors="pt"))
-        side = next((item["side"] for item in items if "side" in item), None)
-        transform = self._transform if side is None else self._transform.of_side(side)
         # In a DataLoader's worker, default_collate stacks into shared memory, which saves a copy.
         pixels: Tensor = default_collate(
-            [transform(array, cropped=item.get("cropped", False)) for array, item in zip(arrays, items, strict=True)]
+            [
+                self._transform(array, cropped=item.get("cropped", False))
+                for array, item in zip(arrays, items, strict=True)
+            ]
         )
         return {"pixel_values": pixels if self.uint8 else self._transform.normalise(pixels)}
 

@@ -197,9 +197,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         with self._image_named(row):
             return read_encoded(value)
 
-    def _decoded(self, row: int, encoded: bytes, side: int | None = None) -> np.ndarray:
+    def _decoded(self, row: int, encoded: bytes) -> np.ndarray:
         with self._image_named(row):
-            return decode_rgb(encoded, least_side(self._min_side, side))
+            return decode_rgb(encoded, self._min_side)
 
     @contextmanager
     def _image_named(self, row: int) -> Iterator[None]:
@@ -253,19 +253,6 @@ def _metadata_above(dataset: datasets.Dataset) -> str:
         return ""
     split, file = files[0]
     return f" {file} lies above: move its lines into {split / file.name}, with file names relative to it."
-
-
-def least_side(min_side: int | None, side: int | None) -> int | None:
-    """The least side of a decoded image that becomes a square of this side, for `decode_rgb`.
-
-    A fourth more than the side, so that random crops, of 0.82 of a side or more, are not enlarged.
-
-    Args:
-        side: None for images of the full size, where ``min_side`` alone decides.
-    """
-    if side is None:
-        return min_side
-    return min(-(-5 * side // 4), min_side or 10**9)
 
 
 def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:

@@ -272,28 +272,24 @@ class ImageTextDataset(PairSource, ImageDataset):
         return [usable_captions(value) for value in values]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """The item of a row; of a `SizedRow` with its ``side``, for which a JPEG is decoded at a part of its size."""
-        side = getattr(row, "side", None)
         if self.on_bad_sample == "raise":
-            return self._sample(row, side)
+            return self._sample(row)
         candidate, replacements = row, self._random(row, "replacement", self._now)
         for skipped in range(_MAX_TRIES):
             try:
-                return {**self._sample(candidate, side), "skipped": skipped}
+                return {**self._sample(candidate), "skipped": skipped}
             except BadSampleError as error:  # noqa: PERF203
                 last = error
                 candidate = replacements.randrange(len(self))
         raise ValueError(f"All of {_MAX_TRIES} rows drawn one after another were bad. The last: {last}") from last
 
-    def _sample(self, row: int, side: int | None) -> dict[str, Any]:
+    def _sample(self, row: int) -> dict[str, Any]:
         value = self.table[row]
         item = self._text(row, value)
         encoded = self._encoded(row, value[self.image_column])
         if self.on_bad_sample == "skip" and not self.pair_id_column:
             item["pair_id"] = content_pair_id(encoded, usable_captions(value[self.caption_column]))
-        if side is not None:
-            item["side"] = side
-        image = self._decoded(row, encoded, side)
+        image = self._decoded(row, encoded)
         return augment(image, self._augmentation, self._seed_of_view(row, self._now)) | item
 
     def captions(self, row: int) -> list[str]:

@@ -37,8 +37,6 @@ VERSION = 1  # version of the order of samples and of the state in checkpoints
 _MAX_BAD = 100
 _DRAWS = 1024  # number of choices between the sources of a mixture that are drawn at a time
 
-Sides = Callable[[int], int | None]  # of the images in a step; None for the size of the collator
-
 
 class Samples(Protocol):
     """What the micro-batches need of an `ImageTextStream`, which documents the options."""
@@ -53,8 +51,8 @@ class Samples(Protocol):
     weights: list[float]  # of the groups
     left_out: str  # says which samples are; empty for none
 
-    def item(self, passes: int, shard: int, key: str, sample: Sample, side: int | None) -> dict[str, Any]:
-        """The item of a raw sample, after this many passes, with its image for this side."""
+    def item(self, passes: int, shard: int, key: str, sample: Sample) -> dict[str, Any]:
+        """The item of a raw sample, after this many passes."""
 
 
 class Shares:
@@ -73,10 +71,6 @@ class Shares:
         """The pairs of a micro-batch that come from the stream; None after the end of a training."""
         return self._batch_size
 
-    def step(self, number: int) -> int:
-        """The global batches before the one of a micro-batch, both counted from where the training begins."""
-        return number // self.micro_batches
-
 
 class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     """Reads the micro-batches of one process from a stream, a table or a mixture, and records which were consumed.
@@ -89,7 +83,6 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     _shares: Shares
     _consumed = 0  # micro-batches of all processes; of a stream, since the run began
     _begun = 0  # those of them that were consumed before the training was resumed
-    _sides: tuple[Sides | None, int] = None, 0  # and the step that the windows are counted from
 
     def begin_at(self, epoch: int, windows: int) -> bool:
         """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
@@ -98,14 +91,6 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     def pass_over(self, rows: Callable[[], Tensor]) -> bool:
         """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
         return False  # other data has all its samples, and does not ask which ones to pass over
-
-    def set_sides(self, sides: Sides | None, step: int) -> None:
-        """Makes images with these sides from the next micro-batch on, which belongs to this step."""
-        self._sides = sides, step - self._shares.step(self._consumed - self._begun)
-
-    def _side(self, number: int) -> int | None:
-        sides, first = self._sides
-        return None if sides is None else sides(first + self._shares.step(number - self._begun))
 
     def consume(self, tag: Mapping[str, object]) -> None:
         """Records that the batch with this tag was consumed."""
@@ -306,7 +291,7 @@ class StreamBatches(MicroBatches):
                 passes, shard, key, sample = next(samples[draws[drawn % _DRAWS]])
                 drawn += 1
                 try:
-                    item = stream.item(passes, shard, key, sample, self._side(number))
+                    item = stream.item(passes, shard, key, sample)
                 except BadSampleError as error:
                     if stream.on_bad_sample == "raise":
                         raise

@@ -27,7 +27,7 @@ from ..shards.urls import Url
 from ..shards.values import check_on_bad_sample, describe_cause
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout
 from .collator import DataCollator
-from .images import BadSampleError, decode_rgb, least_side
+from .images import BadSampleError, decode_rgb
 from .pairs import PairSource, check_captions_per_image, check_negative_captions, content_pair_id, usable_captions
 from .stream_batches import Shares, StreamBatches
 
@@ -236,8 +236,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         """The micro-batches of one process; see `StreamBatches` for the options."""
         return StreamBatches(self, batch_size, collate, **where)
 
-    def item(self, passes: int, shard: int, key: str, sample: Sample, side: int | None = None) -> dict[str, Any]:
-        """The item of a raw sample, after this many passes; with a ``side``, for images of this size.
+    def item(self, passes: int, shard: int, key: str, sample: Sample) -> dict[str, Any]:
+        """The item of a raw sample, after this many passes.
 
         Raises:
             BadSampleError: the sample cannot be used, with the names of shard and sample.
@@ -251,12 +251,10 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             encoded, item = self._encoded(url, row), self._draw_texts(row, full_name, passes)
             if self.pair_id_column is None:
                 item["pair_id"] = content_pair_id(encoded, usable_captions(row[self.caption_column]))
-            if side is not None:
-                item["side"] = side
             view = self._seed_of_view(full_name, passes)
             if self._number is not None:
                 item["place"] = (self._number, self.place(shard, key), view)
-            image = decode_rgb(encoded, least_side(self._min_side, side))
+            image = decode_rgb(encoded, self._min_side)
             return augment(image, self._augmentation, view) | item
 
     def image_and_captions(self, shard: int, key: str, sample: Sample) -> tuple[np.ndarray | None, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -94,16 +94,6 @@ class ImageTransform:
             return pixels
         top, left = (size[0] - crop[0]) // 2, (size[1] - crop[1]) // 2
         return pixels[:, top : top + crop[0], left : left + crop[1]]
-
-    def of_side(self, side: int) -> ImageTransform:
-        """The transform that makes squares of this side. It crops away the same share."""
-        if self.crop is None:
-            return replace(self, size=(side, side))
-        share = side / min(self.crop)
-        if isinstance(self.size, int):
-            return replace(self, size=round(share * self.size), crop=(side, side))
-        height, width = self.size
-        return replace(self, size=(round(share * height), round(share * width)), crop=(side, side))
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Rescale and normalise uint8 [b, 3, H, W], on any device, to fp32 of the same shape: (x - mean) / std."""

@@ -131,8 +131,6 @@ class DualEncoder:
             model was split over devices or processes while it was loaded.
     """
 
-    takes_any_size = False  # whether positions are interpolated for images of other sizes; see `OtherSizes`
-
     def __init__(self, model: nn.Module, dims: int | None = None) -> None:
         kind = known_type(model)
         if kind is None:
@@ -176,7 +174,7 @@ class DualEncoder:
         config, pixel_values = self._config("vision_config"), batch.get("pixel_values")
         if config is None or config.model_type not in OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
             return
-        if pixel_values is None or pixel_values.ndim != 4 or self.takes_any_size:
+        if pixel_values is None or pixel_values.ndim != 4:
             return
         size, patch = config.image_size, config.patch_size
         height, width = pixel_values.shape[-2:]

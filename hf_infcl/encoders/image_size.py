@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,12 +64,12 @@ def resize_images(encoder: DualEncoder, size: int) -> None:
             of_tower.image_size = size
 
 
-def _check_multiple(config: Any, size: int, named: str = "image_size={}") -> None:
+def _check_multiple(config: Any, size: int) -> None:
     patch = getattr(config, "patch_size", 1)
     if size % patch:
         near = max(1, round(size / patch)) * patch
         raise ValueError(
-            f"{named.format(size)} is no multiple of the patches of the image tower, which are of {patch} × {patch} "
+            f"image_size={size} is no multiple of the patches of the image tower, which are of {patch} × {patch} "
             f"pixels. Choose {near}."
         )
 
@@ -128,68 +126,3 @@ def _interpolated(embeddings: Any, weight: Tensor, prefix: int, size: int, patch
     patches = weight[:, prefix:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
     patches = F.interpolate(patches, (grid, grid), mode="bicubic", align_corners=False)
     return torch.cat([weight[:, :prefix], patches.flatten(2).transpose(1, 2)], dim=1)
-
-
-# ---- Images of several sizes in one training ----
-
-
-def check_sizes(encoder: DualEncoder, sizes: Sequence[int]) -> None:
-    """Raises a ValueError unless the image tower takes images of all sizes, of which the last one is its own."""
-    tower: Any = getattr(encoder.model, TOWERS["image"][0], None)
-    kind = getattr(getattr(tower, "config", None), "model_type", None)
-    if kind not in WITH_PATCHES:
-        _check_has_no_positions(encoder, tower, kind)
-    elif kind == "aimv2_vision_model" and not tower.config.is_native:
-        raise ValueError(
-            f"image_size_schedule interpolates the positions in each forward, which the image tower of "
-            f"{type(encoder.base).__name__} (type {kind!r}) does not offer. Train with one image_size."
-        )
-    check_sizes_of_config(tower.config, sizes)
-
-
-def check_sizes_of_config(vision_config: PretrainedConfig, sizes: Sequence[int]) -> None:
-    """Raises a ValueError unless all sizes are multiples of the patches, and the last one is that of the config."""
-    image_size = getattr(vision_config, "image_size", None)
-    if image_size not in (None, sizes[-1]):
-        raise ValueError(
-            f"image_size_schedule ends with {sizes[-1]}, and the model is of {image_size} pixels. End with "
-            f"{image_size}, or pass image_size={sizes[-1]} as well."
-        )
-    for size in sizes:
-        _check_multiple(vision_config, size, "{} in image_size_schedule")
-
-
-class OtherSizes:
-    """Lets an image tower take images of other sizes: its positions are interpolated in each such forward.
-
-    The interpolation is that of transformers' ``interpolate_pos_encoding``; the weights stay those of the full size and
-    get its gradient. Towers without positions need nothing. See `check_sizes`.
-    """
-
-    def __init__(self, encoder: DualEncoder) -> None:
-        self._encoder, self._hook = encoder, None
-        tower: Any = getattr(encoder.model, TOWERS["image"][0])
-        embeddings = getattr(tower, "embeddings", None)
-        # DINOv2's and others' always interpolate, without an option.
-        if embeddings is not None and "interpolate_pos_encoding" in inspect.signature(embeddings.forward).parameters:
-            size = tower.config.image_size
-
-            def interpolate(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-                pixel_values = args[0] if args else kwargs["pixel_values"]
-                return (args, {**kwargs, "interpolate_pos_encoding": True}) if pixel_values.shape[-1] != size else None
-
-            self._hook = embeddings.register_forward_pre_hook(interpolate, with_kwargs=True)
-        encoder.takes_any_size = True
-
-    def remove(self) -> None:
-        """Restores the tower."""
-        self._encoder.takes_any_size = False
-        if self._hook is not None:
-            self._hook.remove()
-
-
-def resized(pixel_values: Tensor, size: int) -> Tensor:
-    """Images [b, 3, H, W] as squares of this size [b, 3, size, size], bicubic with antialiasing; else unchanged."""
-    if pixel_values.ndim != 4 or pixel_values.shape[-2:] == (size, size):
-        return pixel_values
-    return F.interpolate(pixel_values, (size, size), mode="bicubic", antialias=True)

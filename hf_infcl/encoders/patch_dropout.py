@@ -34,15 +34,14 @@ class PatchDropout:
     has the random state of the first, drops the same patches. A hook of the image tower does it.
 
     Args:
-        share: the share of the patches to drop, in [0, 1). Of n patches, round(n · (1 - share)) stay, at least one. It
-            may be changed between two forwards.
+        share: the share of the patches to drop, in [0, 1). Of n patches, round(n · (1 - share)) stay, at least one.
 
     Raises:
         ValueError: see `check_patches`.
     """
 
     def __init__(self, encoder: DualEncoder, share: float) -> None:
-        self.share = share
+        self._share = share
         check_patches(encoder)
         self._tower: Any = getattr(encoder.model, TOWERS["image"][0])
         embeddings = self._tower.embeddings
@@ -57,10 +56,10 @@ class PatchDropout:
 
     def _drop(self, module: nn.Module, inputs: object, tokens: Tensor) -> Tensor | None:
         # The mode of the tower counts: frozen embeddings are in evaluation mode even below layers that train.
-        if self.share == 0 or not self._tower.training:
+        if not self._tower.training:
             return None
         prefix, patches = tokens[:, : self._prefix], tokens[:, self._prefix :]
         images, count, width = patches.shape
-        kept = max(1, round(count * (1 - self.share)))
+        kept = max(1, round(count * (1 - self._share)))
         chosen = torch.rand(images, count, device=tokens.device).topk(kept, dim=1).indices
         return torch.cat([prefix, patches.gather(1, chosen[..., None].expand(-1, -1, width))], dim=1)

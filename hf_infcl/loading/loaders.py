@@ -34,9 +34,7 @@ from .wrapped import all_parts, check_has_end, has_epochs, most_captions, negati
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
-_OF_COLLATOR = tuple(
-    "image cropped side image_features at_start caption negative_captions pair_id skipped label".split()
-)
+_OF_COLLATOR = tuple("image cropped image_features at_start caption negative_captions pair_id skipped label".split())
 
 
 def add_used_columns(columns: list[str] | None, collator: object) -> None:

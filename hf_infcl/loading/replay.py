@@ -17,7 +17,7 @@ from ..data import ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import MicroBatches, Sides
+from ..data.stream_batches import MicroBatches
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import BatchSchedule
 from ..shards.values import counted
@@ -202,10 +202,6 @@ class MixedRows(MicroBatches):
                 batch = {**batch, "new_images": len(new)}
             seconds = time.perf_counter() - began + tag["seconds"] + tag_of_old["seconds"]
             yield batch, {"parts": [tag, tag_of_old], "seconds": seconds, "pairs": len(new) + len(old)}
-
-    def set_sides(self, sides: Sides | None, step: int) -> None:
-        for part in self._parts:
-            part.set_sides(sides, step)
 
     def consume(self, tag: Mapping[str, Any]) -> None:
         for part, tag_of_part in zip(self._parts, tag["parts"], strict=True):

@@ -46,10 +46,6 @@ class SourceShare(Shares):
         place = self.plan.place(number)
         return None if place is None else len(self.pairs(place))
 
-    def step(self, number: int) -> int:
-        """The steps of the plan before the one of a micro-batch."""
-        return self.plan.steps_after(number)
-
     def pairs(self, place: MicroBatchPlace) -> range:
         """The pairs of a micro-batch among those of the source in its global batch."""
         return range(self._before(place, place.number), self._before(place, place.number + 1))

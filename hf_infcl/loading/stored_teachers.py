@@ -74,7 +74,7 @@ def stored_teachers(
     partial = leaves_out or any(lack is None or lack for lack in lacks)
     for one in sets:
         own_views = [stored.views for stored in opened if one.lacking(stored) is not None]
-        one.name_places(own_views if "image" in sides else [], resized=args.image_size_schedule is not None)
+        one.name_places(own_views if "image" in sides else [])
     teachers = []
     for number, stored in enumerate(opened):
         changed = {one.number: one.changed(stored) for one in sets if one.lacking(stored) is not None}
@@ -140,7 +140,7 @@ class _DataSet:
         else:
             self._described = described_shards(part)
 
-    def name_places(self, views: Sequence[Mapping[str, Any] | None], *, resized: bool) -> None:
+    def name_places(self, views: Sequence[Mapping[str, Any] | None]) -> None:
         """Makes the items name their places, and repeats their augmentations if the teachers have stored views."""
         count = next((one["count"] for one in views if one is not None), None)
         expected = describe_views(self.part, count)
@@ -156,11 +156,6 @@ class _DataSet:
                 f"teachers of a set, but one has {told}. Embed with the options of the training."
             )
         self.part.name_places(self.number, count)
-        if expected is not None and resized:
-            raise ValueError(
-                "With image_size_schedule other crops are drawn than those whose embeddings were stored. Leave it out, "
-                "or embed the images as they are (no --views)."
-            )
 
     def lacking(self, stored: StoredEmbeddings) -> frozenset[str] | int | None:
         """The shards, or the number of rows, that a folder of this set lacks; None if it is of other data."""

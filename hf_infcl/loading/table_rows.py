@@ -19,17 +19,6 @@ from .shares import SourceShare
 from .wrapped import has_epochs, set_epoch
 
 
-class SizedRow(int):
-    """The number of a row whose image becomes a square of a ``side``, if a dataset and its collator know it."""
-
-    side: int | None
-
-    def __new__(cls, row: int, side: int | None = None) -> SizedRow:
-        sized = super().__new__(cls, row)
-        sized.side = side
-        return sized
-
-
 class TableRows(MicroBatches):
     """The micro-batches of a dataset with a length for one process.
 
@@ -141,13 +130,11 @@ class TableRows(MicroBatches):
             if (place := self._shares.plan.place(number)) is None:
                 return
             began = time.perf_counter()
-            batch = self._collate(self._items(dataset, number, place))
+            batch = self._collate(self._items(dataset, place))
             yield batch, {"seconds": time.perf_counter() - began, "pairs": place.section.micro_batch}
 
-    def _items(self, dataset: SizedDataset, number: int, place: MicroBatchPlace) -> list[Any]:
+    def _items(self, dataset: SizedDataset, place: MicroBatchPlace) -> list[Any]:
         rows = self._rows(place)
-        if (side := self._side(number)) is not None:
-            rows = [SizedRow(row, side) for row in rows]
         set_epoch(dataset, self._at(place).epoch)
         items = read_rows(dataset, rows)
         for key, make in self._filled.items():

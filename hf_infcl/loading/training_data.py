@@ -16,7 +16,6 @@ from ..data.collator import DataCollator
 from ..encoders.dual_encoder import images_of
 from ..micro_batches.rows import split_batches
 from ..options.arguments import InfCLTrainingArguments
-from ..options.batch_schedule import Course
 from ..processes.collectives import Processes, announce_failure
 from ..processes.interruptions import Interruptions
 from ..windows.terms import OF_TEACHERS
@@ -35,8 +34,6 @@ class TrainingData:
     Args:
         loader: the training loader; None before there is one.
         collator: the data collator, which knows how captions are padded.
-        course: the samples of the steps of the training, over which ``image_size_schedule`` changes the images. None
-            before it begins.
         plan: of its global batches; None if all have one size and nothing is known of the passes over the data.
         begin: where a resumed training goes on, with all rows of the pass.
     """
@@ -47,7 +44,6 @@ class TrainingData:
         args: InfCLTrainingArguments,
         resumed: RunRecord | None = None,
         collator: DataCollator | None = None,
-        course: Course | None = None,
         plan: BatchPlan | None = None,
         begin: Position | None = None,
     ) -> None:
@@ -66,8 +62,7 @@ class TrainingData:
             self._skipped = 0
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
-        self._begin, sizes = begin, args.image_sizes(course)
-        self._sides = None if sizes is None else sizes.smaller_at
+        self._begin = begin
         self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)  # see `WindowStep.passed_over`
         self._at, self._exhausted = BEGIN, False  # where the pass is, and whether a stream has no full window left
 
@@ -80,7 +75,7 @@ class TrainingData:
         if self.source.loader is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
-            self.source.loader.begin_epoch(epoch, windows, step, self._sides, lambda: self.passed_over(epoch))
+            self.source.loader.begin_epoch(epoch, windows, step, lambda: self.passed_over(epoch))
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, int]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins after so many steps.

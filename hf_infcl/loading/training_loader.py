@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from ..data.collator import DataCollator
-from ..data.stream_batches import MicroBatches, Sides
+from ..data.stream_batches import MicroBatches
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.preemption import heed_parent_alone
 from .batch_plan import BatchPlan
@@ -74,11 +74,10 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), self._length):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, windows: int, step: int, sides: Sides | None, rows: Any) -> None:
+    def begin_epoch(self, epoch: int, windows: int, step: int, rows: Any) -> None:
         """Begins an epoch with this step, of which so many windows are trained; ``rows`` as for `pass_over`."""
         if self.batches.begin_at(epoch, windows) | self.batches.pass_over(rows):
             self.close()
-        self.batches.set_sides(sides, step)
         self._step = step
 
     def lasting(self) -> Iterator[Any]:

@@ -135,12 +135,7 @@ def find_micro_batches(
 
 def _varies(args: InfCLTrainingArguments) -> bool:
     """Whether the steps of a training take other memory for a graph than a trial, so that `GraphBudget` measures it."""
-    return bool(
-        args.torch_compile  # a trial is not compiled
-        or args.global_batch_schedule
-        or args.image_size_schedule
-        or (args.patch_dropout and args.full_tokens_last)
-    )
+    return bool(args.torch_compile or args.global_batch_schedule)  # a trial is not compiled
 
 
 def _decide_untried(args: InfCLTrainingArguments) -> None:

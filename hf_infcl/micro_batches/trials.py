@@ -93,9 +93,7 @@ class Trials:
         args = copy.copy(self._setup.args)
         args.retain_graphs = str(trial.graphs)
         args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
-        args.image_size_schedule = None  # the batch has the images of the last steps
         args.replay_as = None  # a small window may have no old pairs, or no new ones
-        args.patch_dropout = None if args.full_tokens_last else args.patch_dropout
         # Those that only look, or keep what they have seen, would take the trial for a step.
         changing = [one for one in self._setup.extensions if isinstance(one, (LossTerm, StepChange))]
         step = WindowStep(

@@ -13,11 +13,10 @@ from transformers import TrainingArguments
 from ..processes.preemption import ended_with_launcher
 from .batch_division import divide_global_batch
 from .batch_options import SEARCHED, BatchOptions, auto_or_number
-from .batch_schedule import BatchSchedule, Course, check_batch_schedule
+from .batch_schedule import BatchSchedule, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
 from .course_options import CourseOptions
 from .facts import check_values
-from .image_sizes import ImageSizes, check_image_sizes
 from .keeping_options import KeepingOptions
 from .loss_options import LossOptions
 from .metric_sums import greater_is_better
@@ -123,7 +122,6 @@ class InfCLTrainingArguments(
         if self.optimizer is not None:
             muon_settings(self.optim_args)  # raises for what Muon does not take
         check_selection(self)
-        check_image_sizes(self)
         check_batch_schedule(self)
         if divided and self._global_batch_size is not None:
             factors = self.per_device_train_batch_size, self.gradient_accumulation_steps
@@ -179,10 +177,6 @@ class InfCLTrainingArguments(
     def texts_together(self) -> int:
         """``texts_at_once`` as a number; 1 while it is still to be chosen."""
         return 1 if self.texts_at_once in (None, "auto") else int(self.texts_at_once)
-
-    def image_sizes(self, course: Course | None = None) -> ImageSizes | None:
-        """``image_size_schedule`` over the samples of a training, or None."""
-        return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, course)
 
     @property
     def seed_of_data(self) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from numbers import Real
 
-from .declaring import FROM_0, FROM_1, SHARE, HelpPlace, Range, option
+from .declaring import FROM_0, FROM_1, SHARE, HelpPlace, option
 
 
 def towers() -> Collection[str]:
@@ -39,14 +38,6 @@ class TowerOptions:
         within=FROM_1,
         card="height and width that images were resized to, for which positions were interpolated",
     )
-    image_size_schedule: list[str] | None = option(
-        "Smaller images first, for example '112:0.5 160:0.4 224' (CLIPA, arXiv 2305.07017). These are sizes with their "
-        "shares of the samples; the last is that of the model, which gets the rest and is used in evaluations. "
-        "Positions are interpolated in each forward, so what is saved is always of the full size.",
-        decides=True,
-        card="sizes of the images, each with its share of the samples",
-        excludes={"cache_features": "the cache has the features of images of one size"},
-    )
     patch_dropout: float | None = option(
         "Share of the patches of each image to leave out at random, such as 0.5 (FLIP, arXiv 2212.00794). Evaluations "
         "see all patches.",
@@ -54,13 +45,6 @@ class TowerOptions:
         within=SHARE,
         card="share of the patches of an image that training left out",
         excludes={"freeze=image": "a frozen tower runs in evaluation mode, in which no patch is left out"},
-    )
-    full_tokens_last: float | None = option(
-        "With patch_dropout: share of the samples, at the end, that see all patches.",
-        decides=True,
-        needs="patch_dropout",
-        within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
-        card="share of the samples with all patches, at the end",
     )
     max_text_tokens: int | None = option(
         "Cut training captions to this many tokens, special ones included. Evaluations do not cut them. A number above "

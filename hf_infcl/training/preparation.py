@@ -14,7 +14,7 @@ from ..checkpoints.model_files import saves_shards
 from ..encoders.adapters import beside_adapters, has_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.fused_layers import can_fuse, fuse_layers
-from ..encoders.image_size import check_sizes, resize_images
+from ..encoders.image_size import resize_images
 from ..encoders.in_bf16 import compute_in_bf16
 from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_in_bf16, check_wrapper, is_sharded, prepare_for_fsdp
@@ -49,8 +49,6 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         dual_encoder.freeze_layers(args.freeze_layers)
     if args.image_size is not None:
         resize_images(dual_encoder, args.image_size)
-    if (sizes := args.image_sizes()) is not None:
-        check_sizes(dual_encoder, sizes.sizes)
     if args.patch_dropout:
         check_patches(dual_encoder)
     _check_dimensions(dual_encoder, args)

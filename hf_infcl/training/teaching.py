@@ -87,11 +87,6 @@ def _online(teacher: object, setup: Setup, number: int, sides: Sequence[str]) ->
         )
     if module is setup.encoder.model:
         raise ValueError("The teacher is the model that is trained. Pass a copy; keep_features is made for its start.")
-    if args.image_size_schedule is not None:
-        raise ValueError(
-            "With image_size_schedule images are decoded for the size of the step, but a teacher sees images of its "
-            "own size. Leave it out, or store the teacher's embeddings first (`infcl embed --format npy`)."
-        )
     if args.cache_features is not None:
         raise ValueError(
             "cache_features reads features instead of images or captions, which a teacher needs. Store the teacher's "

@@ -149,7 +149,7 @@ class InfCLTrainer(Trainer):
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
         plan = None if loader is None else self.batch_plan
         course, begin = make_course(args, self.state, plan), self.resumption.begin
-        self.training_data = TrainingData(loader, args, record, self.data_collator, course, plan, begin)
+        self.training_data = TrainingData(loader, args, record, self.data_collator, plan, begin)
         makes_loader = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if makes_loader and self.training_data.source.stream is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.

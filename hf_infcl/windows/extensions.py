@@ -96,10 +96,7 @@ class LossTerm(Extension):
 
 
 class StepChange(Extension):
-    """A change of the inputs or of the towers that depends on the step, the same in both passes."""
-
-    graphs: Any = None  # a value that differs where the graph of a micro-batch takes another amount of memory
-    resizes = False  # whether the micro-batches of different steps have other shapes
+    """A change of the inputs or of the towers, the same in both passes."""
 
     def inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """The inputs of a micro-batch, on the device, as they are to be encoded."""

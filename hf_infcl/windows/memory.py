@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 
 from accelerate.utils.memory import clear_device_cache
 
@@ -22,25 +21,19 @@ class WindowMemory:
         self.fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._compiles = compiled  # until the first window has been trained
         self._batch: list[int] | None = None  # the images of the micro-batches of the last window
-        self._graphs: Sequence[object] | None = None  # what the memory of a graph depended on in the last window
         self.graph_budget = self._new_budget()
 
     def _new_budget(self) -> GraphBudget:
         retain = self._args.retain_graphs
         return GraphBudget(None if retain == "auto" else int(retain or 1), self._args.device)
 
-    def begin_window(self, window: Window, graphs: Sequence[object]) -> None:
-        """Plans kept graphs anew where they take another amount of memory, and lets go of that of smaller batches.
-
-        ``graphs`` are what that amount depends on, besides the micro-batch.
-        """
-        grows = self._args.global_batch_schedule is not None and self._batch not in (None, window.sizes[0])
-        if grows or self._graphs not in (None, graphs):
+    def begin_window(self, window: Window) -> None:
+        """Plans kept graphs anew for larger batches, and lets go of the memory of smaller ones."""
+        if self._args.global_batch_schedule is not None and self._batch not in (None, window.sizes[0]):
             self.graph_budget = self._new_budget()
-        if grows:
             forget_recordings()
             clear_device_cache()
-        self._batch, self._graphs = list(window.sizes[0]), graphs
+        self._batch = list(window.sizes[0])
 
     def keep_fewer_graphs(self) -> None:
         """Keeps one graph fewer from now on, because memory ran out."""

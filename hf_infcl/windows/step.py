@@ -22,7 +22,7 @@ from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, make_wrapper
 from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
-from .changes import DroppedPatches, ImageSizeOfStep
+from .changes import DroppedPatches
 from .dealing import DealtAnew, can_be_dealt_anew
 from .extensions import (
     NO_ROWS,
@@ -191,7 +191,7 @@ class WindowStep:
         with failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window)):
             for extension in self.extensions:
                 extension.begin_window(window, step)
-        self.memory.begin_window(window, [change.graphs for change in of_kind(self.extensions, StepChange)])
+        self.memory.begin_window(window)
         self._wrapper.begin_window()
         self.checks.begin_window(model, term_parameters(self.extensions))
 
@@ -220,11 +220,10 @@ class WindowStep:
         if window.encoded == 1:
             self.memory.collect_after_compiling()
         inputs = self._setup.prepare_inputs(window.inputs(micro_batch))
-        changes = of_kind(self.extensions, StepChange)
-        for change in changes:
+        for change in of_kind(self.extensions, StepChange):
             inputs = change.inputs(inputs)
-        resizes = self._setup.args.global_batch_schedule is not None or any(change.resizes for change in changes)
-        if self._compiled and resizes and "pixel_values" in inputs:  # for each size, rather than once for all
+        grows = self._setup.args.global_batch_schedule is not None
+        if self._compiled and grows and "pixel_values" in inputs:  # for each size, rather than once for all
             torch._dynamo.mark_static(inputs["pixel_values"])
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
@@ -233,7 +232,7 @@ class WindowStep:
             terms = of_kind(self.extensions, LossTerm)
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in terms]
             for name in [name for name in micro_batch.inputs if name.startswith(OF_TEACHERS)]:
-                del micro_batch.inputs[name]  # images of another size may take much memory
+                del micro_batch.inputs[name]  # images may take much memory
         return embeds
 
     @contextmanager
@@ -416,10 +415,7 @@ def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]
     """The extensions that the arguments of a training with this course ask for."""
     args, encoder, start = setup.args, setup.encoder, setup.start
     if args.patch_dropout:
-        yield DroppedPatches(encoder, args.patch_dropout, args.full_tokens_last, course)
-    if (sizes := args.image_sizes(course)) is not None:
-        of_start = None if start is None else start.encoder
-        yield ImageSizeOfStep([one for one in (encoder, of_start) if one is not None], sizes)
+        yield DroppedPatches(encoder, args.patch_dropout)
     if start is not None and args.keep_features:
         yield KeptFeatures(start, args.keep_features)
     if args.leave_out is not None:

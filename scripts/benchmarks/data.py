@@ -40,7 +40,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data import images as decoding
-from hf_infcl.loading.table_rows import SizedRow
 
 from . import common
 from .common import RESULTS, Row
@@ -52,7 +51,6 @@ COLUMNS = tuple(
     """.split()
 )
 LANDED = "70601dd"
-SMALLER = (112, 160)  # sides of images in the first steps of a training
 OPEN_CLIP = "OpenCLIP, training"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
@@ -113,19 +111,6 @@ class Transformed(Dataset[torch.Tensor]):
 
     def __getitem__(self, row: int) -> torch.Tensor:
         return self._transform(Image.open(io.BytesIO(self._files[row])).convert("RGB"))
-
-
-class OfSide(Dataset[Any]):
-    """The items of a dataset in steps whose images are of this side (``image_size_schedule``)."""
-
-    def __init__(self, dataset: ImageTextDataset, side: int) -> None:
-        self._dataset, self._side = dataset, side
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, row: int) -> Any:
-        return self._dataset[SizedRow(row, self._side)]
 
 
 def open_clip_transforms() -> tuple[dict[str, Callable[[Image.Image], torch.Tensor]], str]:
@@ -214,11 +199,6 @@ def worker(args: argparse.Namespace) -> Iterator[Row]:
         ways[f"hf_infcl, {label}"] = dataset, ours, "decoded by PIL"
         if decoding.simplejpeg is not None:
             ways[f"hf_infcl[fast], {label}"] = dataset, ours, "decoded by simplejpeg"
-    for side in SMALLER:
-        smaller = OfSide(ImageTextDataset(rows, augmentation="crop"), side)
-        ways[f"hf_infcl, random crop, {side} pixels"] = smaller, ours, "decoded by PIL"
-        if decoding.simplejpeg is not None:
-            ways[f"hf_infcl[fast], random crop, {side} pixels"] = smaller, ours, "decoded by simplejpeg"
     times: dict[str, list[float]] = {name: [] for name in ways}
     fast = decoding.simplejpeg
     for _ in range(args.rounds):

@@ -16,8 +16,6 @@ PLAIN: dict[str, Any] = {
     **{"method": "InfCLTrainer", "batch": BATCH, "pair_ids": False, "captions": 1},
 }
 NOISY = {"leave_out": "noisy"}
-PATCHES = {"patch_dropout": 0.5, "full_tokens_last": 0.1}
-SIZES = {"image_size_schedule": ["32:0.5", "48:0.4", "64"]}
 IN_BF16 = {"bf16": True, "bf16_activations": True}  # "bf16" for a CPU, which trains in fp32 otherwise
 
 
@@ -123,9 +121,6 @@ def with_icons() -> dict[str, list[dict[str, Any]]]:
         ],
         "icons pair_ids": [of("muon", batch, 0, pair_ids=True) for batch in (16_384, 4096)],
         "icons growing": [of("muon", 4096, s, options={"global_batch_schedule": ["1024:0.5", "4096"]}) for s in seeds],
-        "icons patches and sizes": [
-            of("muon", 1024, s, options=options) for s in seeds for options in (PATCHES, SIZES)
-        ],
         "icons captions": [of("muon", 1024, 0, captions=3)],
         "icons 9.4 million": [
             *(of(o, batch, 0, times=16) for o in both for batch in (1024, 4096, 16_384)),

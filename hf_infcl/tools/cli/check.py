@@ -16,7 +16,7 @@ from ...checkpoints.lock import check_writable
 from ...conversion.models import load_readers
 from ...data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ...encoders.dual_encoder import check_type_of_config
-from ...encoders.image_size import check_sizes_of_config, config_for_images
+from ...encoders.image_size import config_for_images
 from ...encoders.pooling import Pooling
 from ...evaluation.metrics import CEILING
 from ...evaluation.retrieval import recall_ceilings
@@ -59,8 +59,6 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
         check_type_of_config(config, of_model.model)
         config = config_for_images(config, args.image_size)
-        if (sizes := args.image_sizes()) is not None:
-            check_sizes_of_config(config.vision_config, sizes.sizes)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         set_sizes(collator, args)
         training_collator(collator, args)  # only its checks: what is cut on purpose is no finding
