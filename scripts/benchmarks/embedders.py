@@ -34,7 +34,7 @@ COLUMNS = tuple(
     """.split()
 )
 VOCABULARY, LONGEST = 30_000, 128
-WARM = 3  # steps before the timed ones: graphs that fit are counted in the second and third
+WARM = 3  # steps before the timed ones where graphs that fit are counted, in the second and third; else one
 
 
 class Encoder(nn.Module):
@@ -125,7 +125,7 @@ def measured(loss: nn.Module, features: list[dict[str, Tensor]], device: torch.d
             value = loss([dict(column) for column in features], None)
         value.backward()
 
-    for _ in range(WARM):
+    for _ in range(WARM if getattr(loss, "retain_graphs", 1) == "auto" else 1):
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
