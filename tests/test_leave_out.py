@@ -4,13 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import models
 from helpers.concepts import Concepts, linear
-from helpers.shards import write_tars
+from helpers.shards import numbered, write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import FullPrecision, parameters, trained, trainer_for
 from PIL import Image
@@ -19,13 +18,12 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loss.pair_averages import NO_KEY
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.publishing.curves import plot_curves
 from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows import selection
 from hf_infcl.windows.extensions import PairSelection, StepObserver
-from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, RESTED, WithoutNoisyPairs, mean_of_trained
+from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, NO_KEY, RESTED, WithoutNoisyPairs, mean_of_trained
 from hf_infcl.windows.window import Window, WindowLoss
 
 LEARNS = {
@@ -88,33 +86,6 @@ def test_swapped_captions_are_found_and_the_others_are_learned_better(noisy, tmp
     assert hits[0] > hits[1] + 0.01
 
 
-def test_a_share_leaves_out_the_worst_of_each_step(tmp_path):
-    data = Concepts(wrong=0.3)
-    made = trained(trainer(tmp_path, data, leave_out=0.3))
-    begin = next(step for step, share in enumerate(left_out(made)) if share)
-    left = np.round(np.cumsum(left_out(made)[begin:]) * 128)
-    assert (abs(left - 0.3 * 128 * np.arange(1, len(left) + 1)) < 1 + 1e-9).all(), "on average the share"
-    left = selection_of(made).left_out()
-    assert int(left.sum()) == int(0.3 * len(left)), "at the end, of all pairs"
-    _, slow = selection_of(made).averages.slow()
-    assert slow[data.is_wrong].mean() < 0.5 * slow[~data.is_wrong].mean()
-
-
-@pytest.mark.parametrize(("share", "window"), [(0.03, 64), (0.1, 4)])
-def test_small_windows_leave_out_the_share_on_average(share, window):
-    selection, scores = WithoutNoisyPairs(str(share), 640), torch.linspace(1, 5, 640).double()
-    for _ in range(3):
-        selection._stays(torch.arange(640)[None], scores[None])
-    selection._owed, left = 0.0, 0
-    for number in range(100):
-        if number == 50:  # it resumes
-            state, selection = selection.state_dict(), WithoutNoisyPairs(str(share), 640)
-            selection.load_state_dict(state)
-        keys = torch.arange(number, number + window) * 7 % 640
-        left += int((~selection._stays(keys[None], scores[keys][None])).sum())
-        assert abs(left - share * window * (number + 1)) < 1 + 1e-9
-
-
 # ---- Decisions ----
 
 
@@ -137,9 +108,9 @@ def drawn(window: int) -> tuple[Tensor, Tensor, Tensor]:
     return keys, *features
 
 
-def decisions(rank: int, world_size: int, leave_out: str, windows: int = 16) -> list[list[int]]:
+def decisions(rank: int, world_size: int, windows: int = 16) -> list[list[int]]:
     """The keys that each window leaves out on this process."""
-    selection, each = WithoutNoisyPairs(leave_out, 48), 24 // world_size
+    selection, each = WithoutNoisyPairs(48), 24 // world_size
     found = []
     for number in range(windows):
         keys, images, texts = (part[rank * each : (rank + 1) * each] for part in drawn(number))
@@ -148,28 +119,27 @@ def decisions(rank: int, world_size: int, leave_out: str, windows: int = 16) -> 
     return found
 
 
-@pytest.mark.parametrize("leave_out", ["noisy", "0.25"])
-def test_decisions_are_the_same_on_any_number_of_processes(ranks, leave_out):
-    (alone,) = ranks.run(decisions, 1, leave_out)
+def test_decisions_are_the_same_on_any_number_of_processes(ranks):
+    (alone,) = ranks.run(decisions, 1)
     first = next(number for number, keys in enumerate(alone) if keys)
     assert 3 < first < 12, "after three visits on average"
-    assert {key % 3 for keys in alone for key in keys} == {0} if leave_out == "noisy" else True
+    assert {key % 3 for keys in alone for key in keys} == {0}
     assert sum(map(len, alone[first:])) > 4 * len(alone[first:])
     for world_size in (2, 3):
-        by_rank = ranks.run(decisions, world_size, leave_out)
+        by_rank = ranks.run(decisions, world_size)
         for number, keys in enumerate(alone):
             assert sorted(key for found in by_rank for key in found[number]) == sorted(keys)
 
 
 def test_old_pairs_of_a_replay_are_neither_counted_nor_left_out():
-    selection, left = WithoutNoisyPairs("noisy", 48), []
+    selection, left = WithoutNoisyPairs(48), []
     for number in range(16):
         keys, *features = drawn(number)
         stays = selection.select(window_of(keys, new=12), tuple(features), torch.tensor(1.0), None)
         assert stays is None or bool(stays[12:].all())
         left.append(0 if stays is None else int((~stays).sum()))
     assert sum(left) > 10
-    assert selection.averages._visited == 16 * 12
+    assert int(selection.averages.visits.sum()) == 16 * 12
     assert selection.logs() == {"left_out": round(sum(left) / (16 * 12), 4)}
 
 
@@ -179,7 +149,7 @@ def test_m_and_the_border_are_those_of_the_rule():
     assert m == pytest.approx((5 + 4 + 3 + 2.9) / 4)
     assert m == pytest.approx(float(averages[averages >= 0.6 * m].mean()))
     for share, border in ((0.0, None), (0.005, None), (0.02, BORDER), (0.099, BORDER), (0.1, BORDER_OF_MANY)):
-        selection = WithoutNoisyPairs("noisy", 1000)
+        selection = WithoutNoisyPairs(1000)
         scores = torch.full((1000,), 4.0).double()
         scores[: int(1000 * share)] = -1
         for visit in range(3):
@@ -191,7 +161,7 @@ def test_m_and_the_border_are_those_of_the_rule():
 
 def begun(rows: int = 40) -> WithoutNoisyPairs:
     """Every fifth pair looks wrong; three epochs are over, in the last of which the selection has begun."""
-    selection, scores = WithoutNoisyPairs("noisy", rows), torch.full((rows,), 4.0).double()
+    selection, scores = WithoutNoisyPairs(rows), torch.full((rows,), 4.0).double()
     scores[::5] = -1
     for epoch in range(3):
         assert not len(selection.passed_over(epoch))
@@ -208,20 +178,17 @@ def test_epochs_pass_over_what_is_left_out_and_what_rests():
         part = rows % 4 == epoch % 4
         assert torch.equal(passed_over, wrong ^ part)
         assert torch.equal(selection.passed_over(epoch), passed_over), "it goes on"
-        again = WithoutNoisyPairs("noisy", 40)
+        again = WithoutNoisyPairs(40)
         again.load_state_dict(selection.state_dict())
         assert torch.equal(again.passed_over(epoch), passed_over), "it resumes"
         keys = rows[~passed_over][None]
         stays = selection._stays(keys, torch.where(wrong[keys], -1.0, 4.0).double())
         assert torch.equal(stays, ~wrong[keys])
-    share = WithoutNoisyPairs("0.2", 40)
-    share.border = BORDER
-    assert not len(share.passed_over(3)), "which leaves out its share of each window"
 
 
 def test_only_scores_of_pairs_that_were_not_trained_count():
     selection = begun()
-    fast = selection.averages.fast[0]
+    fast = selection.averages.fast
 
     def visit(epoch: int, key: int, score: float) -> float:
         before = float(fast[key])
@@ -237,14 +204,14 @@ def test_only_scores_of_pairs_that_were_not_trained_count():
     assert visit(6, 7, 0.0) == 0, "and was trained since"
     assert visit(6, 5, 0.0) == pytest.approx(RESTED[0]), "it was left out since the epoch 2"
     assert visit(6, 5, 0.0) == pytest.approx(RESTED[0])
-    selection.averages._visits[30] = 1
+    selection.averages.visits[30] = 1
     assert visit(7, 30, 0.0) == pytest.approx(0.5), "the first visits all count alike"
 
 
 def test_it_does_not_begin_while_pairs_are_learned():
     """Right pairs that are new to a model leave the scores below 0 with each visit; wrong ones stay."""
     for stays, begins in ((0.3, False), (0.8, True)):
-        selection: Any = WithoutNoisyPairs("noisy", None)
+        selection: Any = WithoutNoisyPairs(48)
         for quarter in range(4, 24):
             below = 0.9 * stays ** (quarter / 4)
             selection.averages = SimpleNamespace(mean_visits=quarter / 4, share_below_zero=below)
@@ -255,12 +222,12 @@ def test_it_does_not_begin_while_pairs_are_learned():
 
 
 def test_what_is_never_left_out():
-    def stays(keys: list[int], scores: list[float], share: str = "noisy") -> list[list[bool]]:
-        selection = WithoutNoisyPairs(share, 100)
+    def stays(keys: list[int], scores: list[float]) -> list[list[bool]]:
+        selection = WithoutNoisyPairs(100)
         warm = torch.tensor([4.0] * 50 + [-1.0] * 50).double()
         for _ in range(3):
             selection._stays(torch.arange(100)[None], warm[None])
-        selection.averages._visits[7] = 1
+        selection.averages.visits[7] = 1
         return selection._stays(torch.tensor(keys), torch.tensor(scores).double()).tolist()
 
     assert stays([[0, 60], [1, 61]], [[4, -1], [4, -1]]) == [[True, False], [True, False]]
@@ -296,15 +263,14 @@ def rank_seen(rank: int, world_size: int, folder: str, kind: str, steps: int) ->
         data = ConcatDataset([Subset(data, range(30)), models.Pairs(20, seed=7)])
     elif kind == "grows":
         options |= {"global_batch_schedule": ["8:0.5", "16"], "gradient_accumulation_steps": 1}
-    elif kind in ("stream", "replay"):
-        data, options["data_collator"] = stream_of(folder), collate
-    if kind == "replay":
-        options["replay_dataset"] = stream_of(folder)
+    elif kind == "replay":
+        data = numbered(range(40))
+        options |= {"replay_dataset": stream_of(folder), "data_collator": collate}
     trainer_for(folder, data=data, leave_out="noisy", extensions=[seen], **options).train()
     return [row for step in seen.steps for row in step]
 
 
-@pytest.mark.parametrize("kind", ["table", "wrapped", "grows", "stream", "replay"])
+@pytest.mark.parametrize("kind", ["table", "wrapped", "grows", "replay"])
 def test_each_pair_has_one_key_wherever_it_is_read(ranks, tmp_path, kind):
     write_tars(tmp_path / "shards", [10] * 4)
     folder = str(tmp_path / "shards")
@@ -424,10 +390,8 @@ def test_uneven_pairs_weigh_both_losses_alike_on_every_process(ranks):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"leave_out": "1"}, "more than 0 and less than 1, got '1'"),
-        ({"leave_out": "0"}, "more than 0 and less than 1, got '0'"),
-        ({"leave_out": "nan"}, "more than 0 and less than 1, got 'nan'"),
-        ({"leave_out": "clean"}, "leave_out must be 'noisy', or the share of the pairs to leave out"),
+        ({"leave_out": "0.2"}, r"leave_out must be 'noisy', got '0.2'\. .* `infcl score`, .* `--exclude "),
+        ({"leave_out": "clean"}, "leave_out must be 'noisy', got 'clean'"),
         (
             {"leave_out": "noisy", "contrastive_weight": 0.0},
             "leave_out=noisy and contrastive_weight=0 exclude each other: it switches off",
@@ -454,9 +418,13 @@ def test_a_training_too_short_for_it_is_told_before_it_begins(tmp_path, monkeypa
     assert not any("will leave" in words for words in said)
 
 
-def test_a_stream_without_keys_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="those of a Stream have no keys"):
-        trainer_for(tmp_path, data=models.Stream(40), leave_out="noisy")
+@pytest.mark.parametrize("kind", ["stream", "replayed stream", "another stream"])
+def test_a_stream_is_refused(tmp_path, kind):
+    write_tars(tmp_path / "shards", [10] * 4)
+    data: Any = models.Stream(40) if kind == "another stream" else stream_of(str(tmp_path / "shards"))
+    old = {"replay_dataset": models.Pairs(40)} if kind == "replayed stream" else {}
+    with pytest.raises(ValueError, match=r"which a stream does not have\. Score .* `infcl score`, .* \(`--exclude`\)"):
+        trainer_for(tmp_path, data=data, leave_out="noisy", **old)
 
 
 class Nothing(PairSelection):
@@ -490,14 +458,13 @@ def test_the_curves_and_the_card_say_what_was_left_out(noisy, tmp_path):
 
 
 def test_the_share_on_the_card_is_that_of_the_whole_training(noisy):
-    selection, again = selection_of(noisy), WithoutNoisyPairs("noisy", 512)
+    selection, again = selection_of(noisy), WithoutNoisyPairs(512)
     again.load_state_dict(selection.state_dict())
     assert again.card == selection.card == {"pairs left out": training_settings(noisy)["pairs left out"]}
-    assert WithoutNoisyPairs("0.3", 512).card == {"pairs left out": "the worst 0.3 of each step"}
 
 
 def test_the_card_says_what_the_rule_waits_for():
-    selection, keys = WithoutNoisyPairs("noisy", 2), torch.tensor([[0, 1]])
+    selection, keys = WithoutNoisyPairs(2), torch.tensor([[0, 1]])
     for scores, reason in (
         ([1.0, 1.0], "each pair was seen 1.0 times, and the rule begins after 3"),
         ([1.0, 1.0], "each pair was seen 2.0 times, and the rule begins after 3"),

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_infcl.loss import pair_averages
-from hf_infcl.loss.pair_averages import NO_KEY, PairAverages
 from hf_infcl.loss.pair_scores import pair_scores
+from hf_infcl.windows.selection import NO_KEY, PairAverages
 
 DIM, IMAGES = 12, 12
 KINDS = ("pairs", "ids", "captions", "captions and ids")
@@ -99,10 +98,9 @@ def plain(visits: list[tuple[list[int], list[float]]], least: float) -> dict[int
 
 def drawn(windows: int, keys: int, size: int = 40) -> list[tuple[list[int], list[float]]]:
     generator = torch.Generator().manual_seed(1)
-    names = torch.randint(0, 2**62, (keys,), generator=generator) if keys > 500 else torch.arange(keys)
     found = []
     for _ in range(windows):
-        chosen = names[torch.randint(0, keys, (size,), generator=generator)]
+        chosen = torch.randint(0, keys, (size,), generator=generator)
         chosen[0] = NO_KEY
         found.append((chosen.tolist(), torch.randn(size, dtype=torch.float64, generator=generator).tolist()))
     return found
@@ -114,16 +112,15 @@ def visited(averages: PairAverages, visits: list[tuple[list[int], list[float]]])
     return averages
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(100, 100), (None, 100), (None, 1500)])
-def test_averages_of_a_table_and_of_a_stream(monkeypatch, rows, keys):
-    monkeypatch.setattr(pair_averages, "_FEWEST", 8192 if keys > 500 else 64)  # that of 64 slots grows
-    visits = drawn(60, keys)
-    averages = visited(PairAverages(rows, fast=0.3, slow=0.1), visits)
+def test_averages_of_a_table():
+    visits = drawn(60, 100)
+    averages = visited(PairAverages(100), visits)
     for found, least in zip(averages._averages, (0.3, 0.1), strict=True):
         by_key = plain(visits, least)
-        known = averages._visits > 0
-        names = torch.arange(rows)[known] if rows else averages._keys[known]
-        assert dict(zip(names.tolist(), found[known].tolist(), strict=True)) == pytest.approx(by_key, abs=1e-5)
+        known = averages.visits > 0
+        assert dict(zip(torch.arange(100)[known].tolist(), found[known].tolist(), strict=True)) == pytest.approx(
+            by_key, abs=1e-5
+        )
     fast = plain(visits, 0.3)
     assert averages.share_below_zero == sum(value < 0 for value in fast.values()) / len(fast)
     assert averages.mean_visits == sum(len({*k} - {NO_KEY}) for k, _ in visits) / len(fast)
@@ -132,41 +129,20 @@ def test_averages_of_a_table_and_of_a_stream(monkeypatch, rows, keys):
     assert names.tolist() == sorted(fast)
 
 
-def test_a_full_table_of_a_stream_forgets_pairs_and_counts_on(monkeypatch):
-    monkeypatch.setattr(pair_averages, "_FEWEST", 64)
-    monkeypatch.setattr(pair_averages, "_MOST", 128)
-    averages = visited(PairAverages(None, fast=0.3, slow=0.1), drawn(60, 2000))
-    counted = averages._seen, averages._visited, averages._below
-    assert len(averages._visits) == 128
-    averages._count()
-    assert counted == (averages._seen, averages._visited, averages._below)
-    assert averages.mean_visits < 1.5
-    known = averages._keys[averages._visits > 0]
-    assert len(known.unique()) == len(known) > 100
-    keys = torch.tensor([known[0].item(), 2**61 + 5])
-    _, visits = averages.visit(keys, torch.ones(2, dtype=torch.float64))
-    assert visits[0] >= 2
-    assert visits[1] == 1
-
-
 def test_values_that_are_not_finite_are_not_kept():
-    averages = PairAverages(5, fast=0.3, slow=0.1)
+    averages = PairAverages(5)
     found, visits = averages.visit(torch.tensor([1, 2, NO_KEY]), torch.tensor([torch.nan, 1.0, 1.0]).double())
     assert found.isnan().tolist() == [True, False, True]
     assert visits.tolist() == [0, 1, 0]
     assert averages.slow()[0].tolist() == [2]
 
 
-@pytest.mark.parametrize("rows", [100, None])
-def test_averages_go_on_from_a_state(rows):
+def test_averages_go_on_from_a_state():
     visits = drawn(20, 100)
-    whole_run = visited(PairAverages(rows, fast=0.3, slow=0.1), visits)
-    first = visited(PairAverages(rows, fast=0.3, slow=0.1), visits[:9])
-    rest = PairAverages(None if rows is None else 120, fast=0.3, slow=0.1)  # the table has grown
+    whole_run, first = visited(PairAverages(100), visits), visited(PairAverages(100), visits[:9])
+    rest = PairAverages(100)
     rest.load_state_dict(first.state_dict())
     visited(rest, visits[9:])
     for one, other in zip(whole_run.slow(), rest.slow(), strict=True):
         assert torch.equal(one, other)
     assert (whole_run.mean_visits, whole_run.share_below_zero) == (rest.mean_visits, rest.share_below_zero)
-    with pytest.raises(ValueError, match="averages of the pairs of a"):
-        PairAverages(5 if rows is None else None, fast=0.3, slow=0.1).load_state_dict(first.state_dict())

@@ -1,10 +1,9 @@
-"""The ledger of pairs: scores, probabilities, what images and texts prefer, its files, and the commands that use it."""
+"""The ledger of pairs: scores, probabilities, its files, and the commands that use it."""
 
 import itertools
 import json
 import math
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -19,24 +18,32 @@ from helpers.concepts import Concepts, linear
 from helpers.demo import infcl, mistake
 from helpers.pictures import write_folder
 from helpers.processors import END, clip_processor
-from helpers.shards import number_of, numbered, write_parquet, write_tars
+from helpers.shards import number_of, numbered, write_tars
 from helpers.streams import stream_of
-from helpers.trainers import trained, trainer_for
+from helpers.trainers import trainer_for
 from PIL import Image
 
-from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainingArguments
+from hf_infcl import ImageTextDataset, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
 from hf_infcl.tools.checking.findings import findings_of_ledger
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import training_set
-from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept, words_of_excluded
-from hf_infcl.tools.scoring.ledger import LEDGER_FILE, RATHER_WRONG, SHEET_FILE, Ledger, make_ledger, probability_wrong
-from hf_infcl.tools.scoring.scoring import _Embedded, _scored, score_pairs
+from hf_infcl.tools.scoring.ledger import (
+    LEDGER_FILE,
+    RATHER_WRONG,
+    SHEET_FILE,
+    Ledger,
+    make_ledger,
+    probability_wrong,
+    rows_kept,
+    stream_kept,
+    words_of_excluded,
+)
+from hf_infcl.tools.scoring.scoring import score_pairs
 from hf_infcl.tools.scoring.sheet import draw_suspicious, letters_of, small_jpeg
-from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
-from hf_infcl.tools.scoring.writing import ledger_lines, sample_names, write_ledger_of_training
+from hf_infcl.tools.scoring.writing import ledger_lines
 
 ROWS, WRONG = 160, [3, 40, 41, 77, 120]
 
@@ -92,46 +99,29 @@ def encoder_of(weights: dict[str, torch.Tensor]) -> DualEncoder:
 
 
 def scored(
-    dataset: Any, weights: dict[str, torch.Tensor], window: int = 64, averages: Any = None, **options: Any
+    dataset: Any, weights: dict[str, torch.Tensor], window: int = 64, **options: Any
 ) -> tuple[Ledger, dict[int, bytes]]:
     with tempfile.TemporaryDirectory() as folder:
         options = {"per_device_eval_batch_size": 16, "data_collator": collate, **options}
         trainer = trainer_for(folder, encoder_of(weights).model, **options)
-    return score_pairs(trainer, dataset, window, averages)
+    return score_pairs(trainer, dataset, window)
 
 
 def rank_scored(rank: int, world_size: int, weights: dict[str, torch.Tensor]) -> tuple[Ledger, dict[int, bytes]]:
     return scored(numbered(range(ROWS)), weights)
 
 
-def test_a_window_of_all_pairs_has_their_scores_and_preferences(learned):
+def test_a_window_of_all_pairs_has_their_scores(learned):
     ledger, pictures = scored(numbered(range(ROWS)), learned, window=ROWS)
     encoder = encoder_of(learned)
     with torch.no_grad():
         images, texts = encoder.embed(encoder.model, concepts().batch())
-    cosines = images @ texts.T
     assert ledger.key.tolist() == list(range(ROWS))
     assert ledger.caption == [f"caption {number}" for number in range(ROWS)]
     np.testing.assert_allclose(ledger.score, pair_scores(images, texts), atol=1e-4)
-    assert ledger.text_key.tolist() == cosines.argmax(1).tolist()
-    assert ledger.image_key.tolist() == cosines.argmax(0).tolist()
     assert sorted(ledger.most_suspicious(5)) == WRONG
     assert len(pictures) == 64
     assert set(WRONG) <= set(pictures)
-
-
-@pytest.mark.parametrize("copy", [None, "image", "caption", "id"])
-def test_a_pair_with_a_copy_of_what_it_prefers_prefers_itself(copy):
-    """Another caption of its image, or the same caption in another row, is no wrong one."""
-    columns = {name: np.array([1, 2, 3], object) for name in ("caption", "image", "name")}
-    columns |= {"key": np.array([10, 11, 12]), "picture": np.array([b"1", b"2", b"3"], object)}
-    ids = torch.tensor([5, 5, 6]) if copy == "id" else None
-    if copy in columns:
-        columns[copy][1] = 1
-    images = torch.eye(3)
-    texts = images[[1, 0, 2]]  # those of the first two pairs are swapped
-    pairs = _scored(_Embedded(columns, images, texts, torch.arange(3), ids), None)
-    assert pairs["text_key"].tolist() == pairs["image_key"].tolist() == ([10, 11, 12] if copy else [11, 10, 12])
 
 
 def test_windows_on_processes_hold_each_pair_once(ranks, learned):
@@ -155,20 +145,11 @@ def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
     ledger.write(tmp_path / "ledger.parquet")
     written = Ledger.read(tmp_path / "ledger.parquet")
     assert pq.read_table(tmp_path / "ledger.parquet")["sample"].to_pylist() == written.sample
-    for key, name in zip(written.key.tolist(), written.sample, strict=True):
-        assert written.find_name(key) == name == f"0/{shards[names[key]]:05d}.tar {names[key]:06d}"
+    for place, (key, name) in enumerate(zip(written.key.tolist(), written.sample, strict=True)):
+        assert written.name(place) == name == f"0/{shards[names[key]]:05d}.tar {names[key]:06d}"
     written.p_wrong[:] = np.arange(ROWS) < 2
     (finding,) = findings_of_ledger(written, "ledger.parquet")
     assert f"sample {written.sample[0]} (" in finding.text
-
-
-def test_averages_replace_the_scores(learned):
-    averages = torch.tensor([4, 9, 50]), torch.tensor([3.0, -1.0, 2.0])
-    ledger, pictures = scored(numbered(range(ROWS)), learned, averages=averages)
-    assert ledger.key.tolist() == [4, 9, 50]
-    assert ledger.score.tolist() == [3, -1, 2]
-    assert ledger.find_caption(50) == "caption 50"
-    assert set(pictures) == {4, 9, 50}
 
 
 def test_scores_that_are_not_finite_make_no_ledger(learned):
@@ -188,21 +169,18 @@ def test_one_pair_cannot_be_compared(learned):
 
 def small() -> Ledger:
     scores = np.array([4.0, -1.0, 3.0, 5.0])
-    prefers = np.array([5, 9, 2, 7]), np.array([5, 2, 2, -1])
-    return make_ledger("data", np.array([5, 2, 9, 7]), scores, prefers, ["five", "two", "nine", "seven"])
+    return make_ledger("data", np.array([5, 2, 9, 7]), scores, ["five", "two", "nine", "seven"])
 
 
-def test_a_ledger_is_a_table_that_names_what_is_preferred(tmp_path):
+def test_a_ledger_is_a_table(tmp_path):
     small().write(tmp_path / "ledger.parquet")
     columns = pq.read_table(tmp_path / "ledger.parquet").to_pydict()
     assert columns["key"] == [2, 5, 7, 9]
     assert columns["caption"] == ["two", "five", "seven", "nine"]
     assert columns["p_wrong"] == [1, 0, 0, 0]
-    assert columns["prefers_text"] == ["nine", "five", "seven", "two"]
-    assert columns["prefers_image"] == ["two", "five", "", "two"]
     again = Ledger.read(tmp_path / "ledger.parquet")
-    assert (again.content, again.wrong(0.5).tolist(), again.caption) == ("data", [2], columns["caption"])
-    assert (again.sample, again.find_name(2)) == ([], "2"), "a table's pair is its row"
+    assert (again.content, again.certainly_wrong().tolist(), again.caption) == ("data", [0], columns["caption"])
+    assert (again.sample, again.name(0)) == ([], "2"), "a table's pair is its row"
 
 
 def test_files_that_are_no_ledgers(tmp_path):
@@ -221,9 +199,8 @@ def test_a_copy_that_a_person_has_edited_excludes_what_he_judged(tmp_path):
     frame = pandas.read_parquet(path)
     frame.loc[[2, 7], "p_wrong"] = 1.0
     frame.to_parquet(edited)
-    assert b"infcl" not in pq.read_schema(edited).metadata
     assert rows_kept(data, f"{edited}:0.5").tolist() == [0, 1, 3, 4, 5, 6, 8, 9]
-    assert Ledger.read(edited).wrong(0.5).tolist() == [2, 7]
+    assert Ledger.read(edited).certainly_wrong().tolist() == [2, 7]
     with pytest.raises(ValueError, match="is of other data"):
         rows_kept(numbered(range(11)), f"{edited}:0.5")
     for part, cause in ((frame.drop(columns="content"), "content"), (frame[:0], "it has no rows")):
@@ -328,18 +305,6 @@ def test_excluding_from_a_stream(tmp_path):
         stream_kept(stream, f"{tmp_path / 'text.parquet'}:0.9")
 
 
-def test_the_words_of_what_is_left_out():
-    captions = ["a red fox"] * 6 + ["an otter, red"] * 3 + ["Otter"] + ["a quokka"] + ["a blue fox"] * 9
-    chosen = np.array([False] * 6 + [True] * 3 + [False] + [True] + [False] * 9)
-    words = most_chosen_words(captions, chosen)
-    assert words == [("an", 3, 3), ("otter", 3, 4)]
-    shared, rare = lines_of_words(captions, chosen)
-    assert "'otter' (3 of 4)" in shared
-    assert "fox" not in shared
-    assert rare.startswith("Of pairs with a word that no other caption has (1), 100.0% are among them, and 15.8%")
-    assert list(lines_of_words(captions, np.zeros(20, bool))) == []
-
-
 def test_the_sheet_shows_pictures_and_captions(tmp_path):
     red = np.zeros((20, 40, 3), np.uint8)
     red[..., 0] = 255
@@ -349,7 +314,7 @@ def test_the_sheet_shows_pictures_and_captions(tmp_path):
 
 
 def test_wide_letters_stay_in_their_cell():
-    ledger = make_ledger("data", np.arange(2), np.array([1.0, 2.0]), None, ["W" * 36, ""], ["W" * 18, ""])
+    ledger = make_ledger("data", np.arange(2), np.array([1.0, 2.0]), ["W" * 36, ""], ["W" * 18, ""])
     sheet = np.asarray(draw_suspicious(ledger, {}))
     assert (sheet[:, 250:260] < 250).any(), "as far as its right end"
     assert (sheet[:, 260:268] == 255).all()
@@ -413,9 +378,7 @@ def test_score_check_and_exclude(folder, capsys, caplog, tmp_path):
     assert ledger.left_out is None, "nothing was trained"
     # ---- As a model would find that knows the pairs ----
     scores = np.where(np.arange(96) % 16 == 3, -1.0, 5.0)
-    make_ledger(ledger.content, ledger.key, scores, (ledger.text_key, ledger.image_key), ledger.caption).write(
-        out / LEDGER_FILE
-    )
+    make_ledger(ledger.content, ledger.key, scores, ledger.caption).write(out / LEDGER_FILE)
     words = ["--model", folder / "model", "--dataset", data, "--output_dir", tmp_path / "check", *PLAIN]
     with pytest.raises(SystemExit):
         infcl("check", *words, "--ledger", out / LEDGER_FILE)
@@ -437,6 +400,9 @@ def test_score_check_and_exclude(folder, capsys, caplog, tmp_path):
     assert len(of_run) == 16, "those of two steps"
     assert of_run.key.max() < 90
     assert not of_run.left_out.any()
+    captions = [ledger.caption[row] for row in np.flatnonzero(np.arange(96) % 16 != 3)]
+    assert of_run.caption == [captions[row] for row in of_run.key]
+    assert Image.open(tmp_path / "run" / SHEET_FILE).size == (1040, 4 * 216), "all 16"
     words += ["--output_dir", tmp_path / "other", "--exclude", f"{tmp_path / 'run' / LEDGER_FILE}:0.9"]
     assert "is of other data" in mistake(capsys, "train", *words)
     # ---- Embeddings of the whole set serve the rest of it ----
@@ -470,50 +436,3 @@ def test_a_ledger_without_wrong_pairs_advises_to_exclude_none(tmp_path):
         (line, *_) = ledger_lines(make_ledger("data", np.arange(50), scores), tmp_path)
         assert told in line
         assert ("--exclude" in line) == (scores.min() < 0)
-
-
-def test_a_ledger_of_a_streamed_training_has_names_but_no_captions(tmp_path):
-    write_tars(tmp_path / "shards", [20] * 2)
-    stream = stream_of(tmp_path / "shards")
-    options = {"leave_out": "noisy", "objective": "softmax", "data_collator": collate}
-    trainer = trained(trainer_for(tmp_path, linear(), stream, **options))
-    ledger = write_ledger_of_training(trainer, stream)
-    assert len(ledger) == 16
-    assert Ledger.read(Path(tmp_path, LEDGER_FILE)).key.tolist() == ledger.key.tolist()
-    assert set(ledger.caption) == {""}
-    assert [sample_key(*name.split(" ")) for name in ledger.sample] == ledger.key.tolist()
-    assert Ledger.read(Path(tmp_path, LEDGER_FILE)).find_name(int(ledger.key[3])) == ledger.sample[3]
-    assert write_ledger_of_training(trainer_for(tmp_path, linear(), stream, data_collator=collate), stream) is None
-
-
-def names_of_shards(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[str] | None, int]:
-    stream = ImageTextStream(f"{folder}/*.{kind}")
-    names = [f"{shard.name} {name}" for shard in stream.shards for name in shard.reader.names(shard.url)]
-    keys = np.sort(np.array([sample_key(*name.split(" ")) for name in names]))[::2]
-    return sample_names(stream, keys), len(names)
-
-
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_processes_share_the_search_for_names(ranks, tmp_path, kind, world_size):
-    write_tars(tmp_path, [20] * 3)
-    for first in (0, 20, 40):
-        write_parquet(tmp_path / f"{first}.parquet", range(first, first + 20))
-    for found, count in ranks.run(names_of_shards, world_size, str(tmp_path), kind):
-        assert count == 60
-        assert len(found) == 30
-        keys = [sample_key(*name.split(" ")) for name in found]
-        assert keys == sorted(keys)
-
-
-def test_a_shard_that_cannot_be_read_has_no_names_in_the_ledger(tmp_path, caplog):
-    write_tars(tmp_path, [20] * 2)
-    stream = stream_of(tmp_path)
-    keys = np.sort([sample_key(one.name, name) for one in stream.shards for name in one.reader.names(one.url)])
-    Path(stream.shards[0].url).unlink()
-    with caplog.at_level("WARNING"):
-        found = sample_names(stream, keys)
-    assert found is not None
-    assert sum(not name for name in found) == 20
-    assert "The ledger does not have the names of some samples. " in caplog.text
-    assert Ledger("", keys, *[np.zeros(40)] * 4, [""] * 40, found).find_name(int(keys[found.index("")])).isdigit()

@@ -160,13 +160,12 @@ def check_planned(dataset: object, args: InfCLTrainingArguments) -> None:
         )
 
 
-def check_keyed(dataset: object, args: InfCLTrainingArguments) -> None:
-    """Raises a ValueError if the pairs of a training set cannot be told apart, which ``leave_out`` needs."""
-    if args.leave_out is not None and not is_own(dataset):
+def check_selectable(dataset: object, args: InfCLTrainingArguments) -> None:
+    """Raises a ValueError if ``leave_out`` cannot recognise the new pairs of a training when they come again."""
+    if args.leave_out is not None and rows_of(dataset) is None:
         raise ValueError(
-            f"leave_out={args.leave_out!r} has to recognise each pair when it comes again, but those of a "
-            f"{type(dataset).__name__} have no keys. Train on a dataset with a length or an ImageTextStream, or leave "
-            "it out."
+            "leave_out='noisy' compares the scores of each row of a table from epoch to epoch, which a stream does not "
+            "have. Score the stream with `infcl score`, and train without its wrong pairs (`--exclude`)."
         )
 
 

@@ -60,7 +60,6 @@ class CachedWindow(Generic[MicroBatchT]):
         order: the indices of the micro-batches in the order in which both passes encode them.
         kept: the number of micro-batches whose graph is kept.
         loss: the detached loss, once `differentiate` has computed it.
-        draws: whether the forward of the first micro-batch has drawn random numbers of torch.
         gradients: those of the features of the whole window, each [all rows, ...], or None where none is needed, once
             `differentiate` has computed them.
         other_gradients: the gradients of the ``other_inputs`` that `differentiate` was given.
@@ -94,7 +93,6 @@ class CachedWindow(Generic[MicroBatchT]):
         self._feature_gradients: list[list[Tensor | None]] = []
         self.other_gradients: list[Tensor] = []
         self.loss: Tensor
-        self.draws = False
         self.gradients: list[Tensor | None] = []
 
     def encode(self) -> Features:
@@ -167,25 +165,6 @@ class CachedWindow(Generic[MicroBatchT]):
                 gradients_of_micro_batch.append(part)
         return self.loss
 
-    def deal_anew(
-        self,
-        encode: Callable[[MicroBatchT], Features],
-        micro_batches: Sequence[MicroBatchT],
-        gradients: Sequence[Sequence[Tensor | None]],
-    ) -> None:
-        """Lets the second pass encode other micro-batches, from which rows with a gradient of 0 may be missing.
-
-        Call this after `differentiate`. The gradient stays exact if a row's features depend neither on the other rows
-        of its micro-batch nor on random numbers (`draws`). Kept graphs are dropped.
-
-        Args:
-            encode, micro_batches: in place of the constructor's.
-            gradients: for each micro-batch the gradient of each of its features, None where none is needed.
-        """
-        self._graphs.clear()
-        self._encode, self._micro_batches = encode, list(micro_batches)
-        self._feature_gradients = [list(of_micro_batch) for of_micro_batch in gradients]
-
     def surrogate(self, index: int) -> Tensor | None:
         """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient; None if there is none.
 
@@ -214,15 +193,4 @@ class CachedWindow(Generic[MicroBatchT]):
         micro_batch = self._micro_batches[index]
         assert micro_batch is not None
         with seeded(self._seeds[index], self._device):
-            if index > 0:
-                return self._encode(micro_batch)
-            before = _torch_state(self._device)
-            features = self._encode(micro_batch)
-            self.draws |= not all(map(torch.equal, before, _torch_state(self._device)))
-            return features
-
-
-def _torch_state(device: torch.device | None) -> list[Tensor]:
-    """The states of the generators of torch's CPU and of the device."""
-    of_device = [torch.cuda.get_rng_state(device)] if device is not None and device.type == "cuda" else []
-    return [torch.get_rng_state(), *of_device]
+            return self._encode(micro_batch)

@@ -97,10 +97,6 @@ class Reader:
         """(position, key) of each sample, without its contents."""
         raise NotImplementedError
 
-    def names(self, url: str) -> Iterator[str]:
-        """The key of each sample."""
-        return (key for _, key in self.beginnings(url))
-
     def pieces(self, url: str, parts: int) -> list[tuple[int, int | None]]:
         """(position, stop) of ``parts`` pieces whose numbers of samples differ by at most one."""
         starts = [start for start, _ in self.beginnings(url)]
@@ -143,7 +139,7 @@ class TarReader(Reader):
             if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
         with suppress(DamagedShardError):  # the keys are looked at up to where the shard is damaged
-            problem += apart(self.names(urls[0]))
+            problem += apart(key for _, key in self.beginnings(urls[0]))
         raise ValueError(problem)
 
     def _first_samples(self, urls: Sequence[str]) -> Iterator[tuple[str, str, Sample]]:

@@ -14,7 +14,7 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.collator import DataCollator
 from ..data.transforms import set_image_size
 from ..encoders.dual_encoder import DualEncoder
-from ..loading.loaders import check_data_seed, check_keyed, check_planned, set_sizes
+from ..loading.loaders import check_data_seed, check_planned, check_selectable, set_sizes
 from ..loading.replay import Replayed
 from ..loading.wrapped import all_parts, check_has_end, most_captions
 from ..options.arguments import InfCLTrainingArguments
@@ -103,7 +103,7 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
     check_data_seed(pairs, args.data_seed)
     if pairs is not None:
         check_planned(pairs, args)
-        check_keyed(pairs, args)
+        check_selectable(pairs, args)
     for dataset in sets:
         check_has_end(dataset)
 

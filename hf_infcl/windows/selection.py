@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..loss.pair_averages import NO_KEY, PairAverages
 from ..loss.pair_scores import pair_scores
-from ..options.selection_options import NOISY
 from ..passes.grad_cache import Features
 from ..processes.collectives import Processes
 from .extensions import NO_ROWS, PairSelection
 from .window import Window
+
+NO_KEY = -1  # of a pair that is not known from one window to the next
+_MOST_VISITS = 255
 
 # Measured on 17,168 pairs of drawings with 0, 10, 20 and 50% wrong captions.
 FAST = 0.3  # the least weight of a visit in the average that decides
@@ -62,29 +63,22 @@ class WithoutNoisyPairs(PairSelection):
     there are fewer, or they become fewer, and the training is, bit for bit, the one without the selection. f is chosen
     at that moment: 0.6, or 0.7 if a tenth or more are below 0.
 
-    With a share, nothing is passed over, the begin needs no averages below 0, and in each window the pairs with the
-    lowest averages are left out: that share of those that could be, rounded down. What rounding leaves over is added
-    to the share of the next window.
-
     Never left out are pairs that were seen fewer than three times, old pairs of a replay, pairs that replace bad
     samples, and the best one of those that would leave a process without new pairs. All processes exchange keys and
     scores of the window and decide alike.
 
     Args:
-        leave_out: ``"noisy"``, or a share between 0 and 1 as text.
-        rows: as for `PairAverages`.
+        rows: of the table.
     """
 
     name = "leave_out"
 
-    def __init__(self, leave_out: str, rows: int | None) -> None:
-        self._share = None if leave_out == NOISY else float(leave_out)
-        self.averages = PairAverages(rows, fast=FAST, slow=SLOW)
+    def __init__(self, rows: int) -> None:
+        self.averages = PairAverages(rows)
         self.border: float | None = None  # once it has begun
         self.waits_for = ""  # why it has not, as of the last window
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
         self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
-        self._owed = 0.0  # the pairs, less than one, that the share would also have left out but for rounding
         self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
         self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
         self._takes_turns = False  # whether the epochs of this training pass rows over
@@ -93,8 +87,7 @@ class WithoutNoisyPairs(PairSelection):
 
     @property
     def card(self) -> Mapping[str, str]:
-        worst = "those that did not seem to belong together"
-        which = worst if self._share is None else f"the worst {self._share:.3g} of each step"
+        which = "those that did not seem to belong together"
         left, pairs = (one + other for one, other in zip(self._counts, self._logged, strict=True))
         if self.waits_for:
             return {"pairs left out": f"none, because {self.waits_for}"}
@@ -134,47 +127,34 @@ class WithoutNoisyPairs(PairSelection):
             self._begin(mean_of_trained(known, BORDER))
         if self.border is None:
             return torch.ones_like(keys, dtype=torch.bool)
-        left = self._left(average.flatten(), visits.flatten(), keys.flatten(), self._owed).view_as(keys)
-        if self._share is not None:
-            self._owed += self._share * int((visits >= LEAST_VISITS).sum()) - int(left.sum())
+        left = self._left(average, visits)
         # ---- At least one new pair stays on each process ----
         for none_stays, row, averages in zip((left | (keys == NO_KEY)).all(1), left, average, strict=True):
             if none_stays and bool(row.any()):
                 row[averages.masked_fill(~row, -torch.inf).argmax()] = False
         return ~left
 
-    def _left(self, average: Tensor, visits: Tensor, keys: Tensor, owed: float = 0.0) -> Tensor:
-        """Which pairs the rule leaves out once it has begun, [n] bool, by their averages fp64, visits and keys [n]."""
+    def _left(self, average: Tensor, visits: Tensor) -> Tensor:
+        """Which pairs the rule leaves out once it has begun, bool, by their averages fp64 and visits of this shape."""
         assert self.border is not None
-        candidates = visits >= LEAST_VISITS
-        if self._share is None:
-            return candidates & (average < self.border * mean_of_trained(average[visits > 0], self.border))
-        # Averages that are equal have the order of the keys, whichever process they are on.
-        order = keys.argsort(stable=True)
-        order = order[average[order].argsort(stable=True)]
-        order = order[candidates[order]]
-        left = torch.zeros(len(keys), dtype=torch.bool)
-        left[order[: int(self._share * len(order) + owed)]] = True
-        return left
+        return (visits >= LEAST_VISITS) & (average < self.border * mean_of_trained(average[visits > 0], self.border))
 
     def left_out(self) -> Tensor:
-        """Whether the rule leaves each pair out by its present average, [n] bool, ordered as by `PairAverages.slow`."""
-        average, visits = self.averages.fast_of_seen()
+        """Whether the rule leaves each pair seen out by its present average, [n] bool, as by `PairAverages.slow`."""
+        seen = self.averages.visits > 0
         if self.border is None:
-            return torch.zeros(len(average), dtype=torch.bool)
-        return self._left(average.double(), visits, self.averages.slow()[0])
+            return torch.zeros(int(seen.sum()), dtype=torch.bool)
+        return self._left(self.averages.fast.double(), self.averages.visits)[seen]
 
     def _weights(self, keys: Tensor) -> Tensor | None:
         """The least weights of these visits for `PairAverages.visit`; None for its own."""
         if self.border is None or not self._takes_turns:
             return None
         rows = keys.clamp(min=0)
-        counts = (self._epoch - self._trained[rows] > 1) | (self.averages.fast[1][rows] < LEAST_VISITS)
+        counts = (self._epoch - self._trained[rows] > 1) | (self.averages.visits[rows] < LEAST_VISITS)
         return torch.tensor(RESTED, dtype=torch.float64)[:, None] * counts
 
     def passed_over(self, epoch: int) -> Tensor:
-        if self._rows is None or self._share is not None:
-            return NO_ROWS
         self._takes_turns = True
         if not len(self._trained):
             self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
@@ -185,8 +165,8 @@ class WithoutNoisyPairs(PairSelection):
     def _rows_to_pass_over(self, epoch: int) -> Tensor:
         if self.border is None:
             return NO_ROWS
-        average, visits = self.averages.fast
-        left = self._left(average.double(), visits, torch.arange(len(visits)))
+        visits = self.averages.visits
+        left = self._left(self.averages.fast.double(), visits)
         turn = (torch.arange(len(visits)) % TURNS == epoch % TURNS) & (visits > 0)
         self._missing = float((left & ~turn).double().mean())
         return left ^ turn
@@ -202,9 +182,9 @@ class WithoutNoisyPairs(PairSelection):
             self.waits_for = (
                 f"pairs that are learned score {mean:.1f} on average, and the rule begins at {LEAST_MEAN:g}"
             )
-        elif self._share is None and below < LEAST_BELOW:
+        elif below < LEAST_BELOW:
             self.waits_for = f"{below:.1%} of the pairs score below 0, and the rule begins at {LEAST_BELOW:.0%}"
-        elif self._share is None and not self._look[2]:
+        elif not self._look[2]:
             self.waits_for = f"the share of the pairs that score below 0 falls fast, to {below:.1%}: they are learned"
         else:
             self.border, self.waits_for = BORDER if below < MANY else BORDER_OF_MANY, ""
@@ -222,14 +202,14 @@ class WithoutNoisyPairs(PairSelection):
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
-        numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing, "owed": self._owed}
+        numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing}
         rows = {"passed_over": self._passed_over, "trained": self._trained}
         return {**self.averages.state_dict(), **numbers, **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)
         self.border, self._counts = state["border"] or None, list(state["counts"])
-        self._logged, self._look, self._owed = list(state["logged"]), tuple(state["look"]), state["owed"]
+        self._logged, self._look = list(state["logged"]), tuple(state["look"])
         self._trained = state["trained"].clone()
         if state["epoch"] > self._epoch:  # not in a training that rolls back, whose epoch goes on
             self._epoch, self._passed_over = state["epoch"], state["passed_over"].clone()
@@ -243,3 +223,69 @@ def mean_of_trained(averages: Tensor, border: float) -> float:
         chosen = averages >= least
         least = border * (averages * chosen).sum() / chosen.sum().clamp(min=1)
     return float(least) / border
+
+
+class PairAverages:
+    """A fast and a slow moving average for each row of a table, and the number of its visits.
+
+    The first visits count alike: the weight of a visit is at least 1 divided by the number of visits. A pair takes 9
+    bytes, in the host memory of every process and in checkpoints: a billion rows take 9 GB.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._averages = torch.zeros(2, rows)
+        self.visits = torch.zeros(rows, dtype=torch.uint8)
+
+    def visit(self, keys: Tensor, values: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Adds a visit of each pair, and returns the fast averages after it, [n] fp64, and the visits, [n] int64.
+
+        Pairs that are equal get the mean of their values as one visit. Those without a key, or whose value is not
+        finite, are not kept; their average is NaN and they have no visits.
+
+        Args:
+            keys: [n] int64 on the CPU, at least 0, or `NO_KEY`.
+            values: [n] fp64 on the CPU.
+            least: [2, n] fp64, the least weights of these visits in the two averages, equal for pairs that are equal;
+                of a weight of 0 nothing is added. By default `FAST` and `SLOW`.
+        """
+        kept = (keys != NO_KEY) & values.isfinite()
+        pairs, place, repeats = keys[kept].unique(return_inverse=True, return_counts=True)
+        value = torch.zeros(len(pairs), dtype=torch.float64).index_add_(0, place, values[kept]) / repeats
+        visits = (self.visits[pairs].long() + 1).clamp(max=_MOST_VISITS)
+        earlier = self._averages[:, pairs].double()
+        weights = torch.tensor((FAST, SLOW), dtype=torch.float64)[:, None].repeat(1, len(pairs))
+        if least is not None:
+            weights[:, place] = least[:, kept]
+        weights = torch.where(weights > 0, weights.clamp(min=1 / visits.double()), 0.0)
+        averages = (earlier + weights * (value - earlier)).float()
+        self._averages[:, pairs], self.visits[pairs] = averages, visits.to(torch.uint8)
+        results = torch.full(keys.shape, math.nan, dtype=torch.float64), torch.zeros(keys.shape, dtype=torch.int64)
+        results[0][kept], results[1][kept] = averages[0].double()[place], visits[place]
+        return results
+
+    @property
+    def mean_visits(self) -> float:
+        """The visits of a pair that was seen, on average."""
+        return int(self.visits.sum(dtype=torch.int64)) / max(1, int((self.visits > 0).sum()))
+
+    @property
+    def share_below_zero(self) -> float:
+        """The share of the pairs seen whose fast average is below 0."""
+        return int((self.fast < 0).sum()) / max(1, int((self.visits > 0).sum()))
+
+    @property
+    def fast(self) -> Tensor:
+        """The fast averages of all rows, [rows] fp32."""
+        return self._averages[0]
+
+    def slow(self) -> tuple[Tensor, Tensor]:
+        """The rows [n] int64 of all pairs seen, in ascending order, and their slow averages [n] fp32."""
+        rows = self.visits.nonzero().flatten()
+        return rows, self._averages[1][rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages [2, rows] and the visits [rows]."""
+        return {"averages": self._averages, "visits": self.visits}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._averages, self.visits = state["averages"].clone(), state["visits"].clone()

@@ -23,7 +23,6 @@ from ..passes.wrappers import is_compiled, make_wrapper
 from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
 from .changes import DroppedPatches
-from .dealing import DealtAnew, can_be_dealt_anew
 from .extensions import (
     NO_ROWS,
     Extension,
@@ -157,10 +156,9 @@ class WindowStep:
             parameter.grad = Processes().sum(gradient) * (self._gradient_scale / self._setup.args.world_size)
         # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
         self._phases.enter("the second pass", step)
-        second_window = self._second_window(model, window, passes, micro_batches, taking_part)
         self.may_repeat = self.repeats
-        for index in range(len(second_window)):
-            last = index == len(second_window) - 1
+        for index in range(count):
+            last = index == count - 1
             announces = self._announces(window)
             if last and (announces or self._awaits_observers):
                 Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
@@ -172,7 +170,7 @@ class WindowStep:
             with failures_announced_unless_sharded(self._setup.accelerator, repeats=announces and not last):
                 for observer in observers:
                     observer.after_backward(index, self._gradient_scale)
-            self.memory.after_backward(second_window, index, step)
+            self.memory.after_backward(window, index, step)
         # ---- The end of the window ----
         if self.checks.skipped.skipping:
             self.checks.prepare_skip(model)
@@ -296,30 +294,6 @@ class WindowStep:
             loss = loss + (value - value.detach()) + (mean - mean)
         return loss
 
-    def _second_window(
-        self,
-        model: nn.Module,
-        window: Window,
-        passes: CachedWindow[MicroBatch],
-        micro_batches: Sequence[MicroBatch],
-        taking_part: Tensor | None,
-    ) -> Window:
-        """The micro-batches of the second pass: fewer ones, if that saves time, where pairs do not take part."""
-        if taking_part is None or of_kind(self.extensions, LossTerm) or self.checks.skipped.skipping:
-            return window  # terms have a gradient for all pairs
-        exact = not (passes.draws or self._setup.encoder.batch_norms()) and can_be_dealt_anew(window)
-        needed = -(-int(taking_part.sum()) // window.sizes[0][0]) if exact else len(window)
-        # Wrappers need the same number of forwards on every process.
-        count = int(max(number for (number,) in Processes().agree([max(1, needed)])))
-        # A micro-batch takes a forward, and a backward as long as two; one whose graph is kept, the backward alone.
-        if 3 * count >= 3 * len(window) - passes.kept:
-            return window
-        dealt = DealtAnew(window, micro_batches, taking_part, count, self.memory.fetcher)
-        of_images, of_texts = passes.gradients
-        gradients = dealt.rows([of_images, None if of_texts is None else window.texts_in_order(of_texts)])
-        passes.deal_anew(partial(self._encode, model, dealt.window), dealt.micro_batches, gradients)
-        return dealt.window
-
     def _backward(
         self, model: nn.Module, window: Window, passes: CachedWindow[MicroBatch], index: int, step: int, *, last: bool
     ) -> None:
@@ -418,10 +392,10 @@ def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]
         yield DroppedPatches(encoder, args.patch_dropout)
     if start is not None and args.keep_features:
         yield KeptFeatures(start, args.keep_features)
-    if args.leave_out is not None:
-        if course is not None and setup.rows is not None:
+    if args.leave_out is not None and setup.rows is not None:
+        if course is not None:
             tell_if_too_short(course.samples * (1 - (args.replay_share or 0)) / setup.rows)
-        yield WithoutNoisyPairs(args.leave_out, setup.rows)
+        yield WithoutNoisyPairs(setup.rows)
     yield TowerNorms(encoder)
     yield PositiveCosines()
     yield LossParts()

@@ -74,17 +74,9 @@ class Window:
     def in_order(self, rows: Sequence[Tensor]) -> Features:
         """Rows of the window's images and texts, [images, ...] and [texts, ...], as the data loader ordered them."""
         images, texts = rows
-        return images, self.texts_in_order(texts)
-
-    def texts_in_order(self, texts: Tensor) -> Tensor:
-        """Rows of the window's texts, [texts, ...], as the data loader ordered them."""
         if self._text_places is None or len(texts) == 0:  # gradients of a frozen tower
-            return texts
-        return texts[self._text_places.to(texts.device)]
-
-    def text_order(self) -> Tensor:
-        """[texts] int64: the texts in the order in which they are encoded, by their places in the data loader's."""
-        return torch.arange(sum(self.sizes[1])) if self._text_places is None else self._text_places.argsort()
+            return images, texts
+        return images, texts[self._text_places.to(texts.device)]
 
     def release(self, index: int) -> None:
         """Drops the images of a micro-batch after its backward: Trainer holds the window until it fetches the next."""

@@ -82,8 +82,6 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl retain all, offload": {"retain_graphs": "all", "offload_inputs": True},
     "hf_infcl bf16 activations": {"retain_graphs": "1", "bf16_activations": True},
     "hf_infcl freeze image": {"retain_graphs": "1", "freeze": "image"},
-    "hf_infcl leave_out 0.2": {"retain_graphs": "1", "leave_out": "0.2"},
-    "hf_infcl leave_out 0.5": {"retain_graphs": "1", "leave_out": "0.5"},
     "hf_infcl stored teacher": {"retain_graphs": "1", "teacher": "stored"},
     "hf_infcl online teacher": {"retain_graphs": "1", "teacher": "online"},
     "hf_infcl matryoshka": {"retain_graphs": "1", "matryoshka_dims": "all"},

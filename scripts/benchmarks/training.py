@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-import hf_infcl.windows.selection
 import hf_infcl.windows.step
 import hf_infcl.windows.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
@@ -211,10 +209,7 @@ class InBatch:
 
 
 class PooledInfCLTrainer(InfCLTrainer):
-    """InfCLTrainer with batches from a pool. With ``offload_inputs`` they stay in host memory.
-
-    A share of ``leave_out`` is left out from the first step on.
-    """
+    """InfCLTrainer with batches from a pool. With ``offload_inputs`` they stay in host memory."""
 
     pool: list[Batch]
 
@@ -224,10 +219,7 @@ class PooledInfCLTrainer(InfCLTrainer):
 
     def get_train_dataloader(self) -> Any:
         device = None if self.args.offload_inputs else self.args.device
-        pool, images = self.pool, len(self.pool[0]["pixel_values"])
-        if self.args.leave_out is not None:
-            keys = torch.arange(images * len(pool)).split(images)
-            pool = [{**batch, "pair_keys": own} for batch, own in zip(pool, keys, strict=True)]
+        pool = self.pool
         if any(isinstance(one, TeacherDistance) for one in self.window_step.extensions):
             pool = [self._with_inputs_of_teachers(batch) for batch in pool]
         length, rows = self.args.max_steps * self.args.gradient_accumulation_steps, self._train_batch_size
@@ -308,9 +300,6 @@ def train(
             stack.enter_context(mock.patch.object(window, "contrastive_loss", clock.recorded(loss)))
         if phases is not None:
             stack.enter_context(mock.patch.object(hf_infcl.windows.step, "record_function", phases.phase))
-        # A share is left out from the first step on, whatever the model has learned by then.
-        for name, value in (("LEAST_VISITS", 1), ("LEAST_MEAN", -math.inf)):
-            stack.enter_context(mock.patch.object(hf_infcl.windows.selection, name, value))
         trainer.train()
         return clock, trainer
 

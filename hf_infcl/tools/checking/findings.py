@@ -118,12 +118,12 @@ def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
             "yet. Score with a model that knows such pairs before you exclude any."
         )
         return [Finding("wrong_pairs", text, spoils=False)]
-    wrong = [int(key) for key in ledger.wrong(CERTAIN)]
-    rows = tuple(map(ledger.find_name, wrong))
+    wrong = ledger.certainly_wrong().tolist()
+    rows = tuple(map(ledger.name, wrong))
     if not rows:
         return []
     kind = "sample" if ledger.sample else "row"
-    examples = [(name, ledger.find_caption(key)) for name, key in zip(rows[:3], wrong, strict=False)]
+    examples = [(ledger.name(place), ledger.caption[place]) for place in wrong[:3]]
     shown = ", ".join(f"{kind} {name}" + (f" ({_short(caption)})" if caption else "") for name, caption in examples)
     option = f"--exclude {path}:{RATHER_WRONG:g}"
     sheet = Path(path).with_name(SHEET_FILE)

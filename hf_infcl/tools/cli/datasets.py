@@ -22,7 +22,7 @@ from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...shards.values import counted
 from ..benchmarks.sets import benchmark_sets
 from ..publishing.facts import source_name
-from ..scoring.excluding import rows_kept, stream_kept
+from ..scoring.ledger import rows_kept, stream_kept
 from .command_options import ColumnOptions, DataOptions
 
 

@@ -21,7 +21,7 @@ from ...options.model_options import ModelOptions
 from ...training.trainer import InfCLTrainer
 from ..publishing.facts import Evaluation, Source, TrainingFacts, content_of, source_name, training_facts, with_texts
 from ..publishing.markdown import code, escaped, joined
-from ..scoring.excluding import words_of_excluded
+from ..scoring.ledger import words_of_excluded
 from .command_options import ColumnOptions, DataOptions
 from .datasets import mixture_weights
 

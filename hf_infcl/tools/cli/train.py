@@ -104,8 +104,6 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         busy = busy_cores(torch.get_num_threads()) if args.device.type == "cpu" else ""
         for warning in filter(None, (doubtful_rate(args), busy)):
             print(warning)
-    if args.leave_out is not None:
-        train_dataset.content_fingerprint()  # remembered for the ledger: shards may change during the training
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         try:
@@ -123,7 +121,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
         by_width = scores_by_width(trainer, eval_datasets)
         ledger = None
-        if args.leave_out is not None:
+        if isinstance(train_dataset, ImageTextDataset):
             ledger = write_ledger_of_training(trainer, train_dataset)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))

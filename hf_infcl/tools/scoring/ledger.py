@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ...processes.collectives import Processes
 
 if TYPE_CHECKING:
     from ...data import ImageTextDataset, ImageTextStream
 
 # A push leaves out what begins with an underscore: ledger and sheet show captions and images of the training.
 LEDGER_FILE, SHEET_FILE = "_ledger.parquet", "_ledger.png"
-RECORD = b"infcl"  # in the metadata of the file
 CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
 RATHER_WRONG = 0.5  # the probability whose exclusion gained more than that of CERTAIN in scripts/real_pairs
 _WIDTH = 0.25  # of the window in which scores are counted, to both sides
-_ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32, "text_key": np.int64, "image_key": np.int64}
+_ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32}
 
 
 @dataclass
@@ -33,14 +34,10 @@ class Ledger:
     # [n] fp32; see `hf_infcl.loss.pair_scores.pair_scores`. After a training with ``leave_out``, their moving averages.
     score: np.ndarray
     p_wrong: np.ndarray  # [n] fp32; see `probability_wrong`
-    # [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose image the text prefers.
-    # Both are the pair itself if it has the highest cosine, or its image, its caption or its id. -1 if unknown.
-    text_key: np.ndarray
-    image_key: np.ndarray
-    caption: list[str] = field(default_factory=list)  # n captions, of each pair one; empty if unknown
-    # n names of a stream's samples, each after that of its shard, or "" if it is not known; of a table, the image files
-    # of its rows if it names all of them, or else no names.
-    sample: list[str] = field(default_factory=list)
+    caption: list[str]  # of each pair one
+    # n names of a stream's samples, each after that of its shard; of a table, the image files of its rows if it names
+    # all of them, or else no names.
+    sample: list[str]
     # [n] bool: whether a training with ``leave_out`` leaves the pair out at its end; None without such a training.
     left_out: np.ndarray | None = None
 
@@ -51,22 +48,13 @@ class Ledger:
         """The places of the pairs with the lowest scores, the lowest first."""
         return np.argsort(self.score, kind="stable")[:count]
 
-    def find_name(self, key: int) -> str:
-        """The name by which a person knows the pair with a key: its sample or file if it is known, or the key."""
-        return self._find(self.sample, key) or str(key)
+    def certainly_wrong(self) -> np.ndarray:
+        """The places of the pairs that are wrong with a probability of `CERTAIN` at least."""
+        return np.flatnonzero(self.p_wrong >= CERTAIN)
 
-    def find_caption(self, key: int) -> str:
-        """The caption of the pair with a key; empty if it is not in the ledger."""
-        return self._find(self.caption, key)
-
-    def _find(self, words: list[str], key: int) -> str:
-        """The entry of a pair in ``words``, which has one for each pair or is empty; "" if there is none."""
-        place = int(np.searchsorted(self.key, key))
-        return words[place] if place < len(words) and self.key[place] == key else ""
-
-    def wrong(self, least: float) -> np.ndarray:
-        """The keys of the pairs that are wrong with at least this probability."""
-        return self.key[self.p_wrong >= least]
+    def name(self, place: int) -> str:
+        """The name by which a person knows a pair: its sample or file, or else its key."""
+        return self.sample[place] if self.sample else str(self.key[place])
 
     def says_nothing(self) -> bool:
         """Whether most pairs look wrong, as they do to a model that does not know such pairs yet."""
@@ -75,58 +63,51 @@ class Ledger:
     # ---- Files ----
 
     def write(self, path: str | Path) -> None:
-        """Writes a parquet file with these columns, and ``prefers_text`` and ``prefers_image`` as captions.
+        """Writes a parquet file with these columns.
 
-        A ledger without names has no column ``sample``, and one that no training has written no ``left_out``. The
-        column ``content`` is for copies: most programs that edit them drop the metadata.
+        A ledger without names has no column ``sample``, and one that no training has written no ``left_out``.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         columns: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
         columns["caption"] = pa.array(self.caption, pa.string())
-        for name, keys in (("prefers_text", self.text_key), ("prefers_image", self.image_key)):
-            columns[name] = pa.array([self.find_caption(int(key)) for key in keys], pa.string())
         if self.sample:
             columns["sample"] = pa.array(self.sample, pa.string())
         if self.left_out is not None:
             columns["left_out"] = self.left_out
         zeros = np.zeros(len(self), np.int8)
         columns["content"] = pa.DictionaryArray.from_arrays(zeros, pa.array([self.content]))
-        table = pa.table(columns).replace_schema_metadata({RECORD: json.dumps({"content": self.content})})
         partial = Path(path).with_name(f"_{os.getpid()}.{Path(path).name}")
-        pq.write_table(table, partial)
+        pq.write_table(pa.table(columns), partial)
         os.replace(partial, path)
 
     @classmethod
     def read(cls, path: str | Path) -> Ledger:
-        """The ledger in a file; see `read_as_ledger` for errors."""
-        import pyarrow.parquet as pq
-
-        with read_as_ledger(path), pq.ParquetFile(path) as file:
-            content, table = recorded_content(file), file.read()
-            arrays = {name: table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items()}
-            words = {name: table[name].to_pylist() for name in ("caption", "sample") if name in table.column_names}
+        """The ledger in a file; see `_opened` for errors."""
+        with _opened(path) as (file, content):
+            table = file.read()
+            key, score, p_wrong = (table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items())
+            sample = table["sample"].to_pylist() if "sample" in table.column_names else []
             left_out = table["left_out"].to_numpy() if "left_out" in table.column_names else None
-        return cls(content, **arrays, **words, left_out=left_out)
-
-
-def recorded_content(file: Any) -> str:
-    """The fingerprint of the data of a ledger that is open as a ``pyarrow.parquet.ParquetFile``."""
-    if (record := (file.schema_arrow.metadata or {}).get(RECORD)) is not None:
-        return str(json.loads(record)["content"])
-    for batch in file.iter_batches(1, columns=["content"]):  # of a copy without the metadata; every row has the same
-        return str(batch["content"][0].as_py())
-    raise ValueError("it has no rows")
+            return cls(content, key, score, p_wrong, table["caption"].to_pylist(), sample, left_out)
 
 
 @contextmanager
-def read_as_ledger(path: str | Path) -> Iterator[None]:
-    """Within the context, an error becomes a ValueError that says that the file is missing or no ledger."""
+def _opened(path: str | Path) -> Iterator[tuple[Any, str]]:
+    """The ``pyarrow.parquet.ParquetFile`` of a ledger, and the fingerprint of its data.
+
+    Within the context, an error becomes a ValueError that says that the file is missing or no ledger.
+    """
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
-        yield
+        with pq.ParquetFile(path) as file:
+            first = next(file.iter_batches(1, columns=["content"]), None)  # every row has the same
+            if first is None:
+                raise ValueError("it has no rows")
+            yield file, str(first["content"][0].as_py())
     except FileNotFoundError:
         raise ValueError(f"There is no ledger {path}. `infcl score` writes one.") from None
     except (OSError, KeyError, ValueError, pa.ArrowInvalid) as error:
@@ -149,18 +130,17 @@ def make_ledger(
     content: str,
     key: np.ndarray,
     score: np.ndarray,
-    prefers: tuple[np.ndarray, np.ndarray] | None = None,
-    caption: list[str] | None = None,
-    sample: list[str] | None = None,
+    caption: Sequence[str] = (),
+    sample: Sequence[str] = (),
+    left_out: np.ndarray | None = None,
 ) -> Ledger:
-    """The ledger of pairs in any order; the arguments as for `Ledger`, ``prefers`` has its text and image keys."""
+    """The ledger of pairs in any order; the arguments as for `Ledger`."""
     order = np.argsort(key, kind="stable")
-    text_key, image_key = (np.full(len(key), -1), np.full(len(key), -1)) if prefers is None else prefers
-    captions = [""] * len(key) if caption is None else [caption[place] for place in order]
-    samples = [] if sample is None else [sample[place] for place in order]
     score = score[order].astype(np.float32)
-    arrays = key[order], score, probability_wrong(score), text_key[order], image_key[order]
-    return Ledger(content, *arrays, captions, samples)
+    captions, samples = ([values[place] for place in order] if len(values) else [] for values in (caption, sample))
+    arrays = key[order], score, probability_wrong(score)
+    left = None if left_out is None else left_out[order]
+    return Ledger(content, *arrays, captions or [""] * len(key), samples, left)
 
 
 def probability_wrong(score: np.ndarray) -> np.ndarray:
@@ -187,3 +167,83 @@ def probability_wrong(score: np.ndarray) -> np.ndarray:
     probabilities = np.empty(len(score), np.float32)
     probabilities[order] = np.maximum.accumulate(share[order][::-1])[::-1]
     return probabilities
+
+
+# ---- Training without the pairs that a ledger says are wrong ----
+
+
+def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
+    """The rows of a table whose pairs are not wrong with at least some probability, [n] int64.
+
+    The file of the ledger and the probability are asked for as in ``"_ledger.parquet:0.5"``. ``"_ledger.parquet:5%"``
+    asks for that share of the pairs, those with the lowest scores, rounded down. A ValueError says that the number is
+    missing, or that the file is no ledger, is of another table, or excludes all pairs.
+    """
+    wrong, _ = _wrong_in(dataset, asked)
+    if len(wrong) and not 0 <= wrong.min() <= wrong.max() < len(dataset):
+        raise ValueError(
+            f"The ledger of {asked} leaves out rows {wrong.min()} to {wrong.max()}, but the table has {len(dataset):,} "
+            "rows, the first of which is row 0. Keep the keys in a copy of a ledger."
+        )
+    kept = np.setdiff1d(np.arange(len(dataset)), wrong)
+    _tell(len(kept), len(dataset), asked)
+    return kept
+
+
+def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
+    """A stream without the samples that are wrong with at least some probability; as `rows_kept`.
+
+    Every process and worker holds 8 bytes for each sample that is left out, and none for the others.
+    """
+    wrong, count = _wrong_in(stream, asked)
+    _tell(count - len(wrong), count, asked)
+    return stream.without(np.sort(wrong))
+
+
+def _wrong_in(dataset: ImageTextDataset | ImageTextStream, asked: str) -> tuple[np.ndarray, int]:
+    """The keys [n] int64 to leave out, and the number of all pairs, of a ledger of this dataset."""
+    keys, count, recorded = _wrong(asked)
+    check_data(recorded, dataset, asked.rpartition(":")[0])
+    return keys, count
+
+
+def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
+    """The keys [n] int64 of a ledger's pairs that are to be left out, the number of all pairs, and whose they are."""
+    path, _, number = asked.rpartition(":")
+    is_share = number.endswith("%")
+    try:
+        least = float(number.removesuffix("%"))
+    except ValueError:
+        least = -1.0
+    if not path or not 0 < least <= (100 if is_share else 1):
+        raise ValueError(
+            "exclude must be a ledger and the least probability of the pairs to leave out, more than 0 and at most 1, "
+            f"or the share with the lowest scores, such as _ledger.parquet:0.5 or _ledger.parquet:5%, got {asked!r}."
+        )
+    with _opened(path) as (file, content):
+        name = "score" if is_share else "p_wrong"
+        key, values = (column.to_numpy() for column in file.read(columns=["key", name]).columns)
+        if values.dtype.kind not in "fiu" or not np.isfinite(values).all():
+            raise ValueError(f"its column {name} does not hold a number in every row")
+        if is_share:
+            count = int(least * len(key) / 100)  # in this order, since 0.58 * 50 is less than 29
+            wrong = np.argsort(values, kind="stable")[:count]
+        else:
+            wrong = np.flatnonzero(values >= least)
+        return key[wrong].astype(np.int64), len(key), content
+
+
+def words_of_excluded(asked: str) -> tuple[str, str]:
+    """A phrase that says how many pairs of a ledger are left out, and which; and the name of its file."""
+    path, _, number = asked.rpartition(":")
+    keys, count, _ = _wrong(asked)
+    lowest = number.endswith("%")
+    which = f"the {number} with the lowest scores" if lowest else f"wrong with a probability of at least {number}"
+    return f"{len(keys):,} of {count:,}, {which}", Path(path).name
+
+
+def _tell(kept: int, count: int, asked: str) -> None:
+    if kept == 0:
+        raise ValueError(f"{asked} excludes all {count:,} pairs. Choose a higher probability, or a smaller share.")
+    if Processes().rank == 0:
+        print(f"Excluded by {asked}: {count - kept:,} of {count:,} pairs.", file=sys.stderr)

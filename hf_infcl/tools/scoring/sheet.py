@@ -29,7 +29,7 @@ def small_jpeg(image: np.ndarray) -> bytes:
 
 
 def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Image:
-    """A cell for each of the `SHOWN` pairs with the lowest scores: image, caption, and the text that it prefers.
+    """A cell for each of the `SHOWN` pairs with the lowest scores: its image and its caption.
 
     ``pictures`` are the `small_jpeg` of these pairs by their keys, as far as they are known.
     """
@@ -46,14 +46,7 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
         name = f"sample {ledger.sample[place]}" if ledger.sample else f"row {key}"
         facts = [f"score {ledger.score[place]:.2f}", f"wrong {ledger.p_wrong[place]:.0%}", *lines_of(name, _BESIDE, 5)]
         pen.text((_SIDE + 16, 8), "\n".join(facts), "#555555", font)
-        lines = [("black", ledger.caption[place])]
-        if ledger.text_key[place] != key and (instead := ledger.find_caption(int(ledger.text_key[place]))):
-            lines.append(("#b03000", f"prefers: {instead}"))
-        below = _SIDE + 14
-        for colour, text in lines:
-            wrapped = lines_of(text, _LETTERS, 2) or [""]
-            pen.text((8, below), "\n".join(wrapped), colour, font)
-            below += 16 * len(wrapped) + 4
+        pen.text((8, _SIDE + 14), "\n".join(lines_of(ledger.caption[place], _LETTERS, 4)), "black", font)
         sheet.paste(cell, (number % _COLUMNS * _WIDTH, number // _COLUMNS * _HEIGHT))
     return sheet
 
