@@ -283,7 +283,7 @@ def test_one_command_embeds_what_a_training_will_read(demo, small, tmp_path, cap
         write_tar(tmp_path / "0.tar", [(n, b"a digit" if n.endswith("txt") else data) for n, data in files])
         options |= {"dataset": tmp_path / "0.tar", "streaming": True, "samples_per_epoch": 16}
     old = {"replay_dataset": f"{tmp_path / 'pairs'}?split=test", "replay_share": 0.25}
-    options |= {**old, "augmentation": "crop", "text_dropout": 0.0, "use_cpu": True, "report_to": "none"}
+    options |= {**old, "augmentation": "crop", "use_cpu": True, "report_to": "none"}
     options |= {"per_device_train_batch_size": 8, "max_steps": 2, "save_strategy": "no", "image_size": 32}
     options |= {"teacher_embeddings": tmp_path / "teacher", "output_dir": tmp_path / "out", "learning_rate": 1e-3}
     file = tmp_path / "run.json"

@@ -219,7 +219,7 @@ def test_numbers_and_options_of_an_extension_become_json(tmp_path):
         (Returns(), "must be a list of objects of the classes .*, got Returns"),
         ({"one": Returns()}, "got dict"),
         ([WindowsSeen(), WindowsSeen()], "Several extensions of the step have the name 'windows_seen'"),
-        ([Returns(name="loss_parts")], "have the name 'loss_parts': tower_norms, positive_cosines, loss_parts"),
+        ([Returns(name="term_values")], "have the name 'term_values': tower_norms, positive_cosines, term_values"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -263,15 +263,6 @@ def test_numbers_of_a_term_that_are_not_finite_are_found_on_all_processes(ranks,
     for message, weight, skipped in ranks.run(rank_of_roots, 2, str(tmp_path), value, skips, timeout=60):
         assert weight == value
         assert cause in message if skips == 0 else skipped == [(1, 0.0), (2, 0.0)]
-
-
-@pytest.mark.parametrize("old", [True, False])
-def test_each_part_of_a_replay_with_losses_of_their_own_needs_a_pair(tmp_path, old):
-    made = Returns()
-    made.select = lambda window, *_: window.replayed() == old
-    options = {"replay_dataset": models.Pairs(24, seed=3), "replay_share": 0.5, "replay_as": "own"}
-    with pytest.raises(ValueError, match=r"^No new or no old one .* left them all out.* it needs a new one and an old"):
-        trainer_for(tmp_path, data=pairs(), extensions=[made], **options).train()
 
 
 OF_OBSERVERS = ("after_first_pass", "after_backward", "end_window")

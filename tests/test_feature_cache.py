@@ -235,7 +235,6 @@ def test_a_file_that_changed_gives_others(tmp_path):
         ({"data": {"augmentation": "crop"}}, "may differ from epoch to epoch"),
         ({"data": {"on_bad_sample": "skip"}}, "may differ from epoch to epoch"),
         ({"torch_compile": True}, "torch_compile is on"),
-        ({"data": {"text_dropout": 0.3}, "keep_features": 3.0}, "text_dropout leaves other words out"),
         (
             {"data": {"negative_caption_column": "wrong"}, "keep_features": 3.0},
             "needs the embeddings of negative captions",

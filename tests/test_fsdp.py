@@ -32,7 +32,7 @@ CELLS = [
     ("sigmoid", "frozen image", 2),
     ("softmax", "frozen text", 4),
     ("softmax", "replay", 2),
-    ("sigmoid", "replay own", 4),
+    ("sigmoid", "replay", 4),
 ]
 CELLS += [(*cell, {"texts_at_once": 2}) for cell in CELLS if cell[2] > 2]
 CELLS += [(objective, "lora", 2) for objective in MODELS]

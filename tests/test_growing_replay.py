@@ -11,7 +11,6 @@ import torch
 from helpers import models
 from helpers.demo import infcl
 from helpers.parity import MODELS, EachGradient, check_each_gradient
-from helpers.processes import on_ranks
 from helpers.shards import numbered, write_tars
 from helpers.streams import PAIRS, collate, stream_of
 from helpers.trainers import StopAt, TrainedRows, parameters, trainer_for
@@ -39,11 +38,9 @@ def trainer_of(folder: Any, model: Any, new: Any = NEW, old: Any = OLD, **option
 # ---- Exact gradients ----
 
 
-def rank_gradients(
-    rank: int, world_size: int, folder: str, objective: str, replay_as: str
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+def rank_gradients(rank: int, world_size: int, folder: str, objective: str) -> tuple[list[Tensor], list[list[Tensor]]]:
     seen, options = EachGradient(), {"optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 0}
-    trainer_of(folder, MODELS[objective](), replay_as=replay_as, callbacks=[seen], **options).train()
+    trainer_of(folder, MODELS[objective](), callbacks=[seen], **options).train()
     return seen.weights, seen.gradients
 
 
@@ -59,35 +56,27 @@ def drawn(sizes: list[int], rows: int, seed: int) -> list[Tensor]:
     return found
 
 
-def gradients_of_whole_batches(objective: str, replay_as: str, weights: list[Tensor]) -> list[list[Tensor]]:
+def gradients_of_whole_batches(objective: str, weights: list[Tensor]) -> list[list[Tensor]]:
     """Plain autograd in one process that holds the new and the old pairs of each global batch."""
     model, found = MODELS[objective](), []
     encoder = DualEncoder(model)
     new = drawn([size - OLD_OF[size] for size in SIZES], len(NEW), 42)
     old = drawn([OLD_OF[size] for size in SIZES], len(OLD), OLD_SEED)
-    for at, size, *rows in zip(weights, SIZES, new, old, strict=True):
+    for at, *rows in zip(weights, new, old, strict=True):
         nn.utils.vector_to_parameters(at, model.parameters())
         parts = [encoder.embed(model, data.batch(own)) for data, own in zip((NEW, OLD), rows, strict=True)]
         scalars = encoder.scale_and_bias()
-        if replay_as == "own":
-            losses = [reference.contrastive_loss(*part, *scalars, objective=objective) for part in parts]
-            loss = (losses[0] * (size - OLD_OF[size]) + losses[1] * OLD_OF[size]) / size
-        else:
-            both = (torch.cat(column) for column in zip(*parts, strict=True))
-            loss = reference.contrastive_loss(*both, *scalars, objective=objective)
+        both = (torch.cat(column) for column in zip(*parts, strict=True))
+        loss = reference.contrastive_loss(*both, *scalars, objective=objective)
         found.append(list(torch.autograd.grad(loss.sum(), list(model.parameters()), materialize_grads=True)))
     return found
 
 
 @pytest.mark.parametrize("objective", MODELS)
-@pytest.mark.parametrize(
-    ("world_size", "replay_as"), [(1, "negatives"), (1, "own"), (2, "negatives")], ids=["1", "1 own", "2"]
-)
-def test_gradients_of_each_stage_equal_one_process_with_the_whole_batch(
-    ranks, tmp_path, world_size, replay_as, objective
-):
-    of_ranks = ranks.run(rank_gradients, world_size, str(tmp_path), objective, replay_as, always_ring=True)
-    check_each_gradient(of_ranks, partial(gradients_of_whole_batches, objective, replay_as))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_each_stage_equal_one_process_with_the_whole_batch(ranks, tmp_path, world_size, objective):
+    of_ranks = ranks.run(rank_gradients, world_size, str(tmp_path), objective, always_ring=True)
+    check_each_gradient(of_ranks, partial(gradients_of_whole_batches, objective))
 
 
 # ---- The order of the pairs, and resumes ----
@@ -208,12 +197,6 @@ def test_two_processes_have_the_global_batches_of_one_and_resume_to_the_bit(rank
 def test_shares_that_a_stage_cannot_have_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         trainer_of(tmp_path, models.clip(), **options)
-
-
-@on_ranks(2)
-def test_old_pairs_that_processes_cannot_share_in_a_stage_are_refused(rank, world_size, tmp_path):
-    with pytest.raises(ValueError, match=r"replay_as='own' needs equally many old pairs .* the 5 of a global batch"):
-        trainer_of(tmp_path, models.clip(), replay_as="own")
 
 
 def test_smaller_micro_batches_are_refused_with_a_stream(shards):

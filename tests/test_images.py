@@ -455,7 +455,7 @@ class TestAugmentation:
             ({"augmentation": "flip"}, "must be one of none, crop, flip_crop, or a function .* got 'flip'"),
             (
                 {"augmentation": "crop", "all_captions": True},
-                "uses images and captions unchanged, but augmentation is 'crop' and text_dropout is 0",
+                "uses images unchanged, but augmentation is 'crop'",
             ),
             ({"min_side": 0}, "min_side must be at least 1 pixel, got 0"),
         ],

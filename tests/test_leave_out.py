@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.publishing.curves import plot_curves
@@ -24,7 +24,7 @@ from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows import selection
 from hf_infcl.windows.extensions import PairSelection, StepObserver
 from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, NO_KEY, RESTED, WithoutNoisyPairs, mean_of_trained
-from hf_infcl.windows.window import Window, WindowLoss
+from hf_infcl.windows.window import Window
 
 LEARNS = {
     **{"per_device_train_batch_size": 64, "gradient_accumulation_steps": 2, "max_steps": 48, "learning_rate": 1e-2},
@@ -354,34 +354,6 @@ def test_another_selection_is_a_change_of_the_run(noisy, tmp_path):
     made = trainer(tmp_path, Concepts(wrong=0.3))
     with pytest.raises(ValueError, match="leave_out was 'noisy' and is None"):
         made.train(resume_from_checkpoint=str(Path(noisy.args.output_dir, "checkpoint-30")))
-
-
-# ---- With replay in two losses ----
-
-
-def of_two_processes() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    images, texts = (F.normalize(torch.randn(12, 8, generator=generator), dim=1) for _ in range(2))
-    return images, texts, torch.tensor([True, False, True, True, True, True, True, True, False, False, True, True])
-
-
-def rank_own(rank: int, world_size: int) -> Tensor:
-    images, texts, takes_part = of_two_processes()
-    each = 12 // world_size
-    mine = slice(rank * each, (rank + 1) * each)
-    window = window_of(torch.arange(each), new=each // 2)
-    loss = WindowLoss(rank, "exclude", in_bf16=False, objective="softmax", replay_as="own")
-    return loss.of(window, (images[mine], texts[mine]), torch.tensor(9.0), None, takes_part[mine])
-
-
-def test_uneven_pairs_weigh_both_losses_alike_on_every_process(ranks):
-    images, texts, takes_part = of_two_processes()
-    new = torch.tensor([True, True, True, False, False, False] * 2)
-    parts = [takes_part & new, takes_part & ~new]
-    losses = [reference.contrastive_loss(images[p], texts[p], torch.tensor(9.0)).sum() * p.sum() for p in parts]
-    expected = sum(losses) / takes_part.sum()
-    for loss in ranks.run(rank_own, 2):
-        torch.testing.assert_close(loss, expected)
 
 
 # ---- Bad input ----

@@ -1,7 +1,6 @@
 """Embeddings that can be cut: the mean of the losses over prefixes, what is saved of it, and evaluations."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch import Tensor
 from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation.metrics import score
-from hf_infcl.windows.window import Window, WindowLoss
 
 DIMS, ROWS = [4, 8], 24
 
@@ -72,21 +70,6 @@ def test_gradients_are_those_of_the_mean_over_prefixes(ranks, tmp_path, objectiv
         for name, gradient in expected.items():
             error = (found[name].reshape(gradient.shape) - gradient).norm()
             assert error <= TOLERANCE * gradient.norm() + 1e-6 * whole, name
-
-
-def test_the_losses_of_new_and_old_pairs_are_means_too():
-    torch.manual_seed(0)
-    features = tuple(F.normalize(torch.randn(6, 12), dim=-1) for _ in range(2))
-    batch = {"pixel_values": torch.zeros(6, 1), "input_ids": torch.zeros(6, 1), "new_images": 4}
-    whole = WindowLoss(0, "exclude", in_bf16=False, objective="softmax", replay_as="own")
-    window, scale = Window([batch]), torch.tensor(10.0)
-    of_prefixes, parts = [], []
-    for width in (4, 12):
-        of_prefixes.append(whole.of(window, tuple(prefix(f, width) for f in features), scale, None))
-        parts.append(torch.stack(window.part_losses))
-    loss = replace(whole, prefixes=(4,)).of(window, features, scale, None)
-    torch.testing.assert_close(loss, torch.stack(of_prefixes).mean())
-    torch.testing.assert_close(torch.stack(window.part_losses), torch.stack(parts).mean(0))
 
 
 def test_a_resumed_training_is_the_same_and_the_model_names_its_prefixes(tmp_path):

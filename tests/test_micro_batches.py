@@ -365,14 +365,6 @@ def test_nothing_fits(tmp_path):
         trained(tmp_path, 0, global_batch_size=16)
 
 
-def test_losses_of_new_and_old_pairs_apart_are_tried_as_one(tmp_path):
-    """The first rows of a batch, of which a small window is made, are new pairs."""
-    apart: dict[str, Any] = {"replay_dataset": models.Pairs(64, seed=3), "replay_share": 0.25, "replay_as": "own"}
-    found = trained(tmp_path, 4, global_batch_size=16, **apart)
-    assert found.args.per_device_train_batch_size == 4
-    assert torch.equal(parameters(found), parameters(trained(tmp_path, **FOURS, **apart)))
-
-
 class Noisy(models.Pairs):
     """Pairs whose images have noise of a generator of their own."""
 

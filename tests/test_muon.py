@@ -19,7 +19,7 @@ from hf_infcl import InfCLTrainer
 from hf_infcl.optimizers import MuonAdamW
 
 MUON = {"optimizer": "muon", "learning_rate": 1e-3, "weight_decay": 0.1, "max_steps": 4}
-RATES = {"layer_decay": 0.7, "text_learning_rate": 2e-3}  # groups with rates of their own
+RATES = {"text_learning_rate": 2e-3}  # groups with rates of their own
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 SHORT = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 

@@ -13,7 +13,7 @@ from hf_infcl.loss.strategies import STRATEGIES
 
 CELLS = [(o, v, k) for o in MODELS for v in VARIANTS for k in (1, 2, 4)]
 CELLS += [("softmax", "lengths", 4), ("softmax", "lengths", 2)]
-CELLS += [(o, v, k) for o in MODELS for v, k in (("replay", 2), ("replay own", 4))]
+CELLS += [(o, v, k) for o in MODELS for v, k in (("replay", 2), ("replay", 4))]
 CELLS += [("softmax", "patches", 1), ("sigmoid", "patches", 4), ("softmax", "lora patches", 2)]
 
 

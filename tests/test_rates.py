@@ -1,4 +1,4 @@
-"""Learning rates by tower and depth, frozen layers, and parameters without weight decay."""
+"""Learning rates by tower, frozen layers, and parameters without weight decay."""
 
 import re
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_infcl import InfCLTrainer
 from hf_infcl.encoders.dual_encoder import DualEncoder
 
-RATE, DECAY = 1e-3, 0.5
+RATE = 1e-3
 
 
 def deep_clip(image_layers: int = 3, text_layers: int = 2) -> transformers.CLIPModel:
@@ -67,20 +67,6 @@ PLACES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("kind", models.BUILD)
-def test_the_rate_falls_with_the_depth_in_every_type_of_model(kind, tmp_path):
-    model = models.BUILD[kind]()
-    found = rates(trainer_for(tmp_path, model, learning_rate=RATE, layer_decay=DECAY))
-    for tower, (before, within, after, layers) in zip(("vision_model", "text_model"), PLACES[kind], strict=True):
-        expected = {before: DECAY ** (layers + 1), within: DECAY**layers}
-        if after is not None:
-            expected[after] = 1.0
-        assert {name: found[f"{tower}.{name}"] / RATE for name in expected} == pytest.approx(expected)
-    rest = {name for name in found if not name.startswith(("vision_model.", "text_model."))}
-    assert {found[name] for name in rest} == {RATE}, "projections and temperature"
-    assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
-
-
-@pytest.mark.parametrize("kind", models.BUILD)
 def test_the_first_layers_of_every_type_of_model_can_be_frozen(kind, tmp_path):
     """What is frozen gets no gradient and runs in evaluation mode; everything above it trains."""
     torch.manual_seed(0)
@@ -106,44 +92,43 @@ def test_the_first_layers_of_every_type_of_model_can_be_frozen(kind, tmp_path):
 
 def test_towers_have_rates_of_their_own(tmp_path):
     options = {"image_learning_rate": 1e-4, "text_learning_rate": 2e-3}
-    options |= {"logit_scale_learning_rate": 1e-5, "layer_decay": DECAY}
+    options |= {"logit_scale_learning_rate": 1e-5}
     trainer = trainer_for(tmp_path, deep_clip(), learning_rate=RATE, **options)
     found = rates(trainer)
     assert found["visual_projection.weight"] == pytest.approx(1e-4)
-    assert found["vision_model.encoder.layers.2.mlp.fc1.bias"] == pytest.approx(1e-4 * DECAY)
-    assert found["vision_model.pre_layrnorm.weight"] == pytest.approx(1e-4 * DECAY**4)
+    assert found["vision_model.encoder.layers.2.mlp.fc1.bias"] == pytest.approx(1e-4)
+    assert found["vision_model.pre_layrnorm.weight"] == pytest.approx(1e-4)
     assert found["text_projection.weight"] == pytest.approx(2e-3)
-    assert found["text_model.encoder.layers.0.mlp.fc1.weight"] == pytest.approx(2e-3 * DECAY**2)
+    assert found["text_model.encoder.layers.0.mlp.fc1.weight"] == pytest.approx(2e-3)
     assert found["logit_scale"] == 1e-5
 
 
 def test_muon_s_matrices_follow(tmp_path):
-    options = {"optimizer": "muon", "learning_rate": RATE, "layer_decay": DECAY, "image_learning_rate": RATE / 2}
+    options = {"optimizer": "muon", "learning_rate": RATE, "image_learning_rate": RATE / 2}
     trainer = trainer_for(tmp_path, deep_clip(), **options)
     found = rates(trainer)
-    assert found["text_model.encoder.layers.1.mlp.fc1.weight"] == pytest.approx(4 * RATE * DECAY)
-    assert found["vision_model.encoder.layers.0.mlp.fc1.weight"] == pytest.approx(4 * RATE / 2 * DECAY**3)
-    assert found["vision_model.encoder.layers.0.mlp.fc1.bias"] == pytest.approx(RATE / 2 * DECAY**3)
+    assert found["text_model.encoder.layers.1.mlp.fc1.weight"] == pytest.approx(4 * RATE)
+    assert found["vision_model.encoder.layers.0.mlp.fc1.weight"] == pytest.approx(4 * RATE / 2)
+    assert found["vision_model.encoder.layers.0.mlp.fc1.bias"] == pytest.approx(RATE / 2)
     assert found["text_projection.weight"] == pytest.approx(4 * RATE)
     lines = [line.split("  ")[0] for line in trainer.optimization.table_of_groups.splitlines()]
-    assert "image layers, matrices of layers" in lines
-    assert len(lines) == len(set(lines)) == 13, "one line for all layers of a tower"
+    assert "image tower, matrices of layers" in lines
+    assert len(lines) == len(set(lines)) == 8, "one line for each role in a tower"
     assert lines[-1] == "Besides: vectors and scalars (1 value, learning rate 0.001).", "logit_scale"
 
 
 def test_the_table_adds_up_and_the_log_shows_the_full_rate(tmp_path):
-    options = {"learning_rate": RATE, "layer_decay": DECAY, "weight_decay": 0.1, "max_steps": 1}
+    options = {"learning_rate": RATE, "image_learning_rate": RATE / 2, "weight_decay": 0.1, "max_steps": 1}
     trainer = trained(trainer_for(tmp_path, deep_clip(), **options))
     assert trainer.state.log_history[0]["learning_rate"] == RATE
     *lines, besides = trainer.optimization.table_of_groups.splitlines()[1:]
     assert besides == "Besides: others (1 value, learning rate 0.001).", "logit_scale has no row"
     rows = [re.split(r"  +", line) for line in lines]
     assert sum(int(row[3].replace(",", "")) for row in rows) + 1 == sum(p.numel() for p in trainer.model.parameters())
-    named = {name: p for name, p in trainer.model.named_parameters() if name.startswith("vision_model.encoder.layers")}
-    decays = sum(p.numel() for p in named.values() if p.ndim > 1)
-    (layers,) = [row for row in rows if row[0] == "image layers"]
-    assert (layers[1], *layers[4:]) == ("AdamW", "0.000125 to 0.0005", f"0.1 for {decays:,}")
-    assert [row[0] for row in rows[:3]] == ["image embeddings", "image layers", "image head"]
+    named = [p for name, p in trainer.model.named_parameters() if name.startswith(("vision_model", "visual"))]
+    decays = sum(p.numel() for p in named if p.ndim > 1)
+    assert [row[0] for row in rows] == ["image tower", "text tower"]
+    assert (rows[0][1], *rows[0][4:]) == ("AdamW", "0.0005", f"0.1 for {decays:,}")
 
 
 def test_parameters_without_weight_decay_are_chosen_by_name(tmp_path):
@@ -171,16 +156,16 @@ def test_a_training_steps_each_part_at_its_rate(tmp_path):
         "lr_scheduler_type": "constant",
     }
     changes = []
-    for further in ({}, {"layer_decay": DECAY, "text_learning_rate": 0.25}):
+    for further in ({}, {"image_learning_rate": 2.0, "text_learning_rate": 0.25}):
         trainer = trainer_for(tmp_path, deep_clip(), **options, **further)
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.train()
         changes.append({name: p.detach() - before[name] for name, p in trainer.model.named_parameters()})
     for name, factor in {
-        "vision_model.embeddings.patch_embedding.weight": DECAY**4,
-        "vision_model.encoder.layers.1.mlp.fc1.weight": DECAY**2,
-        "visual_projection.weight": 1.0,
-        "text_model.encoder.layers.1.mlp.fc1.weight": DECAY / 2,
+        "vision_model.embeddings.patch_embedding.weight": 4.0,
+        "vision_model.encoder.layers.1.mlp.fc1.weight": 4.0,
+        "visual_projection.weight": 4.0,
+        "text_model.encoder.layers.1.mlp.fc1.weight": 1 / 2,
         "logit_scale": 1.0,
     }.items():
         torch.testing.assert_close(changes[1][name], changes[0][name] * factor, rtol=1e-3, atol=1e-7)
@@ -188,24 +173,24 @@ def test_a_training_steps_each_part_at_its_rate(tmp_path):
 
 @pytest.mark.parametrize("optimizer", [None, "muon"])
 def test_a_stopped_training_goes_on_and_changed_rates_are_noticed(tmp_path, optimizer):
-    options = {"optimizer": optimizer, "layer_decay": DECAY, "freeze_layers": 1, "image_learning_rate": RATE / 2}
+    options = {"optimizer": optimizer, "freeze_layers": 1, "image_learning_rate": RATE / 2}
     options |= {"learning_rate": RATE, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     options |= {"lr_scheduler_type": "cosine", "no_decay_parameters": ["text_model"], "weight_decay": 0.1}
     whole = trained(trainer_for(tmp_path / "whole", deep_clip(), **options))
     trainer_for(tmp_path, deep_clip(), **options, callbacks=[StopAt(2)]).train()
     resumed = trained(trainer_for(tmp_path, deep_clip(), **options), resume=True)
     assert torch.equal(parameters(resumed), parameters(whole))
-    changed = trainer_for(tmp_path, deep_clip(), **{**options, "layer_decay": 0.75, "max_steps": 6})
-    with pytest.raises(ValueError, match=r"layer_decay was 0\.5 and is 0\.75"):
+    changed = trainer_for(tmp_path, deep_clip(), **{**options, "image_learning_rate": RATE / 4, "max_steps": 6})
+    with pytest.raises(ValueError, match=r"image_learning_rate was 0\.0005 and is 0\.00025"):
         changed.train(resume_from_checkpoint=True)
 
 
-def test_adapters_have_the_rates_of_their_layers(tmp_path):
+def test_adapters_have_the_rates_of_their_tower(tmp_path):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(deep_clip(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    found = rates(trainer_for(tmp_path, model, learning_rate=RATE, layer_decay=DECAY, freeze_layers=1))
-    depth_of = {int(re.search(r"layers\.(\d+)", n)[1]): r for n, r in found.items() if "vision_model" in n}
-    assert depth_of == pytest.approx({1: RATE * DECAY**2, 2: RATE * DECAY})
+    found = rates(trainer_for(tmp_path, model, image_learning_rate=RATE / 2, freeze_layers=1))
+    of_layer = {int(re.search(r"layers\.(\d+)", n)[1]): r for n, r in found.items() if "vision_model" in n}
+    assert of_layer == pytest.approx({1: RATE / 2, 2: RATE / 2})
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -240,15 +225,13 @@ def test_frozen_layers_cost_neither_graph_nor_backward(tmp_path, checkpointing):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_decay": 0.0}, "layer_decay must be a number of more than 0 and at most 1, got 0.0"),
-        ({"layer_decay": 1.5}, "layer_decay must be a number of more than 0 and at most 1, got 1.5"),
         ({"freeze_layers": -1}, "freeze_layers must be a whole number of at least 0, got -1"),
         ({"freeze_layers": 3}, "freeze_layers=3, but the text tower has 2 layers"),
         ({"freeze": "image", "image_learning_rate": 1.0}, "image_learning_rate would have no effect, because freeze"),
         ({"learning_rate": 0.0, "text_learning_rate": 1.0}, "text_learning_rate cannot be set beside learning_rate=0"),
         (
-            {"optim": "galore_adamw", "optim_target_modules": ["mlp"], "layer_decay": 0.5},
-            "layer_decay cannot be combined with optim_target_modules",
+            {"optim": "galore_adamw", "optim_target_modules": ["mlp"], "text_learning_rate": 0.5},
+            "text_learning_rate cannot be combined with optim_target_modules",
         ),
         (
             {
@@ -273,13 +256,12 @@ def test_a_module_that_names_no_towers_is_refused(tmp_path):
 
 def test_rates_of_an_optimizer_that_was_passed_are_refused(tmp_path):
     model = deep_clip()
-    options = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None), "layer_decay": 0.5}
-    with pytest.raises(ValueError, match="layer_decay, no_decay_parameters apply only to an optimizer that the"):
+    options = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None), "image_learning_rate": 0.5}
+    with pytest.raises(ValueError, match="image_learning_rate, no_decay_parameters apply only to an optimizer that"):
         trainer_for(tmp_path, model, **options, no_decay_parameters=["text"])
 
 
 def test_the_command_prints_the_groups_of_any_optimizer(small, capsys):
-    infcl(*small, "--layer_decay", 0.5, "--freeze_layers", 0, "--max_steps", 1, "--warmup_steps", 1)
+    infcl(*small, "--image_learning_rate", 0.5, "--freeze_layers", 0, "--max_steps", 1, "--warmup_steps", 1)
     said = capsys.readouterr().out
-    assert re.search(r"image layers +AdamW +[0-9,]+ +[0-9,]+ +\S", said), said
-    assert "image embeddings" not in said
+    assert re.search(r"image tower +AdamW +[0-9,]+ +[0-9,]+ +\S", said), said

@@ -81,7 +81,6 @@ PLACES = [(1, False), (4, False), (6, False), (4, True), (6, True)]
     "options",
     [
         {},
-        {"ema_decay": 0.9, "optim": "adamw_torch"},
         {"optimizer": "muon", "optim": "adamw_torch", "learning_rate": 1e-3},
         {"offload_inputs": True, "texts_at_once": 2},
         {"keep_features": 0.5, "matryoshka_dims": [4]},
@@ -108,7 +107,7 @@ def test_memory_may_run_out_in_the_last_backward(tmp_path, once):
     assert_same(repeated(tmp_path, 7, backward=True), once((), lambda: whole(tmp_path, 2)))
 
 
-@pytest.mark.parametrize("options", [{"replay_share": 0.25}, {"replay_share": 0.5, "replay_as": "own"}], ids=str)
+@pytest.mark.parametrize("options", [{"replay_share": 0.25}, {"replay_share": 0.5}], ids=str)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(("number", "backward"), [(9, False), (13, True)])
 def test_old_pairs_stay_what_they_are(tmp_path, once, options, streams, number, backward):

@@ -31,7 +31,6 @@ from hf_infcl.options.batch_schedule import BatchSchedule
 from hf_infcl.tools.checking.overlap import shared_images
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import replay_set
-from hf_infcl.windows.window import Window, WindowLoss
 
 NEW, OLD = range(60), range(500, 540)  # the numbers of the pairs, which their images hold
 KINDS = [(new, old) for new in ("table", "stream") for old in ("table", "stream")]
@@ -171,9 +170,9 @@ WHOLE_NEW, WHOLE_OLD = models.Pairs(16), models.Pairs(8, seed=1)  # a global bat
 
 def rank_gradients(rank: int, world_size: int, cells: list[tuple]) -> list[Any]:
     found = []
-    for objective, replay_as, steps in cells:
+    for objective, steps in cells:
         with tempfile.TemporaryDirectory() as folder:
-            options = {"replay_share": 1 / 3, "replay_as": replay_as, "max_steps": 1, "max_grad_norm": 0.0}
+            options = {"replay_share": 1 / 3, "max_steps": 1, "max_grad_norm": 0.0}
             size = {"per_device_train_batch_size": 24 // world_size // steps, "gradient_accumulation_steps": steps}
             gradients = Gradients()
             parts = {"replay_dataset": WHOLE_OLD, "callbacks": [gradients]}
@@ -184,21 +183,18 @@ def rank_gradients(rank: int, world_size: int, cells: list[tuple]) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_equal_plain_autograd(ranks, world_size):
-    """All pairs in one loss, or old and new ones in two, on one or two processes with and without accumulation."""
-    cells = [(o, a, k) for o in MODELS for a in ("negatives", "own") for k in (1, 3)]
+    """All pairs in one loss, on one or two processes with and without accumulation."""
+    cells = [(o, k) for o in MODELS for k in (1, 3)]
     by_rank = ranks.run(rank_gradients, world_size, cells, always_ring=True)
     for cell, *results in zip(cells, *by_rank, strict=True):
-        objective, replay_as, _ = cell
+        objective, _ = cell
         model = MODELS[objective]().train()
         encoder = DualEncoder(model)
         encoder.initialise_sigmoid()
         parts = [encoder.embed(model, data.batch()) for data in (WHOLE_NEW, WHOLE_OLD)]
         scalars = encoder.scale_and_bias()
-        losses = [reference.contrastive_loss(*part, *scalars, objective=objective) for part in parts]
-        loss = losses[0] * 2 / 3 + losses[1] / 3
-        if replay_as == "negatives":
-            images, texts = (torch.cat(column) for column in zip(*parts, strict=True))
-            loss = reference.contrastive_loss(images, texts, *scalars, objective=objective)
+        images, texts = (torch.cat(column) for column in zip(*parts, strict=True))
+        loss = reference.contrastive_loss(images, texts, *scalars, objective=objective)
         loss.sum().backward()
         expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         whole = torch.stack([g.norm() for g in expected.values()]).norm()
@@ -207,47 +203,9 @@ def test_gradients_equal_plain_autograd(ranks, world_size):
             assert logs["loss"] == pytest.approx(loss.item(), rel=TOLERANCE), cell
             assert [logs[f"{part}_positive_cosine"] for part in ("new", "replay")] == pytest.approx(cosines, rel=1e-4)
             assert logs["replay_samples"] == 8
-            if replay_as == "own":
-                found = [logs["new_loss"], logs["replay_loss"]]
-                assert found == pytest.approx([part.item() for part in losses], rel=TOLERANCE)
-            else:
-                assert "new_loss" not in logs
             for name, gradient in expected.items():
                 error = (gradients[name].reshape(gradient.shape) - gradient).norm()
                 assert error <= TOLERANCE * gradient.norm() + FLOOR * whole, (cell, name)
-
-
-@pytest.mark.parametrize("equal_ids", ["exclude", "positive"])
-def test_two_losses_keep_ids_captions_and_negative_captions(equal_ids):
-    """Two micro-batches of new and old images; with several captions each, and negative captions, in both losses."""
-    generator = torch.Generator().manual_seed(0)
-    several = equal_ids == "positive"
-    batches, texts = [], 0
-    for number, new in enumerate((1, 3)):
-        images = torch.tensor([0, 0, 1, 2, 3, 3, -1]) if several else torch.arange(4)
-        batch = {"pixel_values": torch.zeros(4, 1), "input_ids": torch.zeros(len(images), 1), "caption_image": images}
-        batch |= {"new_images": new, "pair_ids": torch.tensor([0, 1, 0, 3]) + number}
-        batches.append(batch)
-        texts += len(images)
-    window = Window(batches)
-    features = [torch.randn(n, 5, generator=generator, requires_grad=True) for n in (8, texts)]
-    options = {"in_bf16": False, "rank": 0, "equal_ids": equal_ids, "objective": "softmax", "strategy": "ring"}
-    scale = torch.tensor(2.0)
-    found = WindowLoss(**options, replay_as="own", backend="torch").of(window, tuple(features), scale, None)
-    images, captions = features
-    belongs = window.caption_image()
-    expected = torch.zeros(())
-    for chosen in (~window.replayed(), window.replayed()):
-        own = belongs.ge(0) & chosen[belongs]
-        ids: dict[str, Any] = {"pair_ids": window.pair_ids()[chosen]}
-        if several:
-            ids = {"image_ids": window.pair_ids()[chosen], "text_ids": window.pair_ids()[belongs[own]]}
-            ids["negative_texts"] = captions[belongs < 0]
-        expected = expected + reference.contrastive_loss(images[chosen], captions[own], scale, **ids) / 2
-    assert torch.equal(torch.stack(window.part_losses).mean(), found.detach())
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(*(torch.autograd.grad(loss, features) for loss in (found, expected)), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 # ---- A training ----
@@ -320,7 +278,6 @@ def test_a_checkpoint_of_another_replay_is_refused(tmp_path):
     for other, words in (
         ({"old": table(OLD[1:])}, "data was .*, 40 rows, shuffled, seed 42' and is .*, 39 rows"),
         ({"replay_share": 0.2}, "replay_share was 0.4 and is 0.2"),
-        ({"replay_as": "own"}, "replay_as was None and is 'own'"),
         ({"old": None, "replay_share": None}, "data was 'ImageTextDataset, 60 rows, .*; 3 old pairs in a global batch"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -334,7 +291,6 @@ def test_a_checkpoint_of_another_replay_is_refused(tmp_path):
         (table(OLD), {"replay_share": 0.02}, r"replay_share=0\.02 of a global batch of 16 pairs is 0 old pairs after"),
         (table(OLD), {"replay_share": 0.99}, "is 16 old pairs after rounding"),
         (table(OLD), {"replay_share": 1.0}, "replay_share must be a number of more than 0 and less than 1, got 1.0"),
-        (table(OLD), {"replay_as": "other"}, "replay_as must be one of None, 'negatives', 'own', got 'other'"),
         (models.Stream(40), {}, "replay_dataset must be a dataset with a length or an ImageTextStream, got a Stream"),
         (None, {}, "replay_share had no effect without old pairs. Pass a replay_dataset"),
     ],
@@ -357,7 +313,7 @@ def test_new_pairs_that_cannot_be_mixed_are_refused(tmp_path):
 
 def test_the_command_replays_old_pairs_and_tells_of_a_guard_that_is_trained_on(small, demo, tmp_path, capsys):
     copy_rows(demo / "digits/train", tmp_path / "digits/train", 30, first=20)
-    old = ["--replay_dataset", tmp_path / "digits", "--replay_share", 0.25, "--replay_as", "own"]
+    old = ["--replay_dataset", tmp_path / "digits", "--replay_share", 0.25]
     infcl(*small, *old, "--guard_dataset", f"{tmp_path / 'pairs'}?split=train", f"{tmp_path / 'digits'}?split=train")
     printed = capsys.readouterr().out
     assert "2 of these pairs are old (0.25, after rounding)." in printed
@@ -365,7 +321,7 @@ def test_the_command_replays_old_pairs_and_tells_of_a_guard_that_is_trained_on(s
     assert re.search(r"Warning: \d+ of \S+ images of guard2_digits", printed)
     card = (tmp_path / "out/README.md").read_text()
     replay = "2 old pairs in each global batch (25.0%) of `digits` (split train, no licence stated)"
-    assert f"| replay | {replay}; contrasted among themselves |" in card
+    assert f"| replay | {replay}; negatives of the new pairs, and these of them |" in card
     assert "26 images with captions" in card
     assert "| length | 8 optimizer steps, 64 pairs seen, 2.0 epochs of 4 full batches |" in card
 

@@ -525,7 +525,6 @@ def damaged(folder: str, change: Any) -> None:
         ("emptied", "The files of images in .* are damaged"),
         ("unfinished", "The embeddings of images in .* are not complete"),
         ("only texts", "has no embeddings of images"),
-        ("words", "text_dropout leaves words out"),
         ("other rows", "training set has a Pairs"),
     ],
 )
@@ -571,8 +570,6 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
         damaged(folder, lambda values: values[1:])
     elif case == "unfinished":
         Path(folder, "images.npy").unlink()
-    elif case == "words":
-        data = ImageTextDataset(rows(), text_dropout=0.1)
     elif case == "other rows":
         data = models.Pairs(24)
     with pytest.raises(ValueError, match=message):
@@ -782,7 +779,7 @@ def start_of_maps_of(trainer: InfCLTrainer) -> list[Tensor]:
         {"global_batch_schedule": ["8:0.4", "16"], "gradient_accumulation_steps": 1},
         {"patch_dropout": 0.5},
         {"texts_at_once": 3, "retain_graphs": "2"},
-        {"ema_decay": 0.5, "gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 2},
         {"optimizer": "muon", "optim": "adamw_torch", "learning_rate": 1e-3},
         {"torch_compile": True, "torch_compile_backend": "eager"},
         {"gradient_checkpointing": True},
@@ -815,7 +812,7 @@ def test_every_other_option_trains_alike_with_the_teacher_and_with_its_embedding
 # ---- Resuming, refusals ----
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "optim": "adamw_torch"}, {"ema_decay": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "optim": "adamw_torch"}], ids=str)
 def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
     folder = store(table_source(rows()), tmp_path / "stored")
     given = {"teacher_embeddings": [folder], "save_strategy": "steps", "save_steps": 2, "max_steps": 5}

@@ -1,6 +1,5 @@
 """Texts of a training: dealt out to micro-batches by their length, cut, and with words left out."""
 
-import random
 from typing import Any
 from unittest import mock
 
@@ -17,8 +16,6 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers
-from hf_infcl.data import ImageTextStream
-from hf_infcl.data.augmentation import drop_words
 from hf_infcl.encoders.counting import count_operations
 from hf_infcl.encoders.dual_encoder import IMAGE_FEATURES, NO_TEXTS, TEXT_INPUTS, DualEncoder
 from hf_infcl.windows.texts import deal_texts
@@ -279,36 +276,6 @@ def test_the_text_tower_computes_less_for_the_same_loss():
 def rows(captions: list[str]) -> datasets.Dataset:
     pictures = [Image.fromarray(np.full((16, 16, 3), 9 * n, np.uint8)) for n in range(len(captions))]
     return datasets.Dataset.from_dict({"image": pictures, "caption": captions})
-
-
-def test_words_are_left_out_as_seed_epoch_and_row_say():
-    captions = ["a b c d e f g h i j", "k l m", "n", "a b c d e f g h i j"]
-    pairs = ImageTextDataset(rows(captions), text_dropout=0.5, seed=3)
-    again = ImageTextDataset(rows(captions), text_dropout=0.5, seed=3)
-    first = [pairs[row]["caption"][0] for row in range(4)]
-    assert first == [again[row]["caption"][0] for row in range(4)]
-    assert first[0] != first[3], "each row draws for itself"
-    assert first[2] == "n", "a word stays"
-    for words, caption in zip(first, captions, strict=True):
-        assert set(words.split()) <= set(caption.split())
-    pairs.set_epoch(1)
-    assert pairs[0]["caption"][0] != first[0]
-    assert pairs.plain()[0]["caption"] == [captions[0]]
-    left = len(" ".join(drop_words(["w " * 10_000], 0.3, random.Random(0))).split())
-    assert left == pytest.approx(7_000, rel=0.02)
-
-
-def test_pairs_keep_their_ids_when_words_are_left_out():
-    same = ImageTextDataset(rows(["a b c d"] * 2), text_dropout=0.5, pair_id_column="caption")
-    whole = ImageTextDataset(rows(["a b c d"] * 2), pair_id_column="caption")
-    assert [same[row]["pair_id"] for row in range(2)] == [whole[row]["pair_id"] for row in range(2)]
-
-
-@pytest.mark.parametrize("share", [1, -0.1, "half", None])
-def test_a_share_of_words_that_cannot_be_left_out_is_told(share):
-    for kind, data in ((ImageTextDataset, rows(["a"])), (ImageTextStream, "nowhere")):
-        with pytest.raises(ValueError, match="text_dropout must be a number of at least 0 and less than 1"):
-            kind(data, text_dropout=share)
 
 
 def test_captions_are_cut_in_training_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""Random crops and flips of images, and words left out of captions, drawn from a random generator of each sample."""
+"""Random crops and flips of images, drawn from a random generator of each sample."""
 
 from __future__ import annotations
 
@@ -27,27 +27,6 @@ def check_augmentation(augmentation: Augmentation) -> None:
             f"augmentation must be one of {', '.join(PRESETS)}, or a function of a PIL image and a random.Random, "
             f"got {augmentation!r}."
         )
-
-
-def check_text_dropout(share: float) -> None:
-    """Raises a ValueError for a share of words that cannot be left out."""
-    if not (isinstance(share, (int, float)) and 0 <= share < 1):
-        raise ValueError(f"text_dropout must be a number of at least 0 and less than 1, got {share!r}.")
-
-
-def drop_words(captions: list[str], share: float, random: Random) -> list[str]:
-    """Captions without the words that are left out, each with the probability ``share``; at least one word stays.
-
-    White space separates words. A language that is written without it loses nothing.
-    """
-    if share == 0:
-        return captions
-    texts = []
-    for caption in captions:
-        words = caption.split()
-        kept = [word for word in words if random.random() >= share] or [random.choice(words)]
-        texts.append(" ".join(kept))
-    return texts
 
 
 def augment(image: np.ndarray, augmentation: Augmentation, seed: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..shards.values import check_on_bad_sample, is_unicode, shortened
-from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
+from .augmentation import Augmentation, augment, check_augmentation
 from .columns import usual_column
 from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is_string
 
@@ -44,7 +44,6 @@ class PairSource:
     on_bad_sample: str
     _augmentation: Augmentation
     _min_side: int | None
-    _text_dropout: float
     _all_captions = False
     _number: int | None = None
     _views: int | None = None
@@ -63,9 +62,9 @@ class PairSource:
         self._number, self._views = number, views
 
     def plain(self: Source) -> Source:
-        """A copy that leaves images and captions as they are, and raises an error for a bad pair."""
+        """A copy that leaves images as they are, and raises an error for a bad pair."""
         changed = copy.copy(self)
-        changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"
+        changed._augmentation, changed.on_bad_sample = "none", "raise"
         return changed
 
     @property
@@ -78,7 +77,6 @@ class PairSource:
             "on_bad_sample": self.on_bad_sample,
             "augmentation": self._augmentation,
             "min_side": self._min_side,
-            "text_dropout": self._text_dropout,
         }
 
     def _draw_texts(self, values: Mapping[str, Any], sample: object, epoch: int) -> dict[str, Any]:
@@ -96,8 +94,6 @@ class PairSource:
         if self.negative_caption_column:
             negatives = usable_captions(values[self.negative_caption_column])
             texts["negative_captions"] = draw_captions(negatives, 1, self._random(sample, "negative caption", epoch))
-        for key in texts if self._text_dropout else ():
-            texts[key] = drop_words(texts[key], self._text_dropout, self._random(sample, f"words of {key}", epoch))
         if self.pair_id_column == self.caption_column:
             texts["pair_id"] = caption_pair_id(captions[0])
         elif self.pair_id_column:
@@ -169,7 +165,6 @@ class ImageTextDataset(PairSource, ImageDataset):
             a `random.Random` that returns an image. The function must draw only from that generator.
         min_side: decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This is
             faster and changes the pixels by a few grey levels. By default, images are decoded at full size.
-        text_dropout: the probability with which each word of a caption is left out; see `drop_words`.
 
     Raises:
         ValueError: at construction, for a wrong dataset, column, column type or option; on access, for a bad row.
@@ -193,7 +188,6 @@ class ImageTextDataset(PairSource, ImageDataset):
         on_bad_sample: Literal["raise", "skip"] = "raise",
         augmentation: Augmentation = "none",
         min_side: int | None = None,
-        text_dropout: float = 0.0,
     ) -> None:
         image_column, named = usual_column("image", image_column, dataset), caption_column
         caption_column = usual_column("caption", named, dataset)
@@ -205,11 +199,10 @@ class ImageTextDataset(PairSource, ImageDataset):
                 "bad ones. Drop the bad rows from the dataset instead."
             )
         check_augmentation(augmentation)
-        check_text_dropout(text_dropout)
-        if all_captions and (augmentation != "none" or text_dropout):
+        if all_captions and augmentation != "none":
             raise ValueError(
-                "An evaluation (all_captions=True) uses images and captions unchanged, but augmentation is "
-                f"{augmentation!r} and text_dropout is {text_dropout:g}. Leave them out."
+                f"An evaluation (all_captions=True) uses images unchanged, but augmentation is {augmentation!r}. Leave "
+                "it out."
             )
         if min_side is not None and min_side < 1:
             raise ValueError(f"min_side must be at least 1 pixel, got {min_side}.")
@@ -251,7 +244,6 @@ class ImageTextDataset(PairSource, ImageDataset):
         self.on_bad_sample: str = on_bad_sample
         self._augmentation = augmentation
         self._min_side = min_side
-        self._text_dropout = text_dropout
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -334,11 +326,6 @@ class ImageTextDataset(PairSource, ImageDataset):
     def key_fingerprint(self) -> str:
         """A hash of the captions of some rows, which does not change with the other columns that are read."""
         return _fingerprint(self._texts.select_columns([self.caption_column]))
-
-    @property
-    def changes_captions(self) -> bool:
-        """Whether the captions of an item may differ from those in its row."""
-        return bool(self._text_dropout)
 
     @property
     def changes_images(self) -> bool:

@@ -25,7 +25,7 @@ from ..shards.readers import Columns, Sample, reader_of
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
 from ..shards.values import check_on_bad_sample, describe_cause
-from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout
+from .augmentation import Augmentation, augment, check_augmentation
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
 from .pairs import PairSource, check_captions_per_image, check_negative_captions, content_pair_id, usable_captions
@@ -77,7 +77,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             the start of the run. More lanes hold more buffers.
         samples_per_epoch: the number of samples that `InfCLTrainer` counts as an epoch, because the length of a pass is
             unknown. Without it, training needs ``max_steps``.
-        augmentation, min_side, text_dropout: as in `ImageTextDataset`.
+        augmentation, min_side: as in `ImageTextDataset`.
 
     Raises:
         ValueError: there are no such shards, columns or captions, or an option is invalid.
@@ -105,10 +105,8 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         samples_per_epoch: int | None = None,
         augmentation: Augmentation = "none",
         min_side: int | None = None,
-        text_dropout: float = 0.0,
     ) -> None:
         check_augmentation(augmentation)
-        check_text_dropout(text_dropout)
         check_captions_per_image(captions_per_image)
         check_negative_captions(caption_column, negative_caption_column)
         check_on_bad_sample(on_bad_sample)
@@ -135,7 +133,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         self._processes = 1  # when the stream was pickled
         self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
         self.on_bad_sample: str = on_bad_sample
-        self._augmentation, self._min_side, self._text_dropout = augmentation, min_side, text_dropout
+        self._augmentation, self._min_side = augmentation, min_side
         self.left_out = ""  # says which samples are
 
         self.shards: list[Shard] = []

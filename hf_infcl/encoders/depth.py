@@ -1,4 +1,4 @@
-"""How deep a parameter is in its tower: learning rates, frozen layers and averages go by it."""
+"""How deep a parameter is in its tower: frozen layers and averages go by it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ class Place(NamedTuple):
     tower: str  # "image" or "text"
     depth: int  # see `depths`. A projection is as deep as what comes after the layers
     layers: int  # the number of layers of the tower
-
-    @property
-    def part(self) -> str:
-        """The part of the model, in words."""
-        part = "embeddings" if self.depth == 0 else "layers" if self.depth <= self.layers else "head"
-        return f"{self.tower} {part}"
 
 
 def depths(names: Iterable[str]) -> tuple[dict[str, int], int]:

@@ -153,8 +153,6 @@ def check_cacheable(
         reason = f"the data collator is a {type(collator).__name__}. Pass processing_class, or a ContrastiveCollator"
     elif sharded:
         reason = "FSDP is on. Use plain processes, which hold the whole tower"
-    elif keeps and pairs.changes_captions:
-        reason = "text_dropout leaves other words out of captions in each epoch. Leave one of keep_features and it out"
     elif keeps and pairs.negative_caption_column:
         reason = "keep_features needs the embeddings of negative captions at every step. Leave one of the three out"
     elif compiled and tower is not None:

@@ -54,7 +54,7 @@ class Replayed(IterableDataset[Any]):
 
     Raises:
         ValueError: a set has neither a length nor shards; the share gives no old or no new pairs, or more than a set
-            has; with ``replay_as="own"``, the processes cannot have equally many old pairs.
+            has.
     """
 
     def __init__(self, new: Source, old: Source, args: InfCLTrainingArguments) -> None:
@@ -92,15 +92,8 @@ class Replayed(IterableDataset[Any]):
 
     def check(self) -> None:
         """Raises a ValueError for sets and a batch that cannot be mixed; see the class."""
-        args = self._args
-        for batch in BatchSchedule.of_arguments(args).sizes:
+        for batch in BatchSchedule.of_arguments(self._args).sizes:
             self._check_batch(batch)
-            if args.replay_as == "own" and self.old_pairs(batch) % args.world_size:
-                raise ValueError(
-                    f"replay_as='own' needs equally many old pairs on each process, but the {self.old_pairs(batch)} "
-                    f"of a global batch are not a multiple of {args.world_size} processes. Choose another "
-                    "replay_share, or 'negatives'."
-                )
 
     def _check_batch(self, batch: int) -> None:
         old = self.old_pairs(batch)

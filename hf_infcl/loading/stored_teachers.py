@@ -122,12 +122,10 @@ class _DataSet:
         opened: Sequence[StoredEmbeddings],
     ) -> None:
         self.part, self.number, self._kinds = part, number, [KINDS[side] for side in sides]
-        options = part.options
-        if "text" in sides and (options.get("text_dropout") or part.negative_caption_column):
-            why = "text_dropout leaves words out" if options.get("text_dropout") else "negative captions have none"
+        if "text" in sides and part.negative_caption_column:
             raise ValueError(
-                f"teacher_embeddings have the captions of the pairs as they are, but {why}. Leave one of both out, or "
-                "choose teacher_side='image'."
+                "teacher_embeddings have the captions of the pairs as they are, but negative captions have none. Leave "
+                "one of both out, or choose teacher_side='image'."
             )
         self._lacking: dict[str, int] = {}  # rows, by the folders that have been compared
         if isinstance(part, ImageTextDataset):

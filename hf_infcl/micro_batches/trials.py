@@ -93,7 +93,6 @@ class Trials:
         args = copy.copy(self._setup.args)
         args.retain_graphs = str(trial.graphs)
         args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
-        args.replay_as = None  # a small window may have no old pairs, or no new ones
         # Those that only look, or keep what they have seen, would take the trial for a step.
         changing = [one for one in self._setup.extensions if isinstance(one, (LossTerm, StepChange))]
         step = WindowStep(
@@ -128,8 +127,7 @@ class Trials:
         """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
         args, model = self._setup.args, self._setup.encoder.model
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        of_each = _STATE + (4 if args.ema_decay is not None and args.ema_device is None else 0)
-        of_each += 4 if args.world_size > 1 else 0  # DDP's buckets
+        of_each = _STATE + (4 if args.world_size > 1 else 0)  # DDP's buckets
         of_inputs = sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
         loaded = 0 if args.offload_inputs else max(0, self._pairs // trial.micro_batch - count) + 1  # and the next one
         of_features = 4 * self._setup.encoder.width() * (4 * args.global_batch_size + 8 * self._pairs)

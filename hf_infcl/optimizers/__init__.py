@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model and AdamW for its other parameters, and a moving average of what either trains."""
+"""Muon for the matrices of a model and AdamW for its other parameters."""
 
 from .groups import parameter_groups
 from .muon_adamw import MuonAdamW

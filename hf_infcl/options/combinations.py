@@ -116,18 +116,11 @@ def _check_parts(args: Any) -> None:
             "than 0; freeze leaves a tower as it is.",
             (*names, "learning_rate"),
         )
-    of_parts = [*names, *(["layer_decay"] if args.layer_decay is not None else [])]
-    if of_parts and args.optim_target_modules is not None:
+    if names and args.optim_target_modules is not None:
         raise ExclusiveOptionsError(
-            f"{' and '.join(of_parts)} cannot be combined with optim_target_modules, which divides the parameters in "
+            f"{' and '.join(names)} cannot be combined with optim_target_modules, which divides the parameters in "
             "its own way. Leave one of them out.",
-            (*of_parts, "optim_target_modules"),
-        )
-    if args.keep_weights and "schedule_free" in spelled(args.optim):
-        raise ExclusiveOptionsError(
-            "keep_weights pulls the weights that a step changes, of which schedule-free optimizers have two sets. "
-            "Choose another optimizer.",
-            ("keep_weights", "optim"),
+            (*names, "optim_target_modules"),
         )
     for name in CHECKPOINTING if args.freeze_layers is not None else ():
         if getattr(args, name, False):
@@ -236,11 +229,11 @@ def check_command(data: Any, args: Any) -> None:
 
 
 def check_replay(data: Any, args: Any) -> None:
-    """Raises an ExclusiveOptionsError for options of a replay without old pairs."""
-    if unused := [name for name in ("replay_share", "replay_as") if getattr(args, name) and not data.replay_dataset]:
+    """Raises an ExclusiveOptionsError for a share of old pairs without old pairs."""
+    if args.replay_share and not data.replay_dataset:
         raise ExclusiveOptionsError(
-            f"{' and '.join(f'--{name}' for name in unused)} had no effect without --replay_dataset. Pass it as well.",
-            (*unused, "replay_dataset"),
+            "--replay_share had no effect without --replay_dataset. Pass it as well.",
+            ("replay_share", "replay_dataset"),
         )
 
 
@@ -259,7 +252,6 @@ def _check_cached(data: Any, args: Any) -> None:
         (data.on_bad_sample == "skip", "on_bad_sample"),
         (args.fsdp, "fsdp"),
         (args.torch_compile and freezes, "torch_compile", "torch_compile_mode", "torch_compile_backend"),
-        (data.text_dropout and keeps, "text_dropout"),
         (data.negative_caption_column and keeps, "negative_caption_column"),
     ):
         if changes:

@@ -18,14 +18,6 @@ class KeepingOptions:
         within=FINITE,
         card="weight of the distance from the embeddings of the start",
     )
-    keep_weights: float | None = option(
-        "Strength λ of a pull towards the weights before the training, in place of weight decay. Each step subtracts "
-        "learning rate × λ × (weight − start) from the weights that would decay. Adapters decay to zero.",
-        decides=True,
-        within=FINITE,
-        card="pull to the weights of the start",
-        excludes={"weight_decay": "the one pulls the weights to the start, the other to zero"},
-    )
     cache_features: str | None = option(
         "Folder for the outputs of what does not train, computed once for all epochs. That is the frozen image tower "
         "(freeze=image), whose outputs are read instead of the images, and the start (keep_features). Images must not "
@@ -39,10 +31,4 @@ class KeepingOptions:
         decides=True,
         short_help=HelpPlace("Data", 130),
         within=Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
-    )
-    replay_as: str | None = option(
-        "With replay_dataset: old and new pairs are each other's 'negatives', the default, or each have their 'own' "
-        "loss. The two losses are weighted by their pairs.",
-        decides=True,
-        choices=("negatives", "own"),
     )

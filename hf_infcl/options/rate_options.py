@@ -1,19 +1,17 @@
-"""Learning rates, the optimizer and averages of the weights."""
+"""Learning rates and the optimizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
-from .declaring import FINITE, SHARE, HelpPlace, Range, option
+from .declaring import FINITE, HelpPlace, option
 
 # Those that an optimizer from elsewhere does not know.
 RATES = (
     "logit_scale_learning_rate",
     "image_learning_rate",
     "text_learning_rate",
-    "layer_decay",
 )
 OPTIM_ARGS = {"momentum": float, "ns_steps": int}  # the settings of ``optimizer="muon"`` in ``optim_args``
 
@@ -37,14 +35,6 @@ class RateOptions:
         decides=True,
         within=FINITE,
         card="learning rate of the text tower",
-    )
-    layer_decay: float | None = option(
-        "Factor of the learning rate from each layer of a tower to the one below it, such as 0.75. Heads, projections "
-        "and logit_scale train at the full rate, the last of L layers at this factor, and the embeddings at its power "
-        "L + 1.",
-        decides=True,
-        within=Range(Real, "a number of more than 0 and at most 1", lambda value: 0 < value <= 1),
-        card="factor of the learning rate per layer",
     )
     no_decay_parameters: list[str] | None = option(
         "Regular expressions for names of parameters without weight decay. One is vision_model for a pretrained tower. "
@@ -74,22 +64,6 @@ class RateOptions:
         "With optimizer=muon: regular expressions for names of matrices that AdamW trains.",
         decides=True,
         needs="optimizer=muon",
-    )
-    ema_decay: float | None = option(
-        "Evaluate and save a moving average of the weights with this decay, such as 0.999. It takes the place of the "
-        "last weights, and the memory of one more copy. In step n the decay is at most (1 + n) / (10 + n). Running "
-        "statistics of batch norms are not averaged.",
-        decides=True,
-        short_help=HelpPlace("Rates", 60),
-        within=SHARE,
-        card="saved weights: exponential moving average of those that were trained, decay {}",
-    )
-    ema_device: str | None = option(
-        "With ema_decay: 'cpu' keeps the average in host memory. This costs two copies of the weights per step. "
-        "Defaults to the memory of the weights.",
-        decides=False,
-        needs="ema_decay",
-        choices=("cpu",),
     )
 
 

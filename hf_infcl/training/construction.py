@@ -21,7 +21,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
 from ..windows.extensions import check_extensions
 
-_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
+_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
 
 
 def checked_arguments(
@@ -145,12 +145,12 @@ def _with_replay(args: InfCLTrainingArguments, kwargs: dict[str, Any]) -> dict[s
     """The arguments of Trainer's constructor with new and old pairs as one training set.
 
     Raises:
-        ValueError: as `Replayed`; there are options of a replay, but no old pairs, or old pairs only.
+        ValueError: as `Replayed`; there is a share of old pairs, but no old pairs, or old pairs only.
     """
     old = kwargs.pop("replay_dataset", None)
     if old is None:
-        if options := [name for name in ("replay_share", "replay_as") if getattr(args, name, None) is not None]:
-            raise ValueError(f"{' and '.join(options)} had no effect without old pairs. Pass a replay_dataset.")
+        if args.replay_share is not None:
+            raise ValueError("replay_share had no effect without old pairs. Pass a replay_dataset.")
         return kwargs
     if kwargs.get("train_dataset") is None:
         raise ValueError("A replay_dataset is mixed into a train_dataset, which is missing. Pass both.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch.optim import Optimizer
 from transformers import (
@@ -20,12 +19,11 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ..loading.batch_plan import BatchPlan
 from ..loading.training_data import TrainingData
-from ..optimizers.moving_average import update_average
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 from .ending import EarlyStopping
-from .optimization import average_weights, switch_weights
+from .optimization import switch_weights
 from .progress import BarOfSamples, Progress
 
 # The flags of Trainer's control that callbacks can set.
@@ -45,12 +43,9 @@ class LoopEvents(TrainerCallback):
         self._callbacks, self._begin_training = callbacks, begin_training
         self._progress: Progress | None = None  # of a training, not before or after it
 
-    def on_train_begin(
-        self, args: Any, *_: object, model: Any = None, optimizer: Optimizer | None = None, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **kwargs: object) -> None:
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
         self._callbacks.append(CompleteWindows())  # after the user's callbacks
-        average_weights(optimizer, args, model)
         self._step, self._data, self._progress = self._begin_training()
 
     def on_train_end(
@@ -68,7 +63,6 @@ class LoopEvents(TrainerCallback):
 
     def on_optimizer_step(self, *_: object, optimizer: Optimizer | None = None, **kwargs: object) -> None:
         self._step.after_optimizer_step(optimizer)
-        update_average(optimizer)  # of the clamped logit_scale
 
     def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         self._data.end_window()

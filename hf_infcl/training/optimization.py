@@ -20,10 +20,8 @@ from transformers.utils import logging
 from ..checkpoints.pushes import cause
 from ..checkpoints.run_options import options_of_optimizer, options_of_schedule
 from ..encoders.dual_encoder import DualEncoder
-from ..encoders.sharding import reshard
 from ..optimizers import MuonAdamW, parameter_groups
 from ..optimizers.groups import divided, matching, table_of_groups
-from ..optimizers.moving_average import MovingAverage, unwrapped
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..options.declaring import ExclusiveOptionsError, spelled
@@ -90,9 +88,6 @@ class Optimization:
             if settings_for is not None and not is_muon:
                 check_optimizer_options(args, settings_for)
             self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
-            if setup.start is not None and args.keep_weights:
-                setup.start.pull(optimizer, lambda: model, set(decaying(model)), args.keep_weights)
-        average_weights(optimizer, args, model)
         return optimizer
 
     def scheduler(
@@ -215,23 +210,9 @@ def check_optimizer_options(
 
 
 def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) -> None:
-    """Puts the weights to train, or those to evaluate and save, into the model.
-
-    Schedule-free optimizers and those with a `MovingAverage` have both.
-    """
+    """Puts the weights to train, or those to evaluate and save, into the model: schedule-free optimizers have both."""
     if callable(switch := getattr(optimizer, mode, None)):
         switch()
-
-
-def average_weights(optimizer: Optimizer | None, args: InfCLTrainingArguments, model: nn.Module) -> None:
-    """Gives an optimizer, wrapped or not, the `MovingAverage` of ``ema_decay``, unless it has one."""
-    if args.ema_decay is None or optimizer is None:
-        return
-    if not hasattr(unwrapped(optimizer), "update_average"):
-        of_zero = getattr(optimizer, "optimizer", None)
-        copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
-        in_host = args.ema_device == "cpu"
-        MovingAverage(unwrapped(optimizer), args.ema_decay, lambda: reshard(model), copy_to_model, in_host=in_host)
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
@@ -290,9 +271,6 @@ def set_learning_rates(
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
 
     What trains ``beside`` the model forms a separate group.
-
-    Raises:
-        ValueError: the rate should fall with the depth of a tower that has no layers.
     """
     trained = [parameter for parameter in encoder.temperature_parameters if parameter.requires_grad]
     if args.logit_scale_learning_rate is not None and trained:
@@ -300,8 +278,8 @@ def set_learning_rates(
             group["params"] = [p for p in group["params"] if all(p is not t for t in trained)]
         rate = args.logit_scale_learning_rate
         optimizer.add_param_group({"params": trained, "weight_decay": 0.0, "lr": rate, "name": "temperature"})
-    if parts := dict(_rates_of_parts(encoder, args)):
-        optimizer.param_groups[:] = divided(optimizer.param_groups, parts)
+    if towers := dict(_rates_of_towers(encoder, args)):
+        optimizer.param_groups[:] = divided(optimizer.param_groups, towers)
     if beside:
         optimizer.add_param_group({"params": list(beside), "weight_decay": 0.0, "name": "beside the model"})
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
@@ -318,24 +296,14 @@ def over_samples(schedule: LRScheduler, course: Course) -> None:
     schedule.lr_lambdas = [planned(factor) for factor in schedule.lr_lambdas]
 
 
-def _rates_of_parts(
+def _rates_of_towers(
     encoder: DualEncoder, args: InfCLTrainingArguments
 ) -> Iterator[tuple[nn.Parameter, tuple[str, float]]]:
-    """The part of the model and the factor of its rate for each trained parameter of the towers, where they differ."""
-    of_tower = {"image": args.image_learning_rate, "text": args.text_learning_rate}
-    if args.layer_decay is None and set(of_tower.values()) == {None}:
+    """The tower and the factor of its rate for each trained parameter, if a tower has a rate of its own."""
+    rates = {"image": args.image_learning_rate, "text": args.text_learning_rate}
+    if set(rates.values()) == {None}:
         return
     for parameter, place in encoder.places().items():
-        if not parameter.requires_grad:
-            continue
-        rate, decay = of_tower[place.tower], args.layer_decay
-        factor = 1.0 if rate is None else rate / args.learning_rate
-        if decay is None:
-            yield parameter, (f"{place.tower} tower", factor)
-            continue
-        if not place.layers:
-            raise ValueError(
-                f"layer_decay={decay} lowers the learning rate from layer to layer, but the {place.tower} tower has no "
-                "numbered layers. Leave it out; image_learning_rate and text_learning_rate apply to whole towers."
-            )
-        yield parameter, (place.part, factor * decay ** (place.layers + 1 - place.depth))
+        rate = rates[place.tower]
+        if parameter.requires_grad:
+            yield parameter, (f"{place.tower} tower", 1.0 if rate is None else rate / args.learning_rate)

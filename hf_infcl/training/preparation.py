@@ -86,16 +86,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
             "batch, but the outputs of these layers depend on the size of the micro-batch."
         )
-    if args.ema_decay is not None and (names := dual_encoder.batch_norms()):
-        logger.warning(
-            f"With ema_decay, the running statistics of the batch norms {', '.join(names)} stay those of the last "
-            "weights. They are not those that the averaged weights would have on data."
-        )
     fuse_layers(model, wanted=can_fuse(args.device, args.backend) and not args.torch_compile)
-    keeps = bool(args.keep_features or args.keep_weights)
+    keeps = bool(args.keep_features)
     # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
     adapted = has_adapters(model) and not is_sharded(accelerator)
-    start = Start(model, accelerator, embeds=bool(args.keep_features), keeps=keeps) if keeps or adapted else None
+    start = Start(model, accelerator, keeps=keeps) if keeps or adapted else None
     compute_in_bf16(model, wanted=args.bf16_activations)
     return start
 
@@ -142,9 +137,4 @@ def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Acceler
         raise ValueError(
             "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
             "minutes per step. Turn FSDP's offloading of parameters off, or leave optimizer out."
-        )
-    if args.ema_device is not None and fsdp:
-        raise ValueError(
-            "ema_device='cpu' keeps whole averages in host memory. FSDP has divided the average of each process "
-            "already: leave it out."
         )

@@ -43,7 +43,7 @@ def make_run(setup: Setup) -> dict[str, Any]:
     optimizer = spelled(args.optim).removesuffix("_fused")  # of the same state
     optimizer = optimizer if args.optimizer is None else f"{args.optimizer} and {optimizer}"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    start, keeps = setup.start and setup.start.fingerprint, args.keep_features or args.keep_weights
+    start, keeps = setup.start and setup.start.fingerprint, args.keep_features
     run = {
         "global_batch_size": args.global_batch_size,
         "objective": setup.objective,

@@ -1,4 +1,4 @@
-"""Observers of the step that every training has: gradients of the towers, cosines of positives, parts of the loss."""
+"""Observers of the step that every training has: gradients of the towers, cosines of positives, terms of the loss."""
 
 from __future__ import annotations
 
@@ -69,19 +69,17 @@ class PositiveCosines(StepObserver):
         return dict(zip(names, (sums / counts).tolist(), strict=False))
 
 
-class LossParts(StepObserver):
-    """The terms of the loss, and with ``replay_as="own"`` the losses of new and of old pairs."""
+class TermValues(StepObserver):
+    """The terms of the loss."""
 
-    name = "loss_parts"
+    name = "term_values"
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []
         self._terms: dict[str, Tensor] = {}
 
     def end_window(self, window: Window, scale: float) -> None:
-        self._parts, self._terms = window.part_losses, window.term_values
+        self._terms = window.term_values
 
     def logs(self) -> dict[str, float]:
-        """``new_loss`` and ``replay_loss``, and ``{name}_loss`` for each term, in the last window."""
-        parts = {name: loss.item() for name, loss in zip(("new_loss", "replay_loss"), self._parts, strict=False)}
-        return parts | {f"{name}_loss": mean.item() for name, mean in self._terms.items()}
+        """``{name}_loss`` for each term, in the last window."""
+        return {f"{name}_loss": mean.item() for name, mean in self._terms.items()}

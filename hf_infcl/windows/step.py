@@ -40,7 +40,7 @@ from .extensions import (
 from .memory import WindowMemory
 from .nonfinite import RowsOfDataset, finite_rows
 from .number_checks import NumberChecks
-from .observers import LossParts, PositiveCosines, TowerNorms
+from .observers import PositiveCosines, TermValues, TowerNorms
 from .selection import WithoutNoisyPairs, tell_if_too_short
 from .setup import Setup
 from .skipping import SkippedWindows
@@ -99,7 +99,6 @@ class WindowStep:
             objective=setup.objective,
             strategy=args.strategy,
             backend=args.backend,
-            replay_as=args.replay_as,
             prefixes=args.matryoshka_dims or (),
         )
         self._wrapper = make_wrapper(model)
@@ -250,17 +249,11 @@ class WindowStep:
                 taking_part = chosen if taking_part is None else taking_part & chosen
         if taking_part is None:
             return None
-        parts, old = [taking_part], window.replayed()
-        if self._setup.args.replay_as == "own" and old is not None:
-            parts = [taking_part & old, taking_part & ~old]  # each has a loss of its own
-        if not all(bool(part.any()) for part in parts):
+        if not taking_part.any():
             names = ", ".join(selection.name for selection in of_kind(self.extensions, PairSelection))
-            which, of_both = "None", ""
-            if len(parts) > 1:
-                which, of_both = "No new or no old one", " With replay_as='own' it needs a new one and an old one."
             raise ValueError(
-                f"{which} of the {sum(window.sizes[0])} pairs that this process has of the step is left to be trained: "
-                f"the selection ({names}) has left them all out. Every process needs one at least.{of_both}"
+                f"None of the {sum(window.sizes[0])} pairs that this process has of the step is left to be trained: "
+                f"the selection ({names}) has left them all out. Every process needs one at least."
             )
         return taking_part
 
@@ -398,4 +391,4 @@ def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]
         yield WithoutNoisyPairs(setup.rows)
     yield TowerNorms(encoder)
     yield PositiveCosines()
-    yield LossParts()
+    yield TermValues()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from ..encoders.dual_encoder import images_of
 from ..loss import contrastive_loss
 from ..passes.grad_cache import Features
-from ..processes.collectives import Processes
 from .texts import deal_texts
 
 
@@ -53,7 +51,6 @@ class Window:
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
         self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)
         self.encoded = 0  # forwards so far, in both passes
-        self.part_losses: list[Tensor] = []  # with replay_as="own" of the global batch's new and of its old pairs
         self.term_values: dict[str, Tensor] = {}  # means over the processes, by the names of the terms, once known
         self.is_selected = False  # whether it is decided which pairs take part, also if it repeats another window
         self.taking_part: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
@@ -125,9 +122,6 @@ class WindowLoss:
     objective: str  # this and the next two as for `hf_infcl.contrastive_loss`
     strategy: str = "ring"
     backend: str = "auto"
-    # With "own" new and old pairs are not each other's negatives: the loss is the mean of the losses of both parts of
-    # the global batch, weighted by their pairs. Negative captions belong to both.
-    replay_as: str | None = None
     # The loss is the mean of those of the first so many dimensions, normalised, and of all dimensions (Matryoshka,
     # arXiv 2205.13147).
     prefixes: Sequence[int] = ()
@@ -150,38 +144,23 @@ class WindowLoss:
         if self.prefixes:
             cut = [tuple(first_dimensions(f, width) for f in features) for width in self.prefixes]
             whole = replace(self, prefixes=())
-            of_widths, parts = [], []
-            for one in (*cut, features):
-                of_widths.append(whole.of(window, one, logit_scale, logit_bias, taking_part))
-                parts.append(window.part_losses)
-            window.part_losses = [torch.stack(each).mean() for each in zip(*parts, strict=True)]
+            of_widths = [whole.of(window, one, logit_scale, logit_bias, taking_part) for one in (*cut, features)]
             return torch.stack(of_widths).mean()
         images, texts = (feature.bfloat16() if self.in_bf16 else feature for feature in features)
         ids = window.pair_ids()
         if ids is None and self.equal_ids == "positive":  # all of them, also of pairs that do not take part
             ids = torch.arange(len(images)) + self.rank * len(images)
         pairs = _Pairs(images, texts, window.caption_image(), ids)
-        replayed = window.replayed() if self.replay_as == "own" else None
         if taking_part is not None:
             pairs = pairs.only(taking_part)
-            replayed = None if replayed is None else replayed[taking_part]
-        loss = partial(
-            contrastive_loss,
+        return contrastive_loss(
+            **pairs.arguments(self.equal_ids),
             logit_scale=logit_scale,
             logit_bias=logit_bias,
             objective=self.objective,
             strategy=self.strategy,
             backend=self.backend,
         )
-        if replayed is None:
-            return loss(**pairs.arguments(self.equal_ids))
-        new, old = (loss(**pairs.only(part).arguments(self.equal_ids)) for part in (~replayed, replayed))
-        window.part_losses = [new.detach(), old.detach()]
-        share = replayed.float().mean().item()
-        if taking_part is not None:  # the processes may have different numbers of pairs
-            counts = Processes().agree([int(replayed.sum()), len(replayed)])
-            share = sum(number for number, _ in counts) / sum(number for _, number in counts)
-        return torch.lerp(new, old, share)
 
 
 class _Pairs(NamedTuple):

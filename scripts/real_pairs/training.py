@@ -22,7 +22,6 @@ from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_sh
 from hf_infcl.loading.batch_plan import BatchPlan
 from hf_infcl.optimizers import MuonAdamW, parameter_groups
 from hf_infcl.options.batch_schedule import BatchSchedule
-from hf_infcl.training.optimization import switch_weights
 
 from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, normalised
 from .swaps import KINDS
@@ -296,7 +295,6 @@ class Measure(TrainerCallback):
         self.step_seconds.append(now - self._since)
         self._seconds += now - self._since
         if state.global_step in due:
-            switch_weights(optimizer, "eval")  # with ema_decay, the average is measured
             row = {
                 **vars(self._run),
                 "steps": state.global_step,
@@ -308,7 +306,6 @@ class Measure(TrainerCallback):
                 **(self._measured(model) if self._run.evaluations else {}),
                 **self._origin,
             }
-            switch_weights(optimizer, "train")
             model.train()
             self.rows.append(row)
         self._since = self._now()

@@ -176,7 +176,7 @@ def train(objective: str, variant: str, world_size: int, steps: int, **overrides
     sets = {"train_dataset": _data(variant, GLOBAL_BATCH * 2 if options["max_steps"] > 1 else GLOBAL_BATCH)}
     if variant.startswith("replay"):
         sets = dict(zip(("train_dataset", "replay_dataset"), _new_and_old(), strict=True))
-        options |= {"replay_share": OLD / GLOBAL_BATCH, "replay_as": "own" if variant == "replay own" else "negatives"}
+        options["replay_share"] = OLD / GLOBAL_BATCH
     gradients = options.pop("gradients", Gradients)
     with tempfile.TemporaryDirectory() as folder:
         args = InfCLTrainingArguments(

@@ -51,7 +51,6 @@ class Setting:
             "freeze": drawn.choice([None, None, None, None, "image", "text"]),
             "optim": drawn.choice(["adamw_torch", "adamw_torch_fused"]),
             "optimizer": drawn.choice([None, None, "muon"]),
-            "ema_decay": drawn.choice([None, None, 0.99]),
         }
         if options["freeze"] == "image":
             options["patch_dropout"] = None

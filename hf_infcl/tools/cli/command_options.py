@@ -7,7 +7,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...options.declaring import FROM_0, FROM_1, SHARE, HelpPlace, Range, command_option
+from ...options.declaring import FROM_0, FROM_1, HelpPlace, Range, command_option
 from ...shards.values import ON_BAD_SAMPLE
 from ..scoring import WINDOW
 
@@ -41,12 +41,6 @@ class DataOptions:
         "Decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This is faster "
         "and changes the pixels slightly. By default, images are decoded at full size.",
         within=FROM_1,
-    )
-    text_dropout: float = command_option(
-        "Probability with which each word of a training caption is left out, drawn anew in each epoch; one "
-        "word stays. Evaluations see whole captions.",
-        default=0.0,
-        within=SHARE,
     )
     streaming: bool = command_option(
         "Read tar or parquet shards during the training, as a stream of unknown length.",

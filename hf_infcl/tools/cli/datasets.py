@@ -130,7 +130,6 @@ def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[s
         "on_bad_sample": data.on_bad_sample,
         "augmentation": data.augmentation,
         "min_side": data.min_side,
-        "text_dropout": data.text_dropout,
         "captions_per_image": data.captions_per_image,
         "negative_caption_column": data.negative_caption_column,
     }

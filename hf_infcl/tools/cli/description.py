@@ -48,8 +48,6 @@ def describe_run(
         settings["logit_scale"] = f"{encoder.scale_and_bias()[0].item():.4g}, frozen"
     if excluded := [f"{which} by {code(file)}" for which, file in map(words_of_excluded, data.exclude or ())]:
         settings["pairs excluded before"] = joined(excluded)
-    if data.text_dropout:
-        settings["words left out of captions"] = f"{data.text_dropout:g}"
     settings["image preprocessing"] = collator.image_backend
     return functools.partial(
         training_facts,

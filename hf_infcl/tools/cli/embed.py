@@ -99,5 +99,5 @@ def _sets_to_embed(
             "--views are embeddings of augmented images for a training, which need --format npy and an --augmentation "
             f"other than none, got {options.format} and {data.augmentation}."
         )
-    data = replace(data, text_dropout=0.0, samples_per_epoch=1 if data.streaming else None)
+    data = replace(data, samples_per_epoch=1 if data.streaming else None)
     return training_set(data, columns, args), replay_set(data, columns, args)

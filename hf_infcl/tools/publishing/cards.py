@@ -128,9 +128,8 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
 def _replay(facts: TrainingFacts) -> str:
     sources = [_describe_source(source) for source in facts.replay_sources]
     of_sources = f" of {joined(sources)}" if sources else ""
-    apart = facts.replay_as == "own"
-    role = "contrasted among themselves" if apart else "negatives of the new pairs, and these of them"
     share = facts.replayed / facts.global_batch_size
+    role = "negatives of the new pairs, and these of them"
     return f"{facts.replayed:,} old pairs in each global batch ({share:.1%}){of_sources}; {role}"
 
 

@@ -126,7 +126,6 @@ class TrainingFacts:
     cut_captions: Mapping[str, float] = field(default_factory=dict)  # the shares of longer ones, by their dataset
     replayed: int = 0  # the old pairs in each global batch, which are not among ``pairs``
     replay_sources: Sequence[Source] = field(default_factory=list)
-    replay_as: str = "negatives"  # or "own" if old and new pairs were contrasted apart
     frozen: str | None = None  # the tower that did not train, "image" or "text"
     settings: Mapping[str, str] = field(default_factory=dict)  # further rows of the training table, by name
     peak_memory: int | None = None  # the largest memory of one GPU in bytes, None on CPUs
@@ -235,7 +234,6 @@ def training_facts(
         caption_limit=getattr(trainer.data_collator, "max_length", None),
         cut_captions=dict(trainer.caption_notices.cut),
         replayed=trainer.train_dataset.old_pairs(batch) if isinstance(trainer.train_dataset, Replayed) else 0,
-        replay_as=args.replay_as or "negatives",
         frozen=args.freeze,
         steps=state.global_step,
         planned_steps=state.max_steps if state.global_step < state.max_steps else None,
