@@ -83,7 +83,7 @@ def precision(trainer: InfCLTrainer) -> str:
 
 
 def _optimizer(trainer: InfCLTrainer) -> Iterator[str]:
-    optimizer = _unwrapped(trainer.optimizer, "optimizer")
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate has wrapped it
     muon = "Muon and " if trainer.args.optimizer == "muon" else ""
     yield muon + spelled(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
     groups = optimizer.param_groups
@@ -95,13 +95,6 @@ def _optimizer(trainer: InfCLTrainer) -> Iterator[str]:
         yield f"weight decay {max(decays):g}"
 
 
-def _unwrapped(wrapped: Any, name: str) -> Any:
-    """The optimizer or scheduler within accelerate's and DeepSpeed's, which have it as an attribute of this name."""
-    while hasattr(wrapped, name):
-        wrapped = getattr(wrapped, name)
-    return wrapped
-
-
 def _first(groups: Sequence[Mapping[str, object]], name: str) -> Any:
     return next((group[name] for group in groups if name in group), None)
 
@@ -111,8 +104,8 @@ def _learning_rates(trainer: InfCLTrainer) -> dict[str, str]:
     if trainer.optimization.creates_optimizer:
         rate = f"{args.learning_rate:g}"
     else:
-        groups = _unwrapped(trainer.optimizer, "optimizer").param_groups
-        groups = [group for group in groups if group.get("name") != "temperature"]
+        every: Any = trainer.optimizer
+        groups = [group for group in every.param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
     model: Any = trainer.model
@@ -124,7 +117,7 @@ def _learning_rates(trainer: InfCLTrainer) -> dict[str, str]:
 
 def _schedule(trainer: InfCLTrainer) -> Iterator[str]:
     if not trainer.optimization.creates_scheduler:
-        yield type(_unwrapped(trainer.lr_scheduler, "scheduler")).__name__
+        yield type(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)).__name__
         return
     yield (schedule := spelled(trainer.args.lr_scheduler_type))
     if schedule not in WITHOUT_WARM_UP:
