@@ -28,13 +28,14 @@ def as_item(row: dict[str, Any]) -> dict[str, Any]:
     return {"image": np.asarray(row["image"].convert("RGB")), "caption": [row["text"]]}
 
 
-def losses(tmp_path: Path, train_dataset: Any) -> list[float]:
+def losses(tmp_path: Path, train_dataset: Any, **options: Any) -> list[float]:
     torch.manual_seed(0)
     model, processor = models.clip(), processors.clip_processor()
     args = arguments(
         tmp_path,
         **{"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 1},
         train_sampling_strategy="sequential",
+        **options,
     )
     collator = ContrastiveCollator.for_model(processor, model.config)
     trainer = InfCLTrainer(model, args, train_dataset=train_dataset, data_collator=collator, processing_class=processor)
@@ -42,11 +43,14 @@ def losses(tmp_path: Path, train_dataset: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_a_streamed_dataset_of_the_hub_s_library_trains(tmp_path):
+def test_a_streamed_dataset_of_the_hub_s_library_trains(tmp_path, caplog):
     """As `load_dataset(..., streaming=True)` returns it, with a `map` to items."""
     stream = rows().to_iterable_dataset().map(as_item, remove_columns=["text"])
     table = ImageTextDataset(rows(), caption_column="text")
     assert losses(tmp_path / "a", stream) == pytest.approx(losses(tmp_path / "b", table), rel=1e-5)
+    assert "holds no position" not in caplog.text, "nothing is saved"
+    losses(tmp_path / "c", stream, save_strategy="steps", save_steps=1)
+    assert caplog.text.count("Of a IterableDataset, a checkpoint holds no position") == 1
 
 
 def test_features_of_transformers_are_in_an_object():

@@ -200,7 +200,7 @@ def test_a_stream_of_the_same_captions_has_the_same_loss_and_is_resumed_with_the
 
 
 class Items(IterableDataset):
-    """The items of a data set as a stream, which the main process reads."""
+    """The items of a data set as a stream."""
 
     def __init__(self, data: Any) -> None:
         self.dataset = data
@@ -210,11 +210,13 @@ class Items(IterableDataset):
 
 
 @on_ranks(2, timeout=60)
-def test_a_stream_that_the_main_process_reads_has_one_caption_for_each_image(rank, world_size, tmp_path):
-    several, single = (pictures(captions_per_image=captions) for captions in (2, 1))
-    for data in (several, single, Subset(single, [0, 2, 4, 1, 3, 5])):  # at last the second micro-batch has negatives
-        with pytest.raises(ValueError, match=r"cannot have several captions .* negative captions with 2 processes"):
-            trainer_of_pictures(tmp_path, data=Items(data), equal_ids="positive", save_strategy="no").train()
+def test_processes_share_a_stream_with_several_captions(rank, world_size, tmp_path):
+    data = pictures(captions_per_image=2)
+    whole, stream = (
+        trained(trainer_of_pictures(tmp_path, data=one, train_sampling_strategy="sequential", save_strategy="no"))
+        for one in (data, Items(data))
+    )
+    assert torch.equal(parameters(whole), parameters(stream))
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -215,9 +215,8 @@ def rank_failure(rank: int, world_size: int, folder: str, batch: int, data: Any)
             raise MemoryError("no room")
         return default_collate(items)
 
-    options = {"accelerator_config": {"dispatch_batches": False}, "data_collator": collate}
     try:
-        trainer_for(folder, data=data, max_steps=5, **options).train()
+        trainer_for(folder, data=data, max_steps=5, data_collator=collate).train()
     except (MemoryError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "went on"

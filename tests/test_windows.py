@@ -425,12 +425,10 @@ def test_a_stream_never_trains_on_a_short_window(ranks, tmp_path, world_size):
 
 def rank_sized_stream(rank: int, world_size: int, folder: str) -> list[tuple[int, float]]:
     reached = []
-    for dispatch in (False, True):
-        for length in ({"max_steps": 6}, {"max_steps": -1, "num_train_epochs": 2}):
-            data = models.SizedStream(20 * world_size)
-            options = {"accelerator_config": {"dispatch_batches": dispatch}, "learning_rate": 1e-3, **length}
-            trainer = trained(trainer_for(folder, data=data, **options))
-            reached.append((trainer.state.global_step, trainer.lr_scheduler.get_last_lr()[0]))
+    for length in ({"max_steps": 6}, {"max_steps": -1, "num_train_epochs": 2}):
+        data = models.SizedStream(20 * world_size)
+        trainer = trained(trainer_for(folder, data=data, learning_rate=1e-3, **length))
+        reached.append((trainer.state.global_step, trainer.lr_scheduler.get_last_lr()[0]))
     return reached
 
 
@@ -438,15 +436,14 @@ def rank_sized_stream(rank: int, world_size: int, folder: str) -> list[tuple[int
 def test_a_stream_that_knows_its_length_trains_to_the_end(ranks, tmp_path, world_size):
     # Two full windows per pass, and half of a third one, which Trainer would count.
     for reached in ranks.run(rank_sized_stream, world_size, str(tmp_path)):
-        assert reached == [(6, 0.0), (4, 0.0)] * 2
+        assert reached == [(6, 0.0), (4, 0.0)]
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("rows", [3, 9, 15])
 @on_ranks(2)
-def test_a_stream_is_not_repeated_to_fill_a_window(rank, world_size, tmp_path, rows, dispatch):
+def test_a_stream_is_not_repeated_to_fill_a_window(rank, world_size, tmp_path, rows):
     # Without InfCLTrainer, accelerate would fill the window with rows that are already in it.
-    trainer = trainer_for(tmp_path, data=models.Stream(rows), accelerator_config={"dispatch_batches": dispatch})
+    trainer = trainer_for(tmp_path, data=models.Stream(rows))
     with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
         trainer.train()
 
@@ -463,36 +460,3 @@ def test_a_worker_s_end_is_not_the_stream_s(tmp_path):
     rows = TrainedRows()
     trainer_for(tmp_path, data=Uneven(110), max_steps=12, dataloader_num_workers=2, callbacks=[rows]).train()
     assert len({text for step in rows.steps for text in step}) == 12 * 8
-
-
-class Parts(models.Stream):
-    """A stream from which every worker gets a part of the rows; the parts differ in size."""
-
-    def __iter__(self):
-        worker = torch.utils.data.get_worker_info()
-        return (
-            self.data[i] for i in range(len(self.data)) if worker is None or i % 3 % worker.num_workers == worker.id
-        )
-
-
-def evaluate_stream(folder: str, data: Any, dispatch: bool | None, workers: int = 0) -> dict[str, float]:
-    options = {"per_device_eval_batch_size": 4, "dataloader_num_workers": workers}
-    return trainer_for(folder, accelerator_config={"dispatch_batches": dispatch}, **options).evaluate(data)
-
-
-def rank_evaluate_stream(rank: int, world_size: int, folder: str, rows: int) -> list[dict[str, float]]:
-    streams = models.Stream(rows), models.SizedStream(rows)
-    return [evaluate_stream(folder, stream, dispatch) for stream in streams for dispatch in (False, None)]
-
-
-@pytest.mark.parametrize("rows", [3, 10])
-def test_a_stream_is_evaluated_without_padding_on_any_number_of_ranks(ranks, tmp_path, rows):
-    expected = evaluate_stream(tmp_path, models.Pairs(rows), None)
-    found = {1: [evaluate_stream(tmp_path, Parts(rows), None, workers=2)]}
-    for world_size in (2, 3):
-        by_rank = ranks.run(rank_evaluate_stream, world_size, str(tmp_path), rows)
-        found[world_size] = [metrics for results in by_rank for metrics in results]
-    for world_size, results in found.items():
-        for metrics in results:
-            for name in ("eval_loss", "eval_image_retrieval_recall@10", "eval_text_retrieval_recall@10"):
-                assert metrics[name] == pytest.approx(expected[name], rel=1e-5), (world_size, name)

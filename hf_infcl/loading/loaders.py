@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
-from accelerate.utils import slice_tensors
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import has_length
+from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
-from ..encoders.dual_encoder import images_of
 from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
@@ -30,11 +29,13 @@ from .positions import make_plan
 from .replay import Replayed, is_own
 from .teacher_inputs import TrainingCollator
 from .training_loader import TrainingLoader, worker_options
-from .wrapped import all_parts, check_has_end, has_epochs, most_captions, negative_caption_columns, set_epoch
+from .wrapped import all_parts, has_epochs, most_captions, negative_caption_columns
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
 _OF_COLLATOR = tuple("image cropped image_features at_start caption negative_captions pair_id skipped label".split())
+
+logger = logging.get_logger(__name__)
 
 
 def add_used_columns(columns: list[str] | None, collator: object) -> None:
@@ -70,32 +71,6 @@ def training_collator(collator: DataCollator, args: InfCLTrainingArguments) -> D
     return collator.cut_to(args.max_text_tokens)
 
 
-class WorkerSeeds(torch.Generator):
-    """The generator of a loader of this package, from which torch draws the seeds of the loader's workers."""
-
-
-class LoaderParts:
-    """The parts of a training loader that are needed while it is read; None for parts that it does not have."""
-
-    def __init__(self, loader: object = None) -> None:
-        dataset = getattr(loader, "dataset", None)
-        self.loader = loader if isinstance(loader, TrainingLoader) else None
-        # The dataset, if Trainer's loader reads it, and it has no length.
-        self.stream = dataset if self.loader is None and isinstance(dataset, IterableDataset) else None
-        # The loader itself, for a stream that the main process reads for all.
-        self.dispatcher = loader if isinstance(loader, DataLoaderDispatcher) else None
-        generator = getattr(getattr(loader, "base_dataloader", loader), "generator", None)
-        self.worker_seeds = generator if isinstance(generator, WorkerSeeds) else None
-
-    def begin_epoch(self, epoch: int, seed: int) -> None:
-        """Begins a pass over a stream that Trainer's loader reads, in a training with this seed."""
-        # torch's loaders draw seeds for their workers; the number of draws depends on the options and on resuming. If
-        # they came from the random state that dropout uses, they would change the training.
-        if self.worker_seeds is not None:
-            self.worker_seeds.manual_seed(seed + epoch)
-        set_epoch(self.stream, epoch)
-
-
 def check_data_seed(dataset: object, data_seed: int | None) -> None:
     """Raises a ValueError if ``data_seed`` would have no effect on the training set."""
     if isinstance(dataset, Replayed):
@@ -119,15 +94,9 @@ def training_loader(
     """The training loader of a dataset that `is_own`; see `TrainingLoader`.
 
     Raises:
-        ValueError: as `TrainingLoader`; or the main process should read a dataset with a length for all.
+        ValueError: as `TrainingLoader`.
     """
     args = setup.args
-    if getattr(args.accelerator_config, "dispatch_batches", False) and not isinstance(dataset, IterableDataset):
-        raise ValueError(
-            "accelerator_config has dispatch_batches=True, which is only for streams: the main process would read "
-            "all rows, and a resumed run would not find its position. Omit it, so that every process reads its own "
-            "rows."
-        )
     device = None if args.offload_inputs else args.device
     return TrainingLoader(dataset, TrainingCollator(collator, setup), args, plan, device=device, states=states)
 
@@ -207,35 +176,30 @@ def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[T
     return {**inputs, "pixel_values": prepare(collator.normalise(pixel_values))}
 
 
-def loader_of_stream(
-    dataset: IterableDataset, collate: DataCollator, args: InfCLTrainingArguments, batch_size: int, *, is_training: bool
-) -> DataLoader:
-    """A loader of a dataset without a length: full batches only in training, every row once in an evaluation.
+def loader_of_stream(dataset: IterableDataset, collate: DataCollator, setup: Setup) -> DataLoader:
+    """The training loader of a stream of another class than `ImageTextStream`, which each process reads as a whole.
 
-    In a training, `Accelerator.prepare` still has to prepare the loader.
-
-    Raises:
-        ValueError: the dataset of an evaluation has no end.
+    The processes take its rows in turn, in full micro-batches. A resumed training skips as many as were trained, but
+    what the stream draws is its own.
     """
-    if not is_training:
-        check_has_end(dataset)
-    # The batches of several workers of an evaluation would end at different rows.
-    workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
+    args = setup.args
+    if args.save_strategy != "no" and args.process_index == 0:
+        logger.warning_once(
+            f"Of a {type(dataset).__name__}, a checkpoint holds no position: a training resumes near it, but not with "
+            "the same batches. For exact resumes, read shards with ImageTextStream (--streaming)."
+        )
+    collate = TrainingCollator(training_collator(collate, args), setup)
+    options = worker_options(args, args.dataloader_num_workers)
     loader = DataLoader(
-        dataset,
-        batch_size=batch_size,
-        collate_fn=collate,
-        # Their copies of the stream would stay in the first epoch.
-        persistent_workers=args.dataloader_persistent_workers and is_training and not has_epochs(dataset),
-        drop_last=is_training,
-        **worker_options(args, workers),
+        dataset, batch_size=args.per_device_train_batch_size, collate_fn=collate, drop_last=True, **options
     )
-    if is_training:
-        return loader
-    # The main process reads the stream and sends each process its part of the rows. Otherwise, accelerate would repeat
-    # rows to make all batches equally large, and the repeated rows at the end of a stream could not be recognised.
     return prepare_data_loader(
-        loader, args.device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=rows_of_one_process
+        loader,
+        args.device,
+        args.world_size,
+        args.process_index,
+        put_on_device=not args.offload_inputs,
+        dispatch_batches=False,  # the main process cannot deal out several captions of an image
     )
 
 
@@ -244,52 +208,6 @@ def with_lasting_workers(dataloader: DataLoader) -> DataLoader:
     loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's, or torch's
     loader.worker_init_fn = heed_parent_alone
     return dataloader
-
-
-def adapted(dataloader: Any, setup: Setup) -> Any:
-    """Trainer's training loader (accelerate's around torch's) after it was given worker seeds and checks of its tokens.
-
-    Raises:
-        ValueError: with ``offload_inputs``, the main process would read the rows of all processes.
-    """
-    if isinstance(dataloader, DataLoaderDispatcher):
-        if setup.args.offload_inputs:
-            raise ValueError(
-                "offload_inputs keeps batches in host memory, but the main process reads this stream and sends the "
-                'batches through the devices. Pass accelerator_config={"dispatch_batches": False}.'
-            )
-        dataloader.slice_fn = rows_of_one_process
-    loader = dataloader.base_dataloader
-    loader.generator = WorkerSeeds()
-    loader.collate_fn = TrainingCollator(loader.collate_fn, setup)
-    if setup.args.offload_inputs:
-        dataloader.device = None
-    return dataloader
-
-
-def rows_of_one_process(
-    batch: object, rows: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
-    """This process's part of the batches that the main process has read, one for each process; collective.
-
-    Raises:
-        ValueError: the batches have several captions for an image, or negative captions.
-    """
-    if num_processes == 1:
-        return batch
-    # Of several batches the first decides on the keys that are kept.
-    if isinstance(batch, Mapping) and ("caption_image" in batch or _has_more_texts_than_images(batch)):
-        raise ValueError(
-            "A stream that the main process reads cannot have several captions for an image or negative captions with "
-            f"{num_processes} processes. Train on an ImageTextStream, whose shards each process reads itself, and "
-            "evaluate a dataset that has a length; or use one process."
-        )
-    return slice_tensors(batch, rows, process_index, num_processes)
-
-
-def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
-    texts, images = batch.get("input_ids"), images_of(batch)
-    return isinstance(texts, Tensor) and isinstance(images, Tensor) and len(texts) > len(images)
 
 
 def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:

@@ -23,7 +23,9 @@ from ..windows.window import Window
 from .batch_checks import check_window
 from .batch_plan import BEGIN, BatchPlan, Position
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
-from .loaders import LoaderParts, training_collator
+from .loaders import training_collator
+from .training_loader import TrainingLoader
+from .wrapped import set_epoch
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +50,9 @@ class TrainingData:
         begin: Position | None = None,
     ) -> None:
         self.window = Window([])  # that is trained now
-        self.source, self.wait = LoaderParts(loader), DataWait()
+        self.wait = DataWait()
+        self._loader = loader if isinstance(loader, TrainingLoader) else None
+        self._stream = getattr(loader, "dataset", None)  # of another loader
         division = args.per_device_train_batch_size, args.world_size
         self._plan = plan or BatchPlan.endless(args.global_batch_size, *division)
         self._images = args.global_batch_size // args.world_size  # of a window
@@ -72,10 +76,10 @@ class TrainingData:
         if begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
             rows = begin.rows
         self._at, self._exhausted = Position(epoch=epoch, windows=windows, rows=rows), False
-        if self.source.loader is None:
-            self.source.begin_epoch(epoch, self._args.seed)
+        if self._loader is None:
+            set_epoch(self._stream, epoch)
         else:
-            self.source.loader.begin_epoch(epoch, windows, step, lambda: self.passed_over(epoch))
+            self._loader.begin_epoch(epoch, windows, step, lambda: self.passed_over(epoch))
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, int]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins after so many steps.
@@ -114,23 +118,17 @@ class TrainingData:
         interruptions.phases.enter("loading data", step)
         self._images = self._plan.size(step) // self._processes.world_size
         self.window, self._loaded = Window([]), []  # the batches of the last one take memory
-        source, rows = self.source, 0
+        rows = 0
         batches: list[Any] = []
         if self._exhausted:
             return self.window
         try:
             with self.wait.waiting():
-                iterator = epoch_iterator if source.loader is None else source.loader.lasting()
+                iterator = epoch_iterator if self._loader is None else self._loader.lasting()
                 batches, _ = read(iterator, self._plan.micro_batches(step), self._args.device)
             check_window(batches, equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:
-            if source.dispatcher is not None:
-                # The main process reads the stream. All others wait in a broadcast, where they learn of no error.
-                if isinstance(error, TypeError) and source.dispatcher._stop_iteration and step == 0:
-                    # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
-                    raise self._too_short([0] * self._processes.world_size) from error
-                raise
             if not interruptions.is_ending:
                 announce_failure(error)
                 raise
@@ -147,7 +145,7 @@ class TrainingData:
             self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
-        if source.loader is not None and any(count == self._plan.micro_batches(step) for _, count in agreed):
+        if self._loader is not None and any(count == self._plan.micro_batches(step) for _, count in agreed):
             raise ValueError(
                 f"The data collator has left rows out, or added some: the processes got {seen} rows of {self._images} "
                 "each for a global batch. It must return every row that it receives. Remove bad rows from the dataset "
@@ -155,7 +153,11 @@ class TrainingData:
             )
         # Training on a short window would change the objective, and Trainer would leave its gradient behind.
         if step == 0:
-            raise self._too_short(seen)
+            raise ValueError(
+                f"The stream ended before its first global batch of {self._images * self._processes.world_size} pairs "
+                f"was full: the processes got {seen} of {self._images} each in full micro-batches. Lower the batch, or "
+                "use more data."
+            )
         self._exhausted = True
         return self.window
 
@@ -169,21 +171,14 @@ class TrainingData:
         """The batches of the window that `batches_of_loop` leaves out, without their images."""
         return self._loaded[1:] if self._plan.grows else []
 
-    def _too_short(self, seen: list[int]) -> ValueError:
-        pairs = self._images * self._processes.world_size
-        return ValueError(
-            f"The stream ended before its first global batch of {pairs} pairs was full: the processes "
-            f"got {seen} of {self._images} each in full micro-batches. Lower the batch, or use more data."
-        )
-
     def end_window(self) -> None:
         """Records that the window is trained."""
         rows = self._at.rows + self._images * self._processes.world_size
         self._at = replace(self._at, windows=self._at.windows + 1, rows=rows)
         if skipped := [int(batch["skipped"].sum()) for batch in self.window.batches if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
-        if self.source.loader is not None:
-            self.source.loader.consume()
+        if self._loader is not None:
+            self._loader.consume()
 
     def epochs(self, step: int, counted: float) -> float:
         """The passes trained before a step, where Trainer has counted its steps, as if they were equally large."""
@@ -191,15 +186,15 @@ class TrainingData:
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The rows of the training set at (micro-batch, row) of the current window; empty for a stream."""
-        if self.source.loader is None:
+        if self._loader is None:
             return []
         size = self._images // max(1, len(self._loaded))  # of the loader's micro-batches, which may have been split
         of_loader = [divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places]
-        return self.source.loader.batches.rows_at(of_loader)
+        return self._loader.batches.rows_at(of_loader)
 
     def position(self) -> dict[str, Any]:
         """The fields of `RunRecord` that say how far the training has come in the data; collective."""
-        loader, stream = self.source.loader, None
+        loader, stream = self._loader, None
         if loader is not None:  # for each process, the part of the stream that it has trained on
             stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.batches.state()))]
             stream = None if None in stream else stream
@@ -226,7 +221,7 @@ class TrainingData:
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:
             logs["skipped_samples"] = skipped
-        wait, loader = self.wait, self.source.loader
+        wait, loader = self.wait, self._loader
         progress = None if loader is None else loader.progress()
         numbers = [wait.share_since_last(), wait.share(), sum(self.window.sizes[1]), *(progress or {}).values()]
         recent, overall, texts, *sums = zip(*self._processes.agree(numbers), strict=True)
@@ -255,8 +250,8 @@ class TrainingData:
     def close(self) -> None:
         """Lets go of the last window, and ends the workers of a stream."""
         self.window = Window([])
-        if self.source.loader is not None:
-            self.source.loader.close()
+        if self._loader is not None:
+            self._loader.close()
 
 
 def _without_images(batch: Mapping[str, object]) -> dict[str, object]:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ..data.streams import ImageTextStream
+from torch.utils.data import IterableDataset
 
 
 def set_epoch(dataset: object, epoch: int) -> None:
@@ -63,11 +63,11 @@ def all_parts(dataset: object) -> Iterator[Any]:
         pending += [getattr(part, "dataset", None), *(several if isinstance(several, Collection) else ())]
 
 
-def check_has_end(dataset: object) -> None:
-    """Raises a ValueError if a dataset to evaluate is, or wraps, an `ImageTextStream`, which has no end."""
-    if any(isinstance(part, ImageTextStream) for part in all_parts(dataset)):
+def check_has_rows(dataset: object) -> None:
+    """Raises a ValueError if a dataset to evaluate is, or wraps, a stream: the last rows would count several times."""
+    if streams := [part for part in all_parts(dataset) if isinstance(part, IterableDataset)]:
         raise ValueError(
-            "An ImageTextStream cannot be evaluated: it gives its samples pass after pass, without end. Evaluate a "
-            "dataset that has a length, such as "
-            'ImageTextDataset(load_pairs("shards", split="test"), all_captions=True), for tar shards as well.'
+            f"A {type(streams[0]).__name__} cannot be evaluated, since processes cannot share its rows equally. "
+            'Evaluate a dataset that has a length, such as ImageTextDataset(load_pairs("shards", split="test"), '
+            "all_captions=True), for tar shards as well."
         )

@@ -314,6 +314,11 @@ def check_accelerator(args: Any) -> None:
             "accelerator_config's split_batches=True would divide per_device_train_batch_size by the number of "
             "processes. Leave it off."
         )
+    if getattr(args.accelerator_config, "dispatch_batches", False):
+        raise ValueError(
+            "accelerator_config's dispatch_batches=True would let the main process read all rows. Omit it: every "
+            "process reads its own rows."
+        )
     if not getattr(args.accelerator_config, "even_batches", True):
         raise ValueError(
             "accelerator_config's even_batches=False would give the processes unequal numbers of batches in "

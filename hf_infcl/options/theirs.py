@@ -9,7 +9,7 @@ from .declaring import FINITE, FROM_0, FROM_1, NUMBER, SHARE, Facts, HelpPlace, 
 # Options that say where or how fast something is computed, which machines may set for themselves.
 _OF_A_MACHINE = tuple(
     """
-    dataloader_ debug disable_tqdm fsdp_config hub_ local_rank log_level log_on_ logging_dir project run_name
+    dataloader_ debug deepspeed disable_tqdm fsdp_config hub_ local_rank log_level log_on_ logging_dir project run_name
     tf32 trackio_
     """.split()
 )

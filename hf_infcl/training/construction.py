@@ -16,7 +16,7 @@ from ..data.transforms import set_image_size
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed, check_planned, check_selectable, set_sizes
 from ..loading.replay import Replayed
-from ..loading.wrapped import all_parts, check_has_end, most_captions
+from ..loading.wrapped import all_parts, check_has_rows, most_captions
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
 from ..windows.extensions import check_extensions
@@ -105,7 +105,7 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
         check_planned(pairs, args)
         check_selectable(pairs, args)
     for dataset in sets:
-        check_has_end(dataset)
+        check_has_rows(dataset)
 
 
 def check_overrides(kind: type, base: type) -> None:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType
 from torch import Tensor
@@ -108,9 +107,6 @@ class Evaluator:
 
     def _loaded(self, dataloader: Any) -> Any:
         """The batches of a loader for Trainer's loop; workers load the first ones while prompts are encoded."""
-        # Other processes wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
-        if isinstance(dataloader, DataLoaderDispatcher):
-            return dataloader
         batches = AnnouncingDataLoader(dataloader, self._take_apart)
         if isinstance(dataloader.dataset, ZeroShotDataset):
             batches.begin()
@@ -281,9 +277,9 @@ def rows_to_keep(batch_size: int, rank: int) -> int:
 
 
 def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:
-    """The context in which a loader's collator is a `WithTextsOnHost`, except for a stream that is sent to others."""
+    """The context in which a loader's collator is a `WithTextsOnHost`, if it is a loader of torch."""
     loader = getattr(dataloader, "base_dataloader", dataloader)
-    if isinstance(dataloader, DataLoaderDispatcher) or not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader):
         return nullcontext()
     return replaced(loader, collate_fn=evaluation.WithTextsOnHost(loader.collate_fn))
 

@@ -23,6 +23,7 @@ from ..loading.batch_plan import BatchPlan
 from ..loading.notices import CaptionNotices
 from ..loading.positions import make_course, make_plan
 from ..loading.training_data import TrainingData
+from ..loading.wrapped import check_has_rows
 from ..micro_batches.finding import find_micro_batches
 from ..micro_batches.repeating import run_repeating
 from ..options.arguments import InfCLTrainingArguments
@@ -150,10 +151,6 @@ class InfCLTrainer(Trainer):
         plan = None if loader is None else self.batch_plan
         course, begin = make_course(args, self.state, plan), self.resumption.begin
         self.training_data = TrainingData(loader, args, record, self.data_collator, plan, begin)
-        makes_loader = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
-        if makes_loader and self.training_data.source.stream is not None:
-            # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
-            self.callback_handler.train_dataloader = self._training_loader()
         self.progress = Progress(self.state.global_step, course, trained_seconds(self.state))
         hooks: Any = {"roll_back": self._roll_back, "rows_of_dataset": self.training_data.rows_at}
         hooks |= {"phases": self.interruptions.phases, "course": course}
@@ -247,8 +244,11 @@ class InfCLTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """A new training loader, which begins where the training does, and may be looked into."""
         pairs = loaders.with_cached_features(self.setup, self.interruptions)
-        if pairs is None or not loaders.is_own(pairs):
-            return self._training_loader()
+        if pairs is None:
+            return super().get_train_dataloader()  # which raises
+        if not loaders.is_own(pairs):
+            collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+            return loaders.loader_of_stream(pairs, collate, self.setup)
         collator = loaders.training_collator(self.data_collator, self.args)
         if hasattr(pairs, "remove_columns"):  # a table of datasets
             pairs = self._remove_unused_columns(pairs, "training")
@@ -256,25 +256,15 @@ class InfCLTrainer(Trainer):
             collator = self._get_collator_with_removed_columns(collator, "training")
         return loaders.training_loader(pairs, collator, self.setup, self.batch_plan, self.resumption.stream_positions)
 
-    def _training_loader(self) -> DataLoader:
-        """Trainer's loader of a stream of another class than `ImageTextStream`."""
-        with replaced(self, data_collator=loaders.training_collator(self.data_collator, self.args)):
-            return loaders.adapted(super().get_train_dataloader(), self.setup)
-
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         loaders.add_used_columns(self._signature_columns, self.data_collator)
 
-    def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: object
-    ) -> DataLoader:
-        if not isinstance(dataset, IterableDataset):
-            of_rows: Any = partial(super()._get_dataloader, loaders.without_epochs(dataset), description, batch_size)
-            loader = of_rows(*args, is_training=is_training, **kwargs)
-            return loader if is_training else loaders.with_lasting_workers(loader)
-        collate = self._get_collator_with_removed_columns(self.data_collator, description)
-        loader = loaders.loader_of_stream(dataset, collate, self.args, batch_size, is_training=is_training)
-        return self.accelerator.prepare(loader) if is_training else loader
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
+        """Trainer's loader of an evaluation."""
+        check_has_rows(dataset)
+        rows = loaders.without_epochs(dataset)
+        return loaders.with_lasting_workers(super()._get_dataloader(rows, *args, **kwargs))
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         values = super().set_initial_training_values(args, dataloader)
