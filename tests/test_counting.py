@@ -8,8 +8,8 @@ from helpers import models
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_infcl.encoders.counting import PEAKS, count_operations, peak_of
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.encoders.counting import PEAKS, count_operations, count_window, peak_of
+from hf_infcl.encoders.dual_encoder import NO_TEXTS, DualEncoder
 from hf_infcl.encoders.fused_layers import fuse_layers
 
 ROWS = 4
@@ -62,6 +62,14 @@ def test_a_frozen_tower_has_no_backward():
     images, texts = count_operations(encoder, batch)
     assert images == (plain[0].forward, 0)
     assert texts == plain[1]
+
+
+def test_micro_batches_of_a_window_add_up():
+    """Their images are in uint8 until they are on the device; one of them has no texts of its own."""
+    encoder, batch = DualEncoder(models.clip()), models.batch_for("clip", ROWS)
+    images, texts = map(sum, count_operations(encoder, batch))
+    raw = batch | {"pixel_values": torch.zeros(batch["pixel_values"].shape, dtype=torch.uint8), "new_images": 3}
+    assert count_window(encoder, [raw, raw, raw | {NO_TEXTS: True}]) == 3 * images + 2 * texts
 
 
 def test_a_model_that_needs_the_content_of_tensors_is_told():

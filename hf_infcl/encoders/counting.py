@@ -7,7 +7,7 @@ The share of the chip's peak that a training reaches is its model FLOPs utilisat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from .dual_encoder import DualEncoder
+from .dual_encoder import NO_TEXTS, DualEncoder
 
 # TFLOP/s of bf16 products with sums in fp32, without sparsity, by a part of the name that torch gives a GPU; the first
 # that matches counts. They are those of the data sheets of NVIDIA (whose figures "with sparsity" are twice as high)
@@ -99,6 +99,20 @@ def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple
     return images, texts
 
 
+def count_window(encoder: DualEncoder, batches: Iterable[Mapping[str, Any]]) -> int:
+    """The operations of the micro-batches of a window, of which each shape is counted once."""
+    counts: dict[tuple[Any, ...], int] = {}
+    total = 0
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        key = batch.get(NO_TEXTS), *((name, value.shape) for name, value in inputs.items())
+        if key not in counts:
+            images, texts = count_operations(encoder, inputs)
+            counts[key] = sum(images) + (0 if NO_TEXTS in batch else sum(texts))
+        total += counts[key]
+    return total
+
+
 class _Calling(nn.Module):
     """Has the parameters of a model, and calls a function that reads them."""
 
@@ -120,4 +134,6 @@ class _Numbers(TorchDispatchMode):
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
+    """Such a tensor without content; of images in uint8 one in fp32, as they are normalised on the device."""
+    dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
+    return torch.empty_like(tensor, dtype=dtype, device="cpu").requires_grad_(tensor.requires_grad)

@@ -103,6 +103,11 @@ class DataOptions:
         "10,000 of each set in `infcl check`.",
         within=FROM_0,
     )
+    dry_run: bool = command_option(
+        "Train three steps and print memory, images a second and the time of the whole training. Nothing is written.",
+        default=False,
+        short_help=HelpPlace("Length", 90),
+    )
     overwrite_output_dir: bool = command_option(
         "Delete the checkpoints and results of an earlier run first.",
         default=False,
@@ -134,7 +139,10 @@ class ColumnOptions:
 
 
 # The options that say which pairs a training has, and how they are read.
-OF_PAIRS = {one.name for options in (DataOptions, ColumnOptions) for one in fields(options)} - {"overwrite_output_dir"}
+OF_PAIRS = {one.name for options in (DataOptions, ColumnOptions) for one in fields(options)} - {
+    "overwrite_output_dir",
+    "dry_run",
+}
 
 
 @dataclass

@@ -41,6 +41,7 @@ from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
 from .defaults import check_best_metric, check_embedded, intervals, tell_choices
 from .description import describe_run
+from .dry_run import dry_run, write_nothing
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
@@ -56,7 +57,9 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         alpha = check_average(keep, evaluation, args)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
-        if earlier and not data.overwrite_output_dir:
+        if data.dry_run:
+            write_nothing(args)
+        elif earlier and not data.overwrite_output_dir:
             names = ", ".join(path.name for path in earlier)
             raise ValueError(
                 f"{args.output_dir} holds an earlier run ({names}). Continue it with --resume_from_checkpoint auto, "
@@ -86,13 +89,6 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
                 path=keep.average_path,
                 tolerance=keep.guard_tolerance,
             )
-    if data.overwrite_output_dir:
-        trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
-    if evaluation.eval_pictures:
-        PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_options, data, columns, conversion)
-    trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
-    ProgressPrinter(trainer)
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, trainer.train_dataset)
@@ -104,6 +100,16 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         busy = busy_cores(torch.get_num_threads()) if args.device.type == "cpu" else ""
         for warning in filter(None, (doubtful_rate(args), busy)):
             print(warning)
+    if data.dry_run:
+        dry_run(trainer, parser.prog)
+        return
+    if data.overwrite_output_dir:
+        trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
+    if evaluation.eval_pictures:
+        PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
+    describe = describe_run(trainer, model_options, data, columns, conversion)
+    trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
+    ProgressPrinter(trainer)
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         try:

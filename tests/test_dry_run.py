@@ -1,0 +1,102 @@
+"""`infcl train --dry_run` starts like a training, tells what it will take, and writes nothing."""
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.demo import infcl, mistake
+from helpers.processes import launched, without_os_exit
+from helpers.trainers import trainer_for
+
+from hf_infcl.tools.cli import dry_run
+from hf_infcl.tools.cli.dry_run import _FirstSteps
+
+
+def files_in(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_nothing_is_written(small, tmp_path, monkeypatch, capsys):
+    """No matter what the training would write, push or delete."""
+    places: list[str] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(dry_run.atexit, "register", lambda delete, place, **_: places.append(place))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/trainer_state.json").write_text("{}")
+    before = files_in(tmp_path)
+    words = ["--eval_dataset", tmp_path / "pairs", "--eval_pictures", 2, "--save_steps", 1, "--push_to_hub"]
+    words += ["--early_stopping_patience", 1, "--report_to", "tensorboard", "--overwrite_output_dir"]
+    infcl(*small, *words, "--dry_run")
+    (place,) = places
+    after = files_in(tmp_path)
+    assert {name: time for name, time in after.items() if not name.startswith(place)} | {
+        str(tmp_path / "temporary"): before[str(tmp_path / "temporary")]
+    } == before
+    assert {path.name for path in Path(place).iterdir()} <= {"_run.lock"}
+    printed = capsys.readouterr().out
+    assert "Dry run: 3 steps of 6. Nothing was written.\nMemory: " in printed
+    assert re.search(r"^Memory: \d+\.\d\d GiB at the peak, on each process\.$", printed, re.MULTILINE)
+    speed = r"^Speed: [\d,.]+ images a second; a step of 8 pairs takes \S+ s, of which it waits \S+ s for data\.$"
+    assert re.search(speed, printed, re.MULTILINE)
+    assert re.search(r"^The whole training takes 0:00:\d\d, with equally fast loading, and", printed, re.MULTILINE)
+    assert "pairs of the training set were checked" in printed, "as before a training"
+
+
+def test_a_training_of_fewer_steps(small, capsys):
+    infcl(*small, "--max_steps", 1, "--dry_run")
+    assert "Dry run: 1 step of 1. Nothing was written." in capsys.readouterr().out
+
+
+def test_mistakes_are_those_of_a_training(small, tmp_path, capsys):
+    assert "global batch" in mistake(capsys, *small, "--dry_run", "--gradient_accumulation_steps", 99)
+    line = mistake(capsys, *small, "--freeze", "image", "--cache_features", tmp_path / "cache", "--dry_run")
+    assert f"--dry_run writes nothing, but --cache_features {tmp_path / 'cache'} is computed before" in line
+
+
+def run(*words: Any) -> None:
+    with without_os_exit():
+        infcl(*words)
+
+
+def test_two_processes_tell_it_once(small, tmp_path):
+    code, output = launched(run, *small, "--dry_run")
+    assert code == 0, output
+    assert output.count("Dry run: 2 steps of 2. Nothing was written.") == 1, output
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_printed_is_measured(tmp_path, monkeypatch):
+    """The first step, which chooses kernels, is left out; so is a chip whose peak is not known."""
+    trainer = trainer_for(tmp_path, max_steps=4)
+    steps = _FirstSteps(trainer)
+    trainer.add_callback(steps)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    steps._ends, steps._begins = [0.0, 9.0, 11.0, 14.0], [4.0, 9.5, 12.5]
+    _, memory, speed, whole = steps.lines(2**29)
+    size = trainer.args.global_batch_size
+    assert memory == "Memory: 0.50 GiB at the peak, on each process."
+    assert speed.startswith(
+        f"Speed: {size / 2.5:,.1f} images a second; a step of {size} pairs takes 2.5 s, of which it"
+    )
+    assert speed.endswith("waits 1 s for data.")
+    assert whole.startswith("The whole training takes 0:00:10, ")
+    steps._device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(dry_run, "count_window", lambda *window: 989e12)
+    assert steps._utilisation(2.5) == ", with 40% of the chip's 989 TFLOP/s"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    assert steps._utilisation(2.5) == ""
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_gpu_and_its_share_of_the_peak(small, capsys):
+    words: list[Any] = [word for word in small if word != "--use_cpu"]
+    infcl(*words, "--bf16", "--dry_run")
+    printed = capsys.readouterr().out
+    print(printed)
+    assert re.search(r"^Memory: \d+\.\d\d GiB at the peak, of the \d+\.\d on each \S", printed, re.MULTILINE)
