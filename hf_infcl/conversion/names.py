@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..shards.values import counted
+from ..shards.values import listed
 from .inputs import refuse
 from .towers import open_clip_config, transformers_config
 
@@ -168,8 +168,15 @@ def _renamed(rows: Iterable[Any], tensors: Mapping[str, Tensor]) -> dict[str, Te
     renamed: dict[str, Tensor] = {}
     rows = list(rows)
     known = {name for row in rows for name in row[0]}
-    _refuse_names("lacks tensors that its config implies", known - tensors.keys())
-    _refuse_names("has tensors that its config does not imply", tensors.keys() - known)
+    for what, wrong in (
+        ("lacks tensors that its config implies", known - tensors.keys()),
+        ("has tensors that its config does not imply", tensors.keys() - known),
+    ):
+        if wrong:
+            raise ValueError(
+                f"The checkpoint {what}: {listed(sorted(wrong), 5)}. The config is of another architecture, or the "
+                "weights are incomplete; take both from one place."
+            )
     for sources, targets, change, *_ in rows:
         whole = change(torch.cat([tensors[name] for name in sources]) if sources[1:] else tensors[sources[0]])
         # Queries, keys and values are a third of it each, and the last of two parts holds keys and values.
@@ -177,15 +184,6 @@ def _renamed(rows: Iterable[Any], tensors: Mapping[str, Tensor]) -> dict[str, Te
         # Copies, because files of safetensors must not hold two views of one storage.
         renamed |= zip(targets, [part.clone(memory_format=torch.contiguous_format) for part in parts], strict=True)
     return renamed
-
-
-def _refuse_names(what: str, names: set[str]) -> None:
-    if names:
-        some = ", ".join(sorted(names)[:5]) + (f" and {counted(len(names) - 5, 'other')}" if len(names) > 5 else "")
-        raise ValueError(
-            f"The checkpoint {what}: {some}. The config is of another architecture, or the weights are incomplete; "
-            "take both from one place."
-        )
 
 
 def clean(tensors: dict[str, Any]) -> dict[str, Tensor]:

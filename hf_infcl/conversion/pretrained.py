@@ -7,7 +7,7 @@ warns. Here such a checkpoint is refused, unless a training asks for new weights
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig,
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_config_file
 
 from ..hub import asks_hub_once
-from ..shards.values import counted
+from ..shards.values import listed
 from .folders import HUB, explained
 
 _OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
@@ -121,8 +121,8 @@ def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
     for names, words in ((missing, "lacks"), (strange, "is not one of this model: it also has")):
         if names:
             raise ValueError(
-                f"The adapter {adapter} {words} {_listed(names)}. Name the adapter as it was saved, and the model on "
-                "which it was trained."
+                f"The adapter {adapter} {words} {listed(names, _SHOWN)}. Name the adapter as it was saved, and the "
+                "model on which it was trained."
             )
     check_finite(adapter, held)
     for name in held.keys() & parameters.keys():
@@ -141,16 +141,24 @@ def _complete(
                 checkpoint, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
         lacking = _lacking(model, report)
-        new = {name for name in lacking if any(f"{name}.".startswith(f"{asked}.") for asked in new_weights)}
+        new = [name for name in lacking if any(f"{name}.".startswith(f"{asked}.") for asked in new_weights)]
         _check_complete(checkpoint, model, {name: lacking[name] for name in lacking if name not in new}, report)
-        _check_asked(checkpoint, new_weights, new)
+        for asked in new_weights:
+            if not any(f"{name}.".startswith(f"{asked}.") for name in new):
+                which = f", which are {listed(sorted(new), _SHOWN)}" if new else ""
+                raise ValueError(f"--new_weights {asked} names no weights that {checkpoint!r} lacks{which}. Omit it.")
     except ValueError as error:
         if adapters is None:
             raise
         raise ValueError(f"{adapters!r} holds adapters of {checkpoint!r}, which cannot be loaded. {error}") from error
-    if new:
-        _fill(model, new, seed)
-    check_finite(checkpoint, model.state_dict())
+    state: dict[str, Tensor] = model.state_dict()
+    if new:  # as in a model that is created from the config
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            created = AutoModel.from_config(model.config).state_dict()
+            for name in new:
+                state[name].copy_(created[name])
+    check_finite(checkpoint, state)
     return model
 
 
@@ -161,7 +169,7 @@ def check_finite(checkpoint: str, tensors: Mapping[str, Tensor]) -> None:
     if wrong:
         count = int((~tensors[wrong[0]].isfinite()).sum())
         raise ValueError(
-            f"{checkpoint!r} holds weights that are NaN or infinite: {_listed(wrong)} ({count:,} of "
+            f"{checkpoint!r} holds weights that are NaN or infinite: {listed(wrong, _SHOWN)} ({count:,} of "
             f"{tensors[wrong[0]].numel():,} values of {wrong[0]}). Leave this checkpoint out, and name one that was "
             "saved before."
         )
@@ -185,7 +193,9 @@ def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str
         return
     kind, saved_as = type(model).__name__, getattr(model.config, "architectures", None) or []
     unexpected = sorted(report["unexpected_keys"])
-    words = f"{checkpoint!r} lacks weights of a {kind}: {_listed([name + how for name, how in lacking.items()])}."
+    words = (
+        f"{checkpoint!r} lacks weights of a {kind}: {listed([name + how for name, how in lacking.items()], _SHOWN)}."
+    )
     if saved_as and kind not in saved_as:
         words += f" It was saved as a {' and '.join(saved_as)}."
     if prefix := _prefix_of_all(unexpected, lacking):
@@ -199,27 +209,6 @@ def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str
     raise ValueError(words)
 
 
-def _check_asked(checkpoint: str, asked: Sequence[str], new: Collection[str]) -> None:
-    """Raises a ValueError if weights that may be new are not among those that the checkpoint lacks."""
-    for name in asked:
-        if not any(f"{one}.".startswith(f"{name}.") for one in new):
-            raise ValueError(
-                f"--new_weights {name} names no weights that {checkpoint!r} lacks"
-                f"{f', which are {_listed(sorted(new))}' if new else ''}. Omit it."
-            )
-
-
-def _fill(model: nn.Module, names: Collection[str], seed: int) -> None:
-    """Gives the tensors of these names the values that they have in a model created from the config."""
-    with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(seed)
-        created: dict[str, Tensor] = AutoModel.from_config(model.config).state_dict()
-    state: dict[str, Tensor] = model.state_dict()
-    with torch.no_grad():
-        for name in names:
-            state[name].copy_(created[name])
-
-
 def _prefix_of_all(unexpected: Sequence[str], lacking: Mapping[str, str]) -> str | None:
     """What stands before the name of every weight that is missing, if the file has all of them with it."""
     for name in lacking:
@@ -228,11 +217,6 @@ def _prefix_of_all(unexpected: Sequence[str], lacking: Mapping[str, str]) -> str
                 prefix = other.removesuffix(name)
                 return prefix if prefix and all(prefix + one in unexpected for one in lacking) else None
     return None
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
 def _has_file(checkpoint: str, name: str) -> bool:

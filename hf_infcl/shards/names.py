@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable
 
-from .values import counted
+from .values import listed
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
 _SHOWN = 10  # names that a message lists
@@ -19,9 +19,7 @@ def shown(name: str) -> str:
 
 def few(names: Iterable[str]) -> str:
     """The first of many names, shortened."""
-    every = list(names)
-    more = f" and {counted(len(every) - _SHOWN, 'other')}" if len(every) > _SHOWN else ""
-    return ", ".join(map(_shortened, every[:_SHOWN])) + more
+    return listed([_shortened(name) for name in names], _SHOWN)
 
 
 def _shortened(name: str) -> str:

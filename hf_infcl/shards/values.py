@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
@@ -37,6 +38,12 @@ def counted(count: int, word: str) -> str:
     """A number with what it counts, whose plural ends in s: "1 step", "2,000 steps", "2 processes"."""
     ending = "" if count == 1 else "es" if word.endswith(("s", "ch")) else "s"
     return f"{count:,} {word}{ending}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first of many names for a message."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
 def shortened(value: object) -> str:
