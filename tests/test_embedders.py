@@ -1,6 +1,10 @@
 """`ExactContrastiveLoss` has the loss and the gradients of sentence-transformers' own loss over the whole batch."""
 
 import copy
+import itertools
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +14,8 @@ import pytest
 import torch
 import transformers
 from helpers import models
+from helpers.demo import SCRIPTS
+from helpers.guides import block_of, replaced
 from helpers.pictures import picture
 from helpers.processors import clip_processor
 from sentence_transformers import SentenceTransformer, util
@@ -413,3 +419,40 @@ def test_a_batch_of_one_has_a_loss_of_nothing(tmp_path):
     value = ExactContrastiveLoss(model)(tokens(model, texts(1, 2)), None)
     value.backward()
     assert value.item() == 0
+
+
+def test_the_guide_s_training(tmp_path):
+    import datasets
+
+    saved_bert(tmp_path / "model")
+    SentenceTransformer(
+        modules=[modules.Transformer(str(tmp_path / "model"), max_seq_length=32), modules.Pooling(16)], device="cpu"
+    ).save(str(tmp_path / "encoder"))
+    columns = texts(8, 2)
+    changes = {
+        "sentence-transformers/all-MiniLM-L6-v2": str(tmp_path / "encoder"),
+        '"outputs/embedder", per_device_train_batch_size=4096': (
+            f"{str(tmp_path / 'out')!r}, max_steps=2, use_cpu=True, report_to=[]"
+        ),
+    }
+    names = {"dataset": datasets.Dataset.from_dict({"anchor": columns[0], "positive": columns[1]})}
+    exec(replaced(block_of("hf_infcl/passes/README.md", "ExactContrastiveLoss("), changes), names)
+    assert names["trainer"].state.global_step == 2
+
+
+def test_the_script_measures_before_and_after(tmp_path):
+    import datasets
+
+    saved_bert(tmp_path / "model")
+    SentenceTransformer(
+        modules=[modules.Transformer(str(tmp_path / "model"), max_seq_length=32), modules.Pooling(16)], device="cpu"
+    ).save(str(tmp_path / "encoder"))
+    names = [" ".join(text) for text in itertools.permutations("abcdef", 3)]
+    rows = [[name, f"{name} x", name[::-1] + " y"] for name in names]
+    datasets.Dataset.from_dict({"caption": rows}).to_parquet(tmp_path / "train.parquet")
+    words = [sys.executable, SCRIPTS / "fine_tune_text.py", "--model", tmp_path / "encoder", "--use_cpu"]
+    words += ["--pairs", tmp_path / "train.parquet", "--output_dir", tmp_path / "out", "--batch_size", "32"]
+    words += ["--max_steps", "8", "--learning_rate", "1e-2"]
+    printed = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout
+    before, after = map(float, re.search(r"mrr@10: ([\d.]+) before, ([\d.]+) after", printed).groups())
+    assert after > before
