@@ -157,7 +157,6 @@ def test_no_command_refuses_an_option_that_the_training_takes(tmp_path, capsys):
         ({"save_strategy": "epoch", "eval_strategy": "epoch"}, "--save_steps 5", ["save_strategy"]),
         ({"save_strategy": "epoch", "eval_strategy": "epoch"}, "--early_stopping_patience 2 --eval_steps 5", None),
         ({"load_best_model_at_end": True, "save_steps": 50, "eval_steps": 5}, "--eval_steps 7", ["save_steps"]),
-        ({"on_divergence": "roll_back", "divergence_factor": 3}, "--save_strategy no", ["on_divergence"]),
         ({"max_steps": 5}, "--num_train_epochs 2", ["max_steps"]),
         ({"torch_compile_mode": "default"}, "--torch_compile false", ["torch_compile_mode"]),
         ({"dataloader_prefetch_factor": 4}, "--dataloader_num_workers 0", ["dataloader_prefetch_factor"]),

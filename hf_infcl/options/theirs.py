@@ -16,10 +16,10 @@ _OF_A_MACHINE = tuple(
 # Options that do not decide what is trained, but have to be the same on all machines.
 _UNDECISIVE = tuple(
     """
-    _ accelerator_config auto_find_batch_size average_tokens_ batch_eval_metrics ddp_ do_ enable_jit_ eval_ fsdp
-    full_determinism gradient_accumulation_ greater_is_better ignore_data_skip include_ label_names length_column_name
-    liger_ load_best_model_ log_ logging_ no_cuda overwrite_output_dir parallelism_config prediction_loss_only
-    restore_callback_ resume_ save_ skip_memory_ torch_compile_ torch_empty_ use_cache use_liger
+    _ accelerator_config auto_find_batch_size average_tokens_ batch_eval_metrics ddp_ deepspeed do_ enable_jit_ eval_
+    fsdp full_determinism gradient_accumulation_ greater_is_better ignore_data_skip include_ label_names
+    length_column_name liger_ load_best_model_ log_ logging_ no_cuda overwrite_output_dir parallelism_config
+    prediction_loss_only restore_callback_ resume_ save_ skip_memory_ torch_compile_ torch_empty_ use_cache use_liger
     """.split()
 )
 
