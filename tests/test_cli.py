@@ -12,8 +12,8 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import Field, fields
+import typing
+from dataclasses import field, fields, make_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ import torch
 import transformers
 import yaml
 from helpers import models
-from helpers.demo import DEMO, accelerate, accelerate_launch, infcl, mistake, run
+from helpers.demo import DEMO, ROOT, accelerate, accelerate_launch, infcl, mistake, run
 from helpers.guides import blocks
 from helpers.hub import hub_for_this_process, talk_to
 from helpers.processes import alone, launched, on_ranks
 from helpers.shards import number_of, pair, png, write_parquet, write_tar
+from helpers.theirs import NOT_IN_WORDS, content
 from huggingface_hub import constants
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -46,14 +47,14 @@ from hf_infcl.evaluation.metrics import metrics_of_kind
 from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
-from hf_infcl.options import declared
-from hf_infcl.options.declaring import declared_facts
+from hf_infcl.options import theirs
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.facts import facts_by_name
 from hf_infcl.options.loss_options import EQUAL_IDS
 from hf_infcl.tools import cli
 from hf_infcl.tools.cli import datasets as opening
 from hf_infcl.tools.cli import defaults, description, earlier, evaluate, train
+from hf_infcl.tools.cli import parser as parsing
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
@@ -616,6 +617,7 @@ def test_what_is_pushed_loads_where_this_package_is_not_installed(small, tmp_pat
         assert not [data for data in (*files.values(), *map(Path.read_bytes, local)) if token.encode() in data]
         code = """
 import sys
+import typing
 sys.modules["hf_infcl"] = None  # importing it raises ImportError
 from transformers import AutoProcessor, CLIPModel, pipeline
 CLIPModel.from_pretrained("me/mine")
@@ -945,11 +947,6 @@ def helps_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     return {action.dest: str(action.help) for action in actions_of(parser)}
 
 
-def of_a_set(option: Field[Any]) -> bool:
-    facts = declared_facts(option)
-    return facts is not None and facts.of_one_set
-
-
 def options_of(text: str) -> list[str]:
     return re.findall(r"^  --(\w+)", text, re.MULTILINE)
 
@@ -962,20 +959,18 @@ def test_the_help_of_a_training_is_of_a_page_and_a_half_and_the_whole_one_begins
     for text in (short, whole):
         assert not re.search(r"\(default:\s+None\)", text), "the help of an option says what None means"
         assert "window" not in text, "it is a step to someone at a command line"
-    theirs = declared.of_transformers()
+    of_transformers = theirs.of_transformers()
     every = options_of(whole)
     shown = options_of(short)
     assert len(shown) - 1 <= 60, "besides --help"
     assert shown[:5] == ["help", "recipe", "dataset", "streaming", "samples_per_epoch"], "in the order of the places"
     assert shown.index("max_steps") < shown.index("early_stopping_patience") < shown.index("learning_rate")
     assert {"use_cpu", "eval_strategy", "logging_steps", "exclude", "teacher_embeddings"} <= set(shown)
-    of_one_set = {one.name for kind in (DataOptions, EvaluationOptions) for one in fields(kind) if of_a_set(one)}
-    assert {"dataset_name", "split", "label_column"} <= of_one_set
-    assert not {"lanes", "shuffle_buffer", "backend", "strategy", *of_one_set} & set(shown)
+    assert not {"lanes", "shuffle_buffer", "backend", "strategy", "dataset_name", "split", "label_column"} & set(shown)
     assert "ONE contrastive batch" in short, "what gradient_accumulation_steps means here"
     assert set(shown) < set(every)
     assert set(every) - {"help"} == helps_of(PARSERS["train"]()).keys() - {"help"}
-    is_theirs = [name in theirs for name in every]
+    is_theirs = [name in of_transformers for name in every]
     assert is_theirs == sorted(is_theirs), "what is our own comes first"
 
 
@@ -1002,45 +997,53 @@ for words in (["train", "--help"], ["evaluate", "--help", "all"], ["train", "--m
     assert "invalid int value: 'many'" in output
 
 
-@pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The source of the classes is written in a way that cannot be read, as a later release may be."""
-    caches = declared.of_transformers, declared.training_options
-    monkeypatch.setattr(declared, "fields_read", mock.Mock(side_effect=NotImplementedError))
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
 def fields_of(options: Any) -> list[dict[str, Any]]:
     return [vars(action) for action in actions_of(transformers.HfArgumentParser(options))]
 
 
-def test_what_cannot_be_read_from_the_source_is_imported(unread):
-    of_read, of_real = (
-        [(a["dest"], a["default"], a["help"]) for a in fields_of(options)]
-        for options in (declared.training_options(), InfCLTrainingArguments)
-    )
-    assert of_read == of_real
-    ours = {one.name for part in declared.OURS for one in fields(part)}
-    assert ours & declared.of_transformers() >= {"logging_nan_inf_filter", "remove_unused_columns"}
-
-
-def test_what_is_read_from_the_source_is_what_the_classes_declare():
+@pytest.mark.skipif(transformers.__version__ != theirs.release_of_file(), reason="the file is of another release")
+def test_the_file_of_options_has_those_of_the_pinned_release():
     """Names, types, choices, defaults and help texts of all options of a training."""
-    assert InfCLTrainingArguments.__bases__ == (*reversed(declared.OURS), TrainingArguments)
-    read, real = fields_of(declared.training_options()), fields_of(InfCLTrainingArguments)
+    assert theirs.FILE.read_text(encoding="utf-8") == content(), "run tests/helpers/theirs.py"
+    assert InfCLTrainingArguments.__bases__ == (*reversed(theirs.OURS), TrainingArguments)
+    read = fields_of(theirs.training_options())
+    real = [action for action in fields_of(InfCLTrainingArguments) if action["dest"] not in NOT_IN_WORDS]
     assert [action["dest"] for action in read] == [action["dest"] for action in real]
-    for ours, theirs in zip(read, real, strict=True):
-        kinds = [action.pop("type") for action in (ours, theirs)]
-        for action in (ours, theirs):
+    for of_file, of_class in zip(read, real, strict=True):
+        kinds = [typing.get_origin(kind) or kind for kind in (action.pop("type") for action in (of_file, of_class))]
+        choices = [[*(action.pop("choices") or ())] for action in (of_file, of_class)]
+        assert choices[0] == choices[1]
+        for action in (of_file, of_class):
             del action["container"]
-        assert ours == theirs
-        if ours["choices"] is None and ours["dest"] not in ("parallelism_config", "debug"):
-            assert kinds[0] == kinds[1], ours["dest"]
-    assert declared.of_transformers() == {field.name for field in fields(TrainingArguments)}
+        assert of_file == of_class
+        if not choices[0] and of_file["dest"] != "debug":
+            assert kinds[0] == kinds[1], of_file["dest"]
+
+
+def test_the_file_is_of_the_release_that_is_pinned_for_the_newest_python():
+    pinned = re.findall(r"^transformers==(\S+);", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert theirs.release_of_file() == pinned[0]
+
+
+def test_options_of_another_release_are_accepted(monkeypatch, tmp_path):
+    """A name that the installed class has and the file lacks; one that it lacks is refused."""
+    words = ["--model", "m", "--dataset", "d", "--use_cpu", "--report_to", "none", "--output_dir", str(tmp_path)]
+    lacking = make_dataclass(
+        "Options", [(f.name, f.type, f) for f in fields(theirs.training_options()) if f.name != "seed"]
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(parsing, "training_options", lambda: lacking)
+        patched.setattr(parsing, "release_of_file", lambda: "0.0")
+        reader = PARSERS["train"]()
+        namespace, given = reader.read([*words, "--seed", "7"])
+        assert "seed" in given
+        assert reader.build(namespace, given)[-1].seed == 7
+    added = make_dataclass("Options", [("gone", int, field(default=1, metadata={"help": ""}))], bases=(lacking,))
+    monkeypatch.setattr(parsing, "training_options", lambda: added)
+    monkeypatch.setattr(parsing, "of_transformers", lambda: {"gone"})
+    reader = PARSERS["train"]()
+    with pytest.raises(SystemExit):
+        reader.build(*reader.read([*words, "--gone", "2"]))
 
 
 def test_augmentations_of_the_command_are_those_of_the_datasets():

@@ -29,7 +29,7 @@ TRAINING = ("options", "windows", "micro_batches", "loading", "training")
 
 # The modules of options that declare them.
 DECLARING = (
-    *("declared", "declaring", "facts", "theirs", "model_options"),
+    *("declaring", "facts", "theirs", "model_options"),
     *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options", "selection_options"),
     *("teacher_options", "tower_options", "evaluation_options"),
 )

@@ -1,9 +1,6 @@
 """Options are declared once: what is said of one in its field is what checks, helps, resumes and cards do."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, make_dataclass
-from typing import ClassVar
 
 import pytest
 import transformers
@@ -12,14 +9,14 @@ from transformers import TrainingArguments
 
 from hf_infcl import InfCLTrainingArguments
 from hf_infcl.checkpoints.run_options import options_of_arguments
-from hf_infcl.options import declared
-from hf_infcl.options.declaring import FROM_1, NUMBER, Facts, HelpPlace, command_option, declared_facts, option
+from hf_infcl.options import theirs
+from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, option
 from hf_infcl.options.facts import check_values, facts_by_name, values_of_card
-from hf_infcl.options.model_options import LoraOptions
 from hf_infcl.options.theirs import facts_of_theirs
+from hf_infcl.tools.cli import commands
 from hf_infcl.tools.cli.parser import Parser
 
-OURS = {one.name for part in declared.OURS for one in fields(part)}  # the options that this package declares
+OURS = {one.name for part in theirs.OURS for one in fields(part)}  # the options that this package declares
 
 
 @dataclass
@@ -30,8 +27,6 @@ class Small:
         help="How much. A dose of 0 is none.",
         decides=True,
         card="dose of the teacher",
-        short_help=HelpPlace("Model"),
-        help_in_command="How much a day. A dose of 0 is none.",
     )
     layers: int = option(default=2, help="How many.", decides=True, within=FROM_1)
     side: str = option(default="both", help="Which.", decides=True, choices=("both", "left"), needs="dose")
@@ -44,19 +39,9 @@ class Small:
     )
 
 
-@dataclass
-class SmallCommand:
-    """Options as a command would declare them."""
-
-    _argument_group_name: ClassVar[str] = "Small"
-
-    spoon: str | None = command_option(help="Its spoon.", short_help=HelpPlace("Model", 5))
-    bowl: str | None = command_option(help="Its bowl.", of_one_set=True)
-
-
 def test_every_option_of_the_package_says_what_it_decides():
-    theirs = {one.name for one in fields(TrainingArguments)}
-    ours = [one for one in fields(InfCLTrainingArguments) if one.name not in theirs or one.name in OURS]
+    of_transformers = {one.name for one in fields(TrainingArguments)}
+    ours = [one for one in fields(InfCLTrainingArguments) if one.name not in of_transformers or one.name in OURS]
     assert len(ours) > 40
     assert [one.name for one in ours if declared_facts(one) is None] == []
 
@@ -104,51 +89,24 @@ def test_cards_have_a_row_for_each_option_that_names_one_and_is_set():
 
 def test_resumes_read_what_is_declared(tmp_path):
     facts = facts_by_name(InfCLTrainingArguments)
-    assert facts == declared.facts_of_training()
+    assert facts.items() >= facts_by_name(theirs.training_options()).items()
     recorded = options_of_arguments(arguments(tmp_path), "no").keys()
     of_ours = {name: facts[name] for name in OURS - {"objective", "equal_ids"}}
     assert {name for name, of_one in of_ours.items() if of_one.decides} == recorded & of_ours.keys()
 
 
-@pytest.fixture
-def parser_of_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parser]:
-    """The parser of a training that has the options of `Small` and `SmallCommand`, too."""
-    monkeypatch.setattr(declared, "OURS", (*declared.OURS, Small))
-    declared.training_options.cache_clear()
-    yield Parser("train", "Trains.", SmallCommand, LoraOptions, shown=None)
-    declared.training_options.cache_clear()
-
-
-def test_the_short_help_lists_an_option_by_its_declaration_alone(parser_of_small):
-    assert "--layers" in (whole := parser_of_small.format_help())
-    assert "A dose of 0 is none." in whole
-    parser_of_small.shorten()
-    short = parser_of_small.format_help()
-    assert re.search(r"--spoon TEXT +Its spoon\.\n", short)
-    assert re.search(r"--dose X +How much a day\.\n", short)
-    assert "--layers" not in short
-    assert "--bowl" not in short
-    headings = "Model:", "--spoon", "--lora_rank", "--teacher", "--cache_features", "--dose", "Batch:"
-    places = [short.index(heading) for heading in headings]
-    assert places == sorted(places), "under its heading, by its number or after all that have one"
-
-
-def test_every_short_help_leaves_out_what_only_says_how_one_set_is_read():
-    parser = Parser("small", "Does little.", SmallCommand, shown=("layers", "dose"))
-    assert "--bowl" in parser.format_help()
+def test_the_short_help_lists_options_that_exist():
+    parser = commands.PARSERS["train"]()
+    assert isinstance(parser, Parser)
     parser.shorten()
     short = parser.format_help()
-    assert "--spoon" in short
-    assert "--bowl" not in short
-
-
-def test_a_place_is_under_a_heading_of_the_short_help():
-    with pytest.raises(ValueError, match=r"heading must be one of Data, .*, got 'Modle'"):
-        HelpPlace("Modle")
+    headings = "Model:", "--model TEXT", "--lora_rank", "--teacher", "--cache_features", "Batch:"
+    places = [short.index(heading) for heading in headings]
+    assert places == sorted(places), "in the order of the table"
 
 
 def test_an_option_of_transformers_that_is_not_known_decides():
     assert facts_of_theirs("an_option_of_tomorrow") == Facts(decides=True)
     assert not facts_of_theirs("save_something_new").decides
-    known = make_dataclass("Known", ["save_steps"])
-    assert facts_by_name(known)["save_steps"].within == NUMBER
+    known = make_dataclass("Known", ["learning_rate"])
+    assert facts_by_name(known)["learning_rate"].within == FINITE

@@ -17,7 +17,7 @@ from helpers.guides import ROOT, block_of, blocks, replaced
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from hf_infcl.checkpoints.pushes import NOT_PUSHED
-from hf_infcl.options.declared import OURS
+from hf_infcl.options.theirs import OURS
 from hf_infcl.tools.cli.commands import PARSERS
 
 GUIDES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..options.arguments import InfCLTrainingArguments
-from ..options.declaring import ExclusiveOptionsError, spelled
+from ..options.declaring import spelled
 from ..options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
 from .average_search import check_tolerance
 from .average_weights import check_alpha
@@ -22,10 +22,9 @@ def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCL
     alpha = read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
     strategy = spelled(args.save_strategy)
     if strategy == "no" or (strategy == "best" and not args.load_best_model_at_end):
-        raise ExclusiveOptionsError(
+        raise ValueError(
             "--average_with_start saves an average in place of the weights at the end, which only a checkpoint then "
-            f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps.",
-            ("average_with_start", "save_strategy"),
+            f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps."
         )
     return alpha
 

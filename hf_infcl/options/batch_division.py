@@ -8,7 +8,6 @@ from typing import Any
 
 from .batch_options import DIVISION
 from .batch_schedule import BatchSchedule
-from .declaring import ExclusiveOptionsError
 
 UNTRIED = 32  # the most pairs of a micro-batch where the memory is not known, as on a CPU
 _LEAST = 0.25  # of the pairs that fit: with smaller micro-batches a device is far from its rate
@@ -27,10 +26,9 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
     """
     if args.global_batch_schedule is not None:
         if size != args.global_batch_size:
-            raise ExclusiveOptionsError(
+            raise ValueError(
                 f"global_batch_size={size:,}, but global_batch_schedule ends with {args.global_batch_size:,}. Leave "
-                "one of them out.",
-                ("global_batch_size", "global_batch_schedule"),
+                "one of them out."
             )
         args.per_device_train_batch_size = micro_batch or _untried(args)
         return
@@ -38,9 +36,9 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
     least = math.prod([args.world_size, *(n for _, n in factors)])
     words = " × ".join([f"{name}={n}" for name, n in factors] + [_processes(args.world_size)])
     if len(factors) == 2 and least != size:
-        raise ExclusiveOptionsError(
-            f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
-            (*reversed(DIVISION), "global_batch_size"),
+        raise ValueError(
+            f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out, or pass "
+            f"global_batch_size={least:,}."
         )
     if size % least:  # none gives way: without the number, one of its factors would make up another, small batch
         raise ValueError(

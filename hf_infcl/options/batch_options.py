@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .declaring import FROM_1, HelpPlace, option
+from .declaring import FROM_1, option
 
 DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
 SEARCHED = ("texts_at_once", "retain_graphs")  # what a training finds for its micro-batches, in this order
@@ -26,29 +26,18 @@ class BatchOptions:
         "first step on a GPU, and a later step that runs out of memory is repeated with smaller micro-batches. By "
         "default the product of per_device_train_batch_size, gradient_accumulation_steps and the processes.",
         decides=False,  # a checkpoint's run has it, whichever options it follows from
-        short_help=HelpPlace("Batch", 10),
         within=FROM_1,
     )
     per_device_train_batch_size: int = option(
         "Pairs of a micro-batch, which a process encodes at once. By default it follows from global_batch_size or "
         "global_batch_schedule, or is 8.",
         decides=False,
-        short_help=HelpPlace("Batch", 20),
-        help_in_command=(
-            "Pairs of a micro-batch, which a process encodes at once; found if only --global_batch_size is given. They "
-            "decide how much memory is taken; the loss sees the pairs of all micro-batches and processes."
-        ),
         within=FROM_1,
     )
     gradient_accumulation_steps: int = option(
-        "Micro-batches of a step on each process, which share one contrastive loss. By default it follows from "
-        "global_batch_size, or is 1.",
+        "Micro-batches of ONE contrastive batch on each process: its loss compares all their pairs with each other. By "
+        "default it follows from global_batch_size, or is 1.",
         decides=False,
-        short_help=HelpPlace("Batch", 30),
-        help_in_command=(
-            "Micro-batches of ONE contrastive batch on each process. The loss compares all their pairs with each "
-            "other, as if they had been one batch; it is not the mean of their own losses."
-        ),
         within=FROM_1,
     )
     global_batch_schedule: list[str] | None = option(

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .declaring import ExclusiveOptionsError
-
 
 class Course:
     """How far a training has come before each of its steps, in samples, of which all shares are shares."""
@@ -158,8 +156,7 @@ def check_batch_schedule(args: Any) -> None:
     BatchSchedule.of(args.global_batch_schedule)
     args.global_batch_schedule = same_words(args.global_batch_schedule)
     if args.gradient_accumulation_steps > 1:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts global_batch_schedule, from "
-            "which the micro-batches of each step follow. Set it to 1, the default.",
-            ("gradient_accumulation_steps", "global_batch_schedule"),
+            "which the micro-batches of each step follow. Set it to 1, the default."
         )

@@ -8,29 +8,12 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
 
-from .declaring import ExclusiveOptionsError, spelled
+from .declaring import spelled
+from .theirs import CHECKPOINTING
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's
-
-# (an option, its values if not any, another one that would decide in its place, or that belongs to its former value).
-DECIDED_BY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("save_steps", (), "save_strategy"),
-    ("eval_steps", (), "eval_strategy"),
-    ("logging_steps", (), "logging_strategy"),
-    ("num_train_epochs", (), "max_steps"),
-    ("lr_scheduler_type", (), "lr_scheduler_kwargs"),
-    ("optim", (), "optim_args"),
-    ("optimizer", (), "optim_args"),
-    ("torch_compile", (False,), "torch_compile_mode"),
-    ("torch_compile", (False,), "torch_compile_backend"),
-    ("gradient_checkpointing", (), "activation_checkpointing"),
-    ("global_batch_size", (), "per_device_train_batch_size"),
-    ("global_batch_size", (), "gradient_accumulation_steps"),
-    ("global_batch_schedule", (), "global_batch_size"),
-)
 
 
 def check_combinations(args: Any) -> None:
@@ -48,26 +31,29 @@ def check_combinations(args: Any) -> None:
         if getattr(args, strategy) == "steps" and interval is not None and not interval > 0:
             raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
     _check_best_checkpoint(args)
+    if args.on_divergence == "roll_back" and (args.save_strategy == "no" or args.save_only_model):
+        raise ValueError(
+            "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than 'no', "
+            "and leave save_only_model off."
+        )
     _check_cache_folder(args)
     several = args.gradient_accumulation_steps > 1 or args.global_batch_schedule is not None
     option = "gradient_accumulation_steps" if args.global_batch_schedule is None else "global_batch_schedule"
     if args.ddp_static_graph and several:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"ddp_static_graph=True does not work with {option}={getattr(args, option)}: DDP fails in the second "
-            "micro-batch of a step. Leave it off.",
-            ("ddp_static_graph", option),
+            "micro-batch of a step. Leave it off."
         )
     # accelerate completes the plugin from the variables that `accelerate launch` sets.
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     replays = compiler.backend == DynamoBackend.CUDAGRAPHS or compiler.mode in _CUDA_GRAPH_MODES
     number = "" if args.global_batch_schedule is not None else f"{args.gradient_accumulation_steps} "
     if replays and several:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"torch_compile_mode={compiler.mode!r} with the backend {compiler.backend.value.lower()!r} replays "
             "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
             f"{number}micro-batches of a step. Choose 'default' or "
-            "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1).",
-            ("torch_compile_mode", "torch_compile_backend", option),
+            "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
         )
     _check_effects(args)
     _check_parts(args)
@@ -80,18 +66,16 @@ def _check_best_checkpoint(args: Any) -> None:
     if not args.load_best_model_at_end or saved == "best":
         return
     if saved != evaluated:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"load_best_model_at_end needs an evaluation for each checkpoint, but save_strategy is {saved!r} and "
-            f"eval_strategy {evaluated!r}. Choose the same, or save_strategy='best'.",
-            ("save_strategy", "eval_strategy", "load_best_model_at_end", "save_steps", "eval_steps"),
+            f"eval_strategy {evaluated!r}. Choose the same, or save_strategy='best'."
         )
     saves, evaluations = args.save_steps, args.eval_steps or args.logging_steps
     shares = (saves < 1) + (evaluations < 1)
     if saved == "steps" and (shares == 1 or round(saves * 1e6) % max(1, round(evaluations * 1e6))):
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"load_best_model_at_end needs an evaluation for each checkpoint, but save_steps={saves} is no multiple of "
-            f"eval_steps={evaluations}.",
-            ("save_steps", "eval_steps", "load_best_model_at_end"),
+            f"eval_steps={evaluations}."
         )
 
 
@@ -100,30 +84,26 @@ def _check_parts(args: Any) -> None:
     names = [name for name in ("image_learning_rate", "text_learning_rate") if getattr(args, name) is not None]
     for name in names:
         if name.startswith(str(args.freeze)):
-            raise ExclusiveOptionsError(
-                f"{name} would have no effect, because freeze={args.freeze!r} freezes that tower. Omit one of both.",
-                (name, "freeze"),
+            raise ValueError(
+                f"{name} would have no effect, because freeze={args.freeze!r} freezes that tower. Omit one of both."
             )
     if names and args.learning_rate == 0:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"{' and '.join(names)} cannot be set beside learning_rate=0, to which they are relative. Set that to more "
-            "than 0; freeze leaves a tower as it is.",
-            (*names, "learning_rate"),
+            "than 0; freeze leaves a tower as it is."
         )
     if names and args.optim_target_modules is not None:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"{' and '.join(names)} cannot be combined with optim_target_modules, which divides the parameters in "
-            "its own way. Leave one of them out.",
-            (*names, "optim_target_modules"),
+            "its own way. Leave one of them out."
         )
     for name in CHECKPOINTING if args.freeze_layers is not None else ():
         if getattr(args, name, False):
             settings = {"use_reentrant": False} | (getattr(args, f"{name}_kwargs") or {})
             if settings["use_reentrant"]:
-                raise ExclusiveOptionsError(
+                raise ValueError(
                     f"{name}_kwargs with use_reentrant=True loses the gradient of the layers above those that "
-                    f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False.",
-                    (f"{name}_kwargs", "freeze_layers"),
+                    f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False."
                 )
             setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
 
@@ -131,37 +111,32 @@ def _check_parts(args: Any) -> None:
 def _check_effects(args: Any) -> None:
     """Raises a ValueError for options that would have no effect, because of another option."""
     if args.texts_together > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=1: a step has one "
-            "micro-batch. Omit it, or choose smaller micro-batches and more of them.",
-            ("texts_at_once", "gradient_accumulation_steps"),
+            "micro-batch. Omit it, or choose smaller micro-batches and more of them."
         )
     if args.save_strategy == "best" and args.eval_strategy == "no":
-        raise ExclusiveOptionsError(
+        raise ValueError(
             "save_strategy='best' saves after evaluations, of which eval_strategy='no' makes none: nothing would "
-            "be saved. Choose eval_strategy='epoch' or 'steps'.",
-            ("save_strategy", "eval_strategy"),
+            "be saved. Choose eval_strategy='epoch' or 'steps'."
         )
     schedule = spelled(args.lr_scheduler_type)
     if args.warmup_steps and schedule in WITHOUT_WARM_UP:
         instead = " Choose 'constant_with_warmup'." if schedule == "constant" else " Leave it out."
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"warmup_steps={args.warmup_steps} has no effect with lr_scheduler_type={schedule!r}, which has no "
-            f"warm-up.{instead}",
-            ("warmup_steps", "lr_scheduler_type"),
+            f"warm-up.{instead}"
         )
     if args.lr_scheduler_kwargs and schedule in ("constant", "constant_with_warmup"):
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} have no effect with lr_scheduler_type={schedule!r}, "
-            "which takes none. Leave them out, or choose another schedule.",
-            ("lr_scheduler_kwargs", "lr_scheduler_type"),
+            "which takes none. Leave them out, or choose another schedule."
         )
     optimizer = spelled(args.optim)
     if args.optim_target_modules is not None and not optimizer.startswith(("galore", "apollo")):
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"optim_target_modules has no effect with optim={optimizer!r}: only GaLore and APOLLO project the "
-            "gradients of some modules. Leave it out; requires_grad_(False) freezes parameters.",
-            ("optim_target_modules", "optim"),
+            "gradients of some modules. Leave it out; requires_grad_(False) freezes parameters."
         )
 
 
@@ -171,10 +146,9 @@ def _check_optimizer(args: Any) -> None:
         return
     name = spelled(args.optim)
     if name not in ("adamw_torch", "adamw_torch_fused"):
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"optimizer='muon' updates the parameters that are no matrices with 'adamw_torch_fused' or 'adamw_torch', "
-            f"not with optim={name!r}. Leave optim or optimizer out.",
-            ("optimizer", "optim"),
+            f"not with optim={name!r}. Leave optim or optimizer out."
         )
 
 
@@ -184,11 +158,10 @@ def check_texts_at_once(args: Any) -> None:
     To be called when the processes are set up, since their number is not known before.
     """
     if args.texts_together > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=2 and "
             f"{args.world_size} processes: the last micro-batch of a process keeps its own texts, and there is only "
-            "one other. Omit it, or choose smaller micro-batches and more of them.",
-            ("texts_at_once", "gradient_accumulation_steps"),
+            "one other. Omit it, or choose smaller micro-batches and more of them."
         )
 
 
@@ -206,53 +179,45 @@ def _check_cache_folder(args: Any) -> None:
 
 
 def check_command(data: Any, args: Any) -> None:
-    """Raises an ExclusiveOptionsError for options of `infcl train` that contradict each other."""
+    """Raises a ValueError for options of `infcl train` that contradict each other."""
     if data.overwrite_output_dir and args.resume_from_checkpoint:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "
-            f"{args.resume_from_checkpoint} continues one. Omit one of them.",
-            ("resume_from_checkpoint", "overwrite_output_dir"),
+            f"{args.resume_from_checkpoint} continues one. Omit one of them."
         )
     if len(data.dataset or ()) > 1 and not data.streaming:
-        raise ExclusiveOptionsError(
-            "Only shards that are read with --streaming can have several --dataset.", ("dataset", "streaming")
-        )
+        raise ValueError("Only shards that are read with --streaming can have several --dataset.")
     check_replay(data, args)
     if args.cache_features is not None:
         _check_cached(data, args)
 
 
 def check_replay(data: Any, args: Any) -> None:
-    """Raises an ExclusiveOptionsError for a share of old pairs without old pairs."""
+    """Raises a ValueError for a share of old pairs without old pairs."""
     if args.replay_share and not data.replay_dataset:
-        raise ExclusiveOptionsError(
-            "--replay_share had no effect without --replay_dataset. Pass it as well.",
-            ("replay_share", "replay_dataset"),
-        )
+        raise ValueError("--replay_share had no effect without --replay_dataset. Pass it as well.")
 
 
 def _check_cached(data: Any, args: Any) -> None:
     """Checks the options by which there is nothing to cache, or no two epochs have the same."""
     keeps, freezes = bool(args.keep_features), args.freeze == "image"
     if not keeps and not freezes:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             "cache_features computes what is frozen once, but the image tower trains. Pass --freeze image, or keep the "
-            "start's with --keep_features.",
-            ("cache_features", "freeze"),
+            "start's with --keep_features."
         )
-    for changes, name, *dependents in (
+    for changes, name in (
         (data.streaming, "streaming"),
         (data.augmentation != "none", "augmentation"),
         (data.on_bad_sample == "skip", "on_bad_sample"),
         (args.fsdp, "fsdp"),
-        (args.torch_compile and freezes, "torch_compile", "torch_compile_mode", "torch_compile_backend"),
+        (args.torch_compile and freezes, "torch_compile"),
         (data.negative_caption_column and keeps, "negative_caption_column"),
     ):
         if changes:
-            raise ExclusiveOptionsError(
+            raise ValueError(
                 f"cache_features computes what is frozen once for all epochs, which --{name} does not allow. Omit one "
-                "of both.",
-                ("cache_features", name, *dependents),
+                "of both."
             )
 
 

@@ -13,22 +13,6 @@ from typing import Any
 
 _FACTS = "facts"  # the key of an option's `Facts` in the metadata of its field
 
-# The headings of the short help of a training, in their order.
-HEADINGS = ("Data", "Model", "Batch", "Length", "Rates", "Precision and speed", "Evaluation", "Logging and saving")
-
-
-class ExclusiveOptionsError(ValueError):
-    """An option contradicts another one, or has no effect because of it.
-
-    Attributes:
-        options: their names. If a file sets some of them and the command line the rest, the first one that the file
-            sets gives way.
-    """
-
-    def __init__(self, message: str, options: Sequence[str]) -> None:
-        super().__init__(message)
-        self.options = options
-
 
 @dataclass(frozen=True)
 class Range:
@@ -49,19 +33,6 @@ FROM_0 = Range(Integral, "a whole number of at least 0", lambda value: value >= 
 FINITE = Range(Real, "a finite number of at least 0", lambda value: 0 <= value < math.inf)
 POSITIVE = Range(Real, "a finite number of more than 0", lambda value: 0 < value < math.inf)
 SHARE = Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1)
-NUMBER = Range(Real, "a number", lambda value: True)
-
-
-@dataclass(frozen=True)
-class HelpPlace:
-    """The place of an option in the short help of a training."""
-
-    heading: str  # one of `HEADINGS`
-    number: float = math.inf  # its place under the heading, in rising order; by default after all that have a number
-
-    def __post_init__(self) -> None:
-        if self.heading not in HEADINGS:
-            raise ValueError(f"heading must be one of {', '.join(HEADINGS)}, got {self.heading!r}.")
 
 
 def spelled(value: object) -> str:
@@ -85,11 +56,6 @@ class Facts:
     # Its row in a model card, where it has another value than its default; after a colon the words of the row, with {}
     # for the value. Empty for none.
     card: str = ""
-    short_help: HelpPlace | None = None  # its place in the short help of a training, which lists only such options
-    help_in_command: str = ""  # what a command says of it in place of its help; empty if that serves there, too
-    # Whether it only says how one data set is read. The name of the set has room for that (see `data.sets`), so no
-    # short help lists the option.
-    of_one_set: bool = False
 
 
 class _Metadata(dict[str, Any]):
@@ -113,11 +79,11 @@ def option(help: str, default: object = None, *, decides: bool, **facts: Any) ->
     """The field of an option of the training in a dataclass.
 
     Args:
-        help: what it does, of which the short help shows the first sentence.
+        help: what it does; a short help shows its first sentence.
         default: its default; a list is copied for each instance.
         decides, facts: see `Facts`.
     """
-    return _field(default, _Metadata(Facts(decides, **facts), help=help))
+    return field_of(default, _Metadata(Facts(decides, **facts), help=help))
 
 
 def command_option(help: str, default: object = None, *, aliases: Sequence[str] = (), **facts: Any) -> Any:
@@ -128,10 +94,11 @@ def command_option(help: str, default: object = None, *, aliases: Sequence[str] 
         default: its default; a list is copied for each instance, and with MISSING of `dataclasses` it is required.
         aliases: further names of it, with their dashes.
     """
-    return _field(default, _Metadata(Facts(**facts), help=help, aliases=list(aliases)))
+    return field_of(default, _Metadata(Facts(**facts), help=help, aliases=list(aliases)))
 
 
-def _field(default: object, metadata: _Metadata) -> Any:
+def field_of(default: object, metadata: Mapping[str, Any]) -> Any:
+    """A field of a dataclass; a list is copied for each instance."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from .declaring import FROM_0, HelpPlace, command_option
+from .declaring import FROM_0, command_option
 
 
 @dataclass
@@ -15,11 +15,9 @@ class EvaluationOptions:
     eval_dataset: str | None = command_option(
         "Image-text pairs to measure the loss and retrieval on: a Hub id or a folder. By default, the split of a set "
         "to evaluate is test, or else validation, or else its only one; 'my/tables?split=dev' names another.",
-        short_help=HelpPlace("Evaluation", 10),
     )
     zero_shot_dataset: str | None = command_option(
         "Labelled images to measure zero-shot classification on: a Hub id or a folder.",
-        short_help=HelpPlace("Evaluation", 20),
     )
     eval_pictures: int = command_option(
         "Images of --eval_dataset to draw with the captions that they find. Each evaluation draws them into "
@@ -27,29 +25,23 @@ class EvaluationOptions:
         default=0,
         within=FROM_0,
         needs="eval_dataset",
-        short_help=HelpPlace("Evaluation", 90),
     )
     eval_benchmark: list[str] | None = command_option(
         "Named benchmarks to measure, such as imagenet1k flickr30k vtab+. They are read from the Hub "
         "(clip-benchmark/wds_imagenet1k) or --benchmark_folder, and their own files name classes and prompts.",
         aliases=["--benchmark"],
-        short_help=HelpPlace("Evaluation", 50),
     )
     benchmark_folder: str | None = command_option(
         "Folder with local copies of the benchmarks. Each is in a folder such as wds_imagenet1k."
     )
-    label_column: str = command_option(
-        "Column of class numbers in --zero_shot_dataset.", default="label", of_one_set=True
-    )
+    label_column: str = command_option("Column of class numbers in --zero_shot_dataset.", default="label")
     class_names: list[str] | None = command_option(
         "Names of the classes, in the order of their numbers, or a file with one in each line. Names of the folders "
         "may have any order. By default those stored in the dataset, or the names of its folders.",
-        short_help=HelpPlace("Evaluation", 30),
     )
     templates: list[str] = command_option(
         "Prompts with {c} for the class, or a file of them; 'a photo of a {c}.' by default.",
         default=["a photo of a {}."],
-        short_help=HelpPlace("Evaluation", 40),
     )
 
 
@@ -60,7 +52,6 @@ class GuardOptions:
     guard_dataset: list[str] | None = command_option(
         "Pairs or classes on which the model should not get worse, Hub ids or folders. Images without captions are "
         "classified with --templates. A training measures them before and after.",
-        short_help=HelpPlace("Evaluation", 60),
     )
     guard_benchmark: list[str] | None = command_option(
         "Named benchmarks, as for --eval_benchmark, on which the model should not get worse."
@@ -82,7 +73,6 @@ class StartOptions(GuardOptions):
         "0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which every "
         "--guard_dataset stays within --guard_tolerance; among gains within the interval of the greatest, that with "
         "the lowest loss. The last checkpoint keeps the weights of the end.",
-        short_help=HelpPlace("Logging and saving", 70),
     )
     average_path: Literal["line", "depth"] = command_option(
         "With --average_with_start, as --path of `infcl average`. 'line' scales every change alike (WiSE-FT); 'depth' "

@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol
 
-from .declaring import ExclusiveOptionsError, Facts, declared_facts, spelled
+from .declaring import Facts, declared_facts, spelled
 from .theirs import facts_of_theirs
 
 LARGEST = 2**40  # of pairs, steps or whatever a whole number counts
@@ -49,12 +49,12 @@ def check_values(options: Options) -> None:
             continue
         if facts.needs and not _holds(options, facts.needs):
             message = f"{name}={spelled(value)} has no effect without {facts.needs}. Pass both or none."
-            raise ExclusiveOptionsError(message, (name, facts.needs.partition("=")[0]))
+            raise ValueError(message)
         for excluded, why in facts.excludes.items() if value else ():
             if _holds(options, excluded):
                 other = excluded.partition("=")[0]
                 found = f"{name}={spelled(value)} and {other}={spelled(getattr(options, other))}"
-                raise ExclusiveOptionsError(f"{found} exclude each other: {why}. Omit one of both.", (name, other))
+                raise ValueError(f"{found} exclude each other: {why}. Omit one of both.")
 
 
 def _make_list(options: Options, declared: Field[Any]) -> None:

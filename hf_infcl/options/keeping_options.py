@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import FINITE, HelpPlace, Range, option
+from .declaring import FINITE, Range, option
 
 
 @dataclass
@@ -23,12 +23,10 @@ class KeepingOptions:
         "(freeze=image), whose outputs are read instead of the images, and the start (keep_features). Images must not "
         "be augmented. Many runs can share the folder.",
         decides=False,
-        short_help=HelpPlace("Model", 90),
         one_machine=True,
     )
     replay_share: float | None = option(
         "With replay_dataset: share of old pairs in each global batch, by default 0.5.",
         decides=True,
-        short_help=HelpPlace("Data", 130),
         within=Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     )

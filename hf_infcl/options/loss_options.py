@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import HelpPlace, Range, option
+from .declaring import Range, option
 
 EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
 
@@ -36,7 +36,6 @@ class LossOptions:
         "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a logit_bias. "
         "Defaults to the one that the model was designed for.",
         decides=True,
-        short_help=HelpPlace("Model", 40),
         choices=objectives,
     )
     strategy: str = option(

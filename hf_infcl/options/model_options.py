@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
-from .declaring import HelpPlace, command_option
+from .declaring import command_option
 
 
 @dataclass
@@ -16,7 +16,6 @@ class ModelOptions:
         "The model: a Hub id, a folder or a .pt, of transformers or of OpenCLIP. "
         "Adapters come with their model, and a training continues them. Required.",
         default=MISSING,
-        short_help=HelpPlace("Model", 10),
     )
     open_clip_model: str | None = command_option(
         "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or its config as JSON.",
@@ -24,7 +23,6 @@ class ModelOptions:
     tokenizer: str | None = command_option(
         "Another tokenizer than the model's own: a Hub id or a folder. It is saved with the model. A .pt "
         "has none, and gets CLIP's from the Hub without this option.",
-        short_help=HelpPlace("Model", 30),
     )
 
 
@@ -51,7 +49,6 @@ class LoraOptions:
 
     lora_rank: int | None = command_option(
         "Train LoRA adapters of this rank instead of the weights. Their alpha is twice the rank.",
-        short_help=HelpPlace("Model", 60),
     )
     lora_targets: list[str] = command_option(
         "Names of the layers that get adapters, such as q_proj v_proj.", default=["all-linear"]

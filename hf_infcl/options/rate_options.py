@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .declaring import FINITE, HelpPlace, option
+from .declaring import FINITE, option
 
 # Those that an optimizer from elsewhere does not know.
 RATES = (
@@ -46,7 +46,6 @@ class RateOptions:
         "'muon' trains the matrices of layers and projections by Muon (arXiv 2502.16982), and the rest by AdamW. It is "
         "for training from random weights. By default optim, which is AdamW, trains all parameters.",
         decides=True,
-        short_help=HelpPlace("Rates", 50),
         choices=("muon",),
     )
     muon_learning_rate: float | None = option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .declaring import HelpPlace, option
+from .declaring import option
 
 
 @dataclass
@@ -15,7 +15,6 @@ class SelectionOptions:
         "leaves out none while too few pairs look wrong, and begins when the pairs have been seen three times, so it "
         "needs several epochs.",
         decides=True,
-        short_help=HelpPlace("Data", 110),
         excludes={
             "contrastive_weight=0": "it switches off the loss from which pairs would be left out",
         },

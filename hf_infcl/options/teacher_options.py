@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from .declaring import FINITE, FROM_1, HelpPlace, Range, option
+from .declaring import FINITE, FROM_1, Range, option
 
 
 @dataclass
@@ -14,14 +14,12 @@ class TeacherOptions:
         "Models whose embeddings the student learns: Hub ids or folders, also of OpenCLIP. Each is frozen, has its own "
         "processor, tokenizer and image size, and runs once per step.",
         decides=True,
-        short_help=HelpPlace("Model", 80),
     )
     teacher_embeddings: list[str] | None = option(
         "Folders with embeddings of teachers, written by `infcl embed --dataset`. They are read beside the pairs, for "
         "the images as they are or for their augmented views, and cost no more than the reading.",
         decides=False,
         one_machine=True,
-        short_help=HelpPlace("Model", 85),
     )
     teacher_weight: float = option(
         "Weight β of the squared distance to the embeddings of the teacher. All are normalised. The mean over the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .declaring import FROM_0, FROM_1, SHARE, HelpPlace, option
+from .declaring import FROM_0, FROM_1, SHARE, option
 
 
 def towers() -> Collection[str]:
@@ -20,7 +20,6 @@ class TowerOptions:
         "Tower that does not train, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per "
         "step, in evaluation mode.",
         decides=True,
-        short_help=HelpPlace("Model", 50),
         choices=towers,
     )
     freeze_layers: int | None = option(
@@ -34,7 +33,6 @@ class TowerOptions:
         "Height and width of the images in pixels, such as 336. The position embeddings of the model are interpolated "
         "to this size, which is saved with the model and its processor. Defaults to the size of the model.",
         decides=True,
-        short_help=HelpPlace("Model", 70),
         within=FROM_1,
         card="height and width that images were resized to, for which positions were interpolated",
     )

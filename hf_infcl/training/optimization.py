@@ -24,7 +24,7 @@ from ..optimizers import MuonAdamW, parameter_groups
 from ..optimizers.groups import divided, matching, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
-from ..options.declaring import ExclusiveOptionsError, spelled
+from ..options.declaring import spelled
 from ..options.rate_options import muon_settings
 from ..processes.collectives import Processes
 from ..windows.extensions import term_parameters
@@ -189,10 +189,9 @@ def check_optimizer_options(
     defaults = {option.name: option.default for option in fields(args) if option.name in ADAM_OPTIONS}
     changed = [name for name, default in defaults.items() if getattr(args, name) != default]
     if unused := [name for name in changed if settings(**{name: defaults[name]}) == settings()]:
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"{' and '.join(f'{name}={getattr(args, name)}' for name in unused)} would have no effect, because "
-            f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer.",
-            (*unused, "optim"),
+            f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer."
         )
     without, ignored = settings(optim_args=None), []
     for pair in (args.optim_args or "").replace(" ", "").split(","):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
@@ -28,6 +28,7 @@ from ..micro_batches.finding import find_micro_batches
 from ..micro_batches.repeating import run_repeating
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
+from ..options.metric_sums import with_sum
 from ..processes.batches import gather_rows
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted
@@ -125,12 +126,12 @@ class InfCLTrainer(Trainer):
             OtherRankFailedError: another process failed. If it has ended or hangs, the message states its last phase.
             Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
-        if self.compute_metrics is None and type(self).evaluate is Trainer.evaluate:
+        if self.compute_metrics is None and type(self).evaluate is InfCLTrainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
         with files.locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
             self.resumption = make_resumption(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
-            self.checkpoints = files.make_checkpoints(self.args, self.accelerator)
+            self.checkpoints = files.make_checkpoints(self.args, self.accelerator, last=self.resumption.checkpoint)
             with self.interruptions.phases.naming_lost_processes():
                 try:
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
@@ -151,8 +152,9 @@ class InfCLTrainer(Trainer):
         course, begin = make_course(args, self.state, plan), self.resumption.begin
         self.training_data = TrainingData(loader, args, record, self.data_collator, plan, begin)
         self.progress = Progress(self.state.global_step, course, trained_seconds(self.state))
-        hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
-        self.window_step = WindowStep(self.setup, self.model_wrapped, record, course=course, **hooks)
+        hooks: Any = {"roll_back": self._roll_back, "rows_of_dataset": self.training_data.rows_at}
+        hooks |= {"phases": self.interruptions.phases, "course": course}
+        self.window_step = WindowStep(self.setup, self.model_wrapped, record, **hooks)
         self.training_data.passed_over = self.window_step.passed_over
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         files.go_on_with_losses(self)
@@ -234,7 +236,7 @@ class InfCLTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with self.resumption.optimizer_loaded(self.optimization.options):
+            with Resumption(checkpoint).optimizer_loaded(self.optimization.options):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
@@ -316,6 +318,8 @@ class InfCLTrainer(Trainer):
             logs |= self.training_data.logs()
         logs |= self.progress.rate(logs, self.state.global_step)
         super().log(logs, start_time)
+        if "loss" in logs:
+            self.progress.warn_of_flat_loss(self.state, self.setup, self.training_data.window)
 
     # ---- Evaluations ----
 
@@ -348,6 +352,9 @@ class InfCLTrainer(Trainer):
         self.found[metric_key_prefix] = evaluator.found
         return output
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return with_sum(super().evaluate(*args, **kwargs), self.args.metric_for_best_model)
+
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.interruptions.evaluation(self.state.global_step, self.control):
             return super()._evaluate(*args, **kwargs)
@@ -378,6 +385,14 @@ class InfCLTrainer(Trainer):
     def _finalize_training(self, trial: object, samples: int, start_time: float) -> TrainOutput:
         return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
 
+    def _roll_back(self, reason: str) -> None:
+        """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.go_back`."""
+        checkpoint = self.checkpoints.go_back(reason)
+        for load in (self._load_from_checkpoint, self._load_optimizer_and_scheduler, self._load_scaler):
+            load(checkpoint)
+        self.window_step.load_state_dict(files.read_states(checkpoint))
+        switch_weights(self.optimizer, "train")  # the checkpoint's may be an average
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""
         switch_weights(self.optimizer, "eval")
@@ -402,19 +417,20 @@ class InfCLTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
         if self.checkpoints.partial_dir is None:  # the checkpoint is complete
-            save = partial(self.save_model, _internal_call=True) if files.saves_shards(self.accelerator) else None
-            self._pushes.push_checkpoint(Path(checkpoint_folder), self.state.global_step, self._start_push, save)
+            self._pushes.push_checkpoint(
+                *(Path(checkpoint_folder), self.state.global_step, self.hub_model_id, self.processing_class),
+                tell=partial(self.callback_handler.on_push_begin, self.args, self.state, self.control),
+                save=partial(self.save_model, _internal_call=True) if files.saves_shards(self.accelerator) else None,
+            )
 
-    def _start_push(self, checkpoint_folder: str) -> list[Future[Any]]:
-        super()._push_from_checkpoint(checkpoint_folder)
-        push: Any = self.push_in_progress
-        return push.jobs
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:
+        """Pushes the model like Trainer, after the checkpoints whose push has failed."""
+        self._pushes.push_missing(self.hub_model_id)
+        return super().push_to_hub(*args, **kwargs)
 
     def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
         """Pushes the current ``output_dir`` without its checkpoints; see `Pushes.push_output_dir`."""
-        if self.hub_model_id is None:  # without push_to_hub
-            self.init_hf_repo()
-        self._pushes.push_output_dir(self.hub_model_id, message, delete)
+        self._pushes.push_output_dir(lambda: self.hub_model_id, self.init_hf_repo, message, delete)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.tools.publishing` updates."""

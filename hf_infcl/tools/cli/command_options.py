@@ -7,7 +7,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...options.declaring import FROM_0, FROM_1, HelpPlace, Range, command_option
+from ...options.declaring import FROM_0, FROM_1, Range, command_option
 from ...shards.values import ON_BAD_SAMPLE
 from ..scoring import WINDOW
 
@@ -20,22 +20,19 @@ class DataOptions:
         "Image-text pairs to train on: a Hub id or a folder. Required. With --streaming also shards, such as "
         "'shards/{00000..00127}.tar', and more than one dataset.",
         default=MISSING,
-        short_help=HelpPlace("Data", 10),
     )
-    dataset_name: str | None = command_option("Configuration of the training data, if it has several.", of_one_set=True)
-    split: str = command_option("Split of the training data.", default="train", of_one_set=True)
+    dataset_name: str | None = command_option("Configuration of the training data, if it has several.")
+    split: str = command_option("Split of the training data.", default="train")
     on_bad_sample: str = command_option(
         "For a broken image or an empty caption: 'raise' or 'skip'.",
         default="raise",
         choices=ON_BAD_SAMPLE,
-        short_help=HelpPlace("Data", 100),
     )
     augmentation: str = command_option(
         "Random changes of the images: 'none', 'crop' or 'flip_crop'. 'crop' takes 0.9 to 1 of the image, as CLIP is "
         "trained from scratch; 'flip_crop' also flips half of the images left to right.",
         default="none",
         choices=("none", "crop", "flip_crop"),
-        short_help=HelpPlace("Data", 90),
     )
     min_side: int | None = command_option(
         "Decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This is faster "
@@ -45,31 +42,26 @@ class DataOptions:
     streaming: bool = command_option(
         "Read tar or parquet shards during the training, as a stream of unknown length.",
         default=False,
-        short_help=HelpPlace("Data", 20),
     )
     dataset_weights: list[float] | None = command_option(
         "With --streaming: the proportions in which the samples of several datasets are mixed. By default, they are "
         "read as one set.",
-        of_one_set=True,
         needs="streaming",
     )
     samples_per_epoch: int | None = command_option(
         "With --streaming: the number of pairs per epoch. Without it, pass --max_steps.",
         within=FROM_1,
         needs="streaming",
-        short_help=HelpPlace("Data", 30),
     )
     caption_templates: list[str] | None = command_option(
         "Captions from the names of classes, such as 'a photo of a {c}', or a file of them. For images in "
         "a folder for each class: an epoch draws one of the captions of its class for each image, and images of "
         "one class are not each other's negatives.",
-        short_help=HelpPlace("Data", 70),
     )
     captions_per_image: int = command_option(
         "Captions drawn per epoch from an image's list. All of them are its positives.",
         default=1,
         within=FROM_1,
-        short_help=HelpPlace("Data", 80),
     )
     negative_caption_column: str | None = command_option(
         "Column of captions that are wrong for the image, strings or lists. Each epoch draws one, which is a negative "
@@ -90,13 +82,11 @@ class DataOptions:
         "Old pairs that the model should not forget. Every global batch gets --replay_share of them. Hub ids or "
         "folders, or shards whose name ends with '?streaming=true'; several are read as one set. Options of the "
         "training data, such as --augmentation, apply to them as well.",
-        short_help=HelpPlace("Data", 120),
     )
     exclude: list[str] | None = command_option(
         "Train without the pairs that a ledger calls wrong. Give the file that `infcl score` has written and the least "
         "probability of what is left out, such as _ledger.parquet:0.5, or the share with the lowest scores, such as "
         "_ledger.parquet:5%%. A second ledger must come from a training without what the first one excludes.",
-        short_help=HelpPlace("Data", 115),
     )
     check_samples: int | None = command_option(
         "Pairs to read before the training, to tell what is wrong with them; 0 for none. Defaults to 256, and to "
@@ -106,12 +96,10 @@ class DataOptions:
     dry_run: bool = command_option(
         "Train three steps and print memory, images a second and the time of the whole training. Nothing is written.",
         default=False,
-        short_help=HelpPlace("Length", 90),
     )
     overwrite_output_dir: bool = command_option(
         "Delete the checkpoints and results of an earlier run first.",
         default=False,
-        short_help=HelpPlace("Logging and saving", 20),
     )
 
 
@@ -123,18 +111,15 @@ class ColumnOptions:
         "Column of images, paths or encoded images. A table without this column is read by the only one of images or "
         "of a usual name, such as filepath.",
         default="image",
-        short_help=HelpPlace("Data", 40),
     )
     caption_column: str = command_option(
         "Column of captions: a string or a list of them. A table without this column is read by the only one of a "
         "usual name, such as text.",
         default="caption",
-        short_help=HelpPlace("Data", 50),
     )
     pair_id_column: str | None = command_option(
         "Rows with equal values in this column are never each other's negatives. It may be the column of captions or, "
         "in a table, that of images.",
-        short_help=HelpPlace("Data", 60),
     )
 
 
@@ -180,7 +165,7 @@ class EmbedOptions:
 class ScoreOptions:
     _argument_group_name: ClassVar[str] = "Scores"
 
-    split: str = command_option("Split of the data.", default="train", of_one_set=True)
+    split: str = command_option("Split of the data.", default="train")
     streaming: bool = command_option(
         "The data are tar or parquet shards, such as 'shards/{00000..00127}.tar', which are read once.", default=False
     )

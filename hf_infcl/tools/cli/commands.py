@@ -23,6 +23,20 @@ COMMANDS = {
     "convert": "write a model of OpenCLIP in transformers' format, or the other way round",
 }
 
+# The options that the short help of a training lists, by its headings.
+OF_TRAINING = {
+    "Data": "dataset streaming samples_per_epoch image_column caption_column pair_id_column caption_templates "
+    "captions_per_image augmentation on_bad_sample leave_out exclude replay_dataset replay_share",
+    "Model": "model tokenizer objective freeze lora_rank image_size teacher teacher_embeddings cache_features",
+    "Batch": "global_batch_size per_device_train_batch_size gradient_accumulation_steps activation_checkpointing",
+    "Length": "num_train_epochs max_steps early_stopping_patience dry_run",
+    "Rates": "learning_rate lr_scheduler_type warmup_steps weight_decay optimizer",
+    "Precision and speed": "bf16 torch_compile dataloader_num_workers use_cpu",
+    "Evaluation": "eval_dataset zero_shot_dataset class_names templates eval_benchmark guard_dataset eval_strategy "
+    "eval_steps eval_pictures metric_for_best_model",
+    "Logging and saving": "output_dir overwrite_output_dir logging_steps report_to save_steps save_formats "
+    "average_with_start resume_from_checkpoint push_to_hub",
+}
 # The options of a training that decide about an evaluation alone.
 OF_EVALUATION = set(
     """
@@ -141,7 +155,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch. Required are "
         "--model and --dataset, or a --recipe or file that names them.",
         *_OF_TRAINING,
-        shown=None,
+        shown=OF_TRAINING,
         recipes=True,
     ),
     "evaluate": evaluate_parser,

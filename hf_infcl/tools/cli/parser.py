@@ -1,4 +1,4 @@
-"""Reads the options of a command from the command line, or from a file and the options that follow it.
+"""Reads the options of a command from the command line; a file or a recipe gives other defaults.
 
 Nothing here imports torch, so that ``--help`` and mistakes are answered at once.
 """
@@ -6,27 +6,26 @@ Nothing here imports torch, so that ``--help`` and mistakes are answered at once
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import itertools
-import os
 import re
 import sys
 import typing
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, make_dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn
 
+import transformers
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from ...options.batch_options import DIVISION
-from ...options.declared import of_transformers, training_options
-from ...options.declaring import HEADINGS
-from ...options.facts import check_values, facts_by_name
+from ...options.facts import check_values
 from ...options.files import FILES, RECIPES, options_in
+from ...options.theirs import of_transformers, release_of_file, training_options
 from .messages import about_words, instead_of_several, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
@@ -43,14 +42,24 @@ ELSEWHERE = {
     "wd": "weight_decay",
     "workers": "dataloader_num_workers",
 }
+# What was an option, by the end of its name, and now stands behind the name of each set.
+_OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")
 
 MOST_CHOICES = 11  # of an option that the short help lists
 
 # Options of the machine that computes, with values that any machine has.
 OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "ddp_backend": None}
 
-# What was an option, by the end of its name, and now stands behind the name of each set.
-_OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")
+# An option of the command line that transformers would silently ignore, because of another one of the file.
+_IGNORED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("num_train_epochs", "max_steps", lambda options: options.max_steps > 0),
+    ("save_steps", "save_strategy", lambda options: options.save_strategy != "steps"),
+    ("eval_steps", "eval_strategy", lambda options: options.eval_strategy != "steps"),
+    ("logging_steps", "logging_strategy", lambda options: options.logging_strategy != "steps"),
+    ("torch_compile", "torch_compile_mode", lambda options: not options.torch_compile),
+    ("torch_compile", "torch_compile_backend", lambda options: not options.torch_compile),
+    ("gradient_checkpointing", "activation_checkpointing", lambda options: not options.gradient_checkpointing),
+)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -101,8 +110,8 @@ class Parser(HfArgumentParser):
 
     Args:
         *options: dataclasses; the options of the training follow them.
-        shown: the options of the training that ``--help`` lists beside those of the dataclasses; ``--help all`` lists
-            every one. None lists those that have a place in the short help of a training, and no others.
+        shown: the options of the training that ``--help`` lists beside those of the dataclasses, or by their headings
+            all that it lists; ``--help all`` lists every one.
         optional: required options of the dataclasses that this command can do without.
         accepts: dataclasses whose options ``--help`` lists only if they are among ``shown``.
         places: what each word means that stands before the options, by its name; one in brackets may be left out.
@@ -114,7 +123,7 @@ class Parser(HfArgumentParser):
         command: str,
         description: str,
         *options: type,
-        shown: Collection[str] | None,
+        shown: Mapping[str, str] | Collection[str],
         optional: Collection[str] = (),
         accepts: Collection[type] = (),
         places: Mapping[str, str] | None = None,
@@ -122,7 +131,6 @@ class Parser(HfArgumentParser):
     ) -> None:
         places = places or {}
         self._declared: tuple[Any, ...] = (*options, training_options())
-        self._facts = {name: one for kind in self._declared for name, one in facts_by_name(kind).items()}
         super().__init__(
             self._declared,
             prog=f"infcl {command}",
@@ -142,14 +150,14 @@ class Parser(HfArgumentParser):
             super().add_argument(
                 "--recipe",
                 choices=RECIPES,
-                help="Start from the options of a recipe of the package. Further options override them, and those that "
-                "they exclude. Each file in hf_infcl/recipes says what it is for.",
+                help="Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says what "
+                "it is for.",
             )
         self._places = places
         self._shown, self._accepts = shown, (*accepts, self._declared[-1])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
-        self._typed: dict[str, str] = {}  # those on the command line, and for one that gave way the one that decided
+        self._typed: set[str] = set()  # those on the command line
         for action in self._actions:
             action.required = action.required and action.dest not in optional
             if action.choices and action.dest != "help":
@@ -166,8 +174,6 @@ class Parser(HfArgumentParser):
         """Adds an option of the training. These have no group of their own, so they go into one of two."""
         ours, theirs = self._of_training
         name = _name(names[0])
-        if name in self._facts:
-            settings["help"] = self._facts[name].help_in_command or settings["help"]
         if settings.get("action") == "store_false":  # --no_NAME, which is --NAME false
             settings["help"] = argparse.SUPPRESS
         if settings.get("type") is string_to_bool and "nargs" not in settings:
@@ -178,20 +184,13 @@ class Parser(HfArgumentParser):
     def shorten(self) -> None:
         """Makes the help list the options that are shown, each with the first sentence of its description."""
         known = {action.dest: action for action in reversed(self._actions)}
-        if self._shown is None:
-            places = {name: one.short_help for name, one in self._facts.items() if one.short_help and name in known}
-            if "activation_checkpointing" in places:
-                places.pop("gradient_checkpointing", None)  # its old name
+        if isinstance(self._shown, Mapping):
             del self._action_groups[2:]  # the first two are those of the help and of --recipe
-            for heading in HEADINGS:
-                names = [name for name, place in places.items() if place.heading == heading]
-                names.sort(key=lambda name: places[name].number)
-                self.add_argument_group(heading)._group_actions += [known[name] for name in names]
-            hidden = self._facts.keys() - places.keys()
+            for heading, names in self._shown.items():
+                self.add_argument_group(heading)._group_actions += [known[name] for name in names.split()]
+            hidden = self._kinds.keys() - set(" ".join(self._shown.values()).split())
         else:
-            accepted = {f.name for declared in self._accepts for f in fields(declared)}
-            of_one_set = {name for name, one in self._facts.items() if one.of_one_set}
-            hidden = (accepted - set(self._shown)) | of_one_set
+            hidden = {f.name for declared in self._accepts for f in fields(declared)} - set(self._shown)
         for action in self._actions:
             if action.dest in hidden:
                 action.help = argparse.SUPPRESS
@@ -237,15 +236,21 @@ class Parser(HfArgumentParser):
                 values, from_file = self._read_file(Path(words[0]))
                 self._file = Path(words[0]).name
                 words = from_file + words[1:]
-            self._typed = {name: name for name in self._names(asked)}
-            self._of_file = (self._names(from_file) | values.keys()) - self._typed.keys()
+            self._typed = self._names(asked)
+            self._of_file = (self._names(from_file) | values.keys()) - self._typed
         except (OSError, ValueError) as error:
             self.error(str(error))
         for action in self._actions:
             if action.dest in values:
                 action.required = False
         namespace = self.parse_args(words, argparse.Namespace(**values))
-        return namespace, {*self._typed, *self._of_file}
+        for option, other, ignores in _IGNORED:
+            if option in self._typed and other in self._of_file and ignores(namespace):
+                self.error(
+                    f"--{option} has no effect with {other}={getattr(namespace, other)} of {self._file}. Pass "
+                    f"--{other} as well."
+                )
+        return namespace, self._typed | self._of_file
 
     def typed(self, name: str) -> bool:
         """Whether the command line, and not only the file, has an option."""
@@ -269,42 +274,21 @@ class Parser(HfArgumentParser):
     ) -> tuple[Any, ...]:
         """The dataclasses, then InfCLTrainingArguments; an option that one of them refuses ends the program.
 
-        Where options exclude each other, one of the file gives way to one of the command line, and that is told.
-
         Args:
-            namespace: all options; those that give way are changed in place.
-            user_options: for a training: the names of the options that the user has set. `intervals` chooses the
-                rest, and names that give way are removed.
+            namespace: all options.
+            user_options: for a training: the names of the options that the user has set. `intervals` chooses the rest.
             computes: whether anything is trained or evaluated. If not, options that only concern the machine that does
                 so have no effect.
         """
-        from ...options.declaring import ExclusiveOptionsError
-
-        self._settle(namespace, user_options)
         try:
-            while True:
-                try:
-                    return self._built(namespace, user_options, computes)
-                except ExclusiveOptionsError as error:  # noqa: PERF203
-                    if not self._give_way(error.options, namespace, user_options):
-                        raise
+            return self._built(namespace, user_options, computes)
         except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
-            self.error(str(error))
+            named = [name for name in sorted(self._of_file) if re.search(rf"\b{name}\b", str(error))]
+            self.error(f"{error} {self._file} sets {', '.join(named)}." if named else str(error))
         except (ImportError, RuntimeError) as error:
             if (message := missing_package(error)) is None:
                 raise
             self.error(message)
-
-    def _settle(self, namespace: argparse.Namespace, user_options: set[str] | None) -> None:
-        """Leaves out what options of the command line decide, as for `build`."""
-        from ...options.combinations import DECIDED_BY  # importing torch takes seconds
-
-        for option, values, other in DECIDED_BY:
-            applies = self._typed.get(option) == option and (not values or getattr(namespace, option) in values)
-            if applies and getattr(namespace, other, None) not in ("steps", self.get_default(other)):
-                self._give_way((other, option), namespace, user_options)
-        if all(self.typed(name) for name in DIVISION):  # one of them divides the batch of the file
-            self._give_way(("global_batch_size", *DIVISION), namespace, user_options)
 
     def _built(self, namespace: argparse.Namespace, user_options: set[str] | None, computes: bool) -> tuple[Any, ...]:
         from ...data.sets import STATED, read_sets
@@ -317,32 +301,18 @@ class Parser(HfArgumentParser):
         if user_options is not None:
             check_best_metric(argparse.Namespace(**values))
         values |= {} if computes else OF_COMPUTING
-        built = [
-            options(**{f.name: values[f.name] for f in fields(declared) if f.init})
-            for options, declared in zip((*self._declared[:-1], InfCLTrainingArguments), self._declared, strict=True)
-        ]
+        taken = {one.name for one in fields(InfCLTrainingArguments) if one.init}
+        if lacking := (self._typed | self._of_file) & of_transformers() - taken:
+            raise ValueError(f"transformers {transformers.__version__} has no option {', '.join(sorted(lacking))}.")
+        *declared, _ = self._declared
+        built = [kind(**{f.name: values[f.name] for f in fields(kind) if f.init}) for kind in declared]
+        built.append(InfCLTrainingArguments(**{name: values[name] for name in taken & values.keys()}))
         for options in built[:-1]:
             check_values(options)
         if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
-            check_training(data, evaluation, keep, args, of_optimizer=computes and "optim" in self._typed)
+            check_training(data, evaluation, keep, args, of_optimizer=computes)
         return tuple(built)
-
-    def _give_way(self, options: Sequence[str], namespace: argparse.Namespace, user_options: set[str] | None) -> bool:
-        """Leaves the first of these options out that only the file sets, if the command line decides about another."""
-        deciding = dict.fromkeys(self._typed[name] for name in options if name in self._typed)
-        name = next((name for name in options if name in self._of_file), None)
-        if name is None or not deciding:
-            return False
-        if os.environ.get("RANK", "0") == "0":
-            verb = "replaces" if len(deciding) == 1 else "replace"
-            print(f"--{' and --'.join(deciding)} {verb} {name} {getattr(namespace, name)} of {self._file}.")
-        setattr(namespace, name, self.get_default(name))
-        self._of_file.discard(name)
-        self._typed[name] = next(iter(deciding))
-        if user_options is not None:
-            user_options.discard(name)
-        return True
 
     @cached_property
     def _kinds(self) -> dict[str, Any]:
@@ -352,6 +322,14 @@ class Parser(HfArgumentParser):
             hints = typing.get_type_hints(options)
             kinds |= {f.name: hints[f.name] for f in fields(options) if f.init}
         return kinds
+
+    def _add_new_ones(self) -> None:
+        """Adds the options that another release of transformers has beside those of the file."""
+        kinds = typing.get_type_hints(transformers.TrainingArguments)
+        new = [one for one in fields(transformers.TrainingArguments) if one.init and one.name not in self._kinds]
+        declared = make_dataclass("NewOptions", [(one.name, kinds[one.name], copy.copy(one)) for one in new])
+        self._add_dataclass_arguments(typing.cast(Any, declared))
+        self._kinds.update({one.name: kinds[one.name] for one in new})
 
     def _with_recipe(self, words: list[str]) -> list[str]:
         """The words, in which the file of a recipe stands first, before the option --recipe that names it."""
@@ -375,6 +353,8 @@ class Parser(HfArgumentParser):
         return [str(RECIPES[args.recipe]), "--recipe", args.recipe, *rest]
 
     def _known(self, name: str) -> str:
+        if name not in self._kinds and transformers.__version__ != release_of_file():
+            self._add_new_ones()
         if name in self._kinds:
             return name
         plain = name.removeprefix("no_")
@@ -406,25 +386,23 @@ class Parser(HfArgumentParser):
             kind = self._kinds[name]
             choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
             lists = [choice for choice in choices if typing.get_origin(choice) is list]
-            if value is None:
-                if NoneType not in choices:
-                    raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
-                values[name] = None
-            elif name.endswith("dataset") and isinstance(value, (dict, list) if lists else dict):
+            is_flat = isinstance(value, list) and not any(one is None or isinstance(one, (dict, list)) for one in value)
+            if value is None and NoneType not in choices:
+                raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
+            if name.endswith("dataset") and isinstance(value, (dict, list) if lists else dict):
                 values[name] = [text] if lists and not isinstance(text, list) else text
-            elif isinstance(value, dict):
-                if dict not in [typing.get_origin(choice) or choice for choice in choices]:
-                    raise ValueError(f"{path}: {name} must be a single value, not a mapping.")
+            elif value is None or (isinstance(value, dict) and dict in [typing.get_origin(c) or c for c in choices]):
                 values[name] = value
-            elif isinstance(value, list):
-                if not lists or any(item is None or isinstance(item, (dict, list)) for item in value):
-                    what = "a list of single values" if lists else "a single value, not a list"
-                    raise ValueError(f"{path}: {name} must be {what}.{instead_of_several(name)}")
-                (item_kind,) = typing.get_args(lists[0])
+            elif lists and is_flat:
                 try:
-                    values[name] = [item_kind(item) for item in text]
+                    values[name] = [typing.get_args(lists[0])[0](item) for item in text]
                 except ValueError as error:
                     raise ValueError(f"{path}: {name}: {error}.") from None
+            elif isinstance(value, (dict, list)):
+                what = "a single value, not a mapping" if isinstance(value, dict) else "a single value, not a list"
+                what = "a list of single values" if lists and isinstance(value, list) else what
+                more = instead_of_several(name) if isinstance(value, list) else ""
+                raise ValueError(f"{path}: {name} must be {what}.{more}")
             else:
                 words.append(f"--{name}={text if str in choices else value}")
         return values, words
