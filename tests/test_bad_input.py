@@ -293,10 +293,6 @@ def test_images_of_another_size_are_refused(tmp_path):
         ({"max_steps": -1, "num_train_epochs": 0}, "otherwise nothing is trained, got 0 and -1"),
         ({"save_strategy": "steps", "save_steps": 0}, "save_steps must be more than 0 with save_strategy='steps'"),
         ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps must be more than 0 with eval_strategy='steps'"),
-        ({"divergence_factor": 1}, "divergence_factor must be a number of more than 1, got 1"),
-        ({"on_divergence": "ignore"}, "on_divergence must be one of 'stop', 'roll_back', got 'ignore'"),
-        ({"on_divergence": "roll_back"}, "on_divergence=roll_back has no effect without divergence_factor"),
-        ({"on_divergence": "roll_back", "divergence_factor": 3}, "needs checkpoints with the optimizer"),
         ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16 can be True"),
         # What a training would count without an end.
         ({"global_batch_size": 10**30}, "global_batch_size must be less than 1,099,511,627,776, .* got 1,000,000,0"),

@@ -440,17 +440,6 @@ def test_a_full_disk_costs_one_checkpoint_only(tmp_path, limit, caplog):
     assert "checkpoint-4 could not be written, and the training continues without it" in caplog.text
 
 
-def test_a_training_goes_back_to_a_checkpoint_once(tmp_path):
-    saves = saver(last="resumed from")
-    assert saves.go_back("It diverged.") == "resumed from"
-    with pytest.raises(ValueError, match=r"^It diverged\. There is no checkpoint to go back to"):
-        saves.go_back("It diverged.")
-    saves.save(str(tmp_path), 2, RECORD, write_files)
-    assert saves.go_back("It diverged.") == str(tmp_path / "checkpoint-2")
-    with pytest.raises(ValueError, match="has already gone back to it"):
-        saves.go_back("It diverged.")
-
-
 class Starve(TrainerCallback):
     """No file takes more than 100 bytes while the checkpoint after step 4 is written."""
 

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from hf_infcl.processes.cores import busy_cores
 from hf_infcl.tools.cli import launched
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.launched import fit_workers, warn_once
@@ -196,17 +195,3 @@ def test_the_workers_of_a_recipe_fit_the_machine(monkeypatch, capfd, processes, 
     fit_workers(options, typing.file_of("dataloader_num_workers"))
     assert options.dataloader_num_workers == 8
     assert "Pass " in capfd.readouterr().err
-
-
-def test_threads_on_cores_that_others_use_are_told(monkeypatch):
-    monkeypatch.setattr("hf_infcl.processes.cores.cores", lambda: 8)
-    monkeypatch.setattr("os.getloadavg", lambda: (3.5, 9.0, 9.0))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert "load of this machine is 3.5, and torch computes with 8 threads on its 8 cores" in (said := busy_cores(8))
-    assert "With OMP_NUM_THREADS=4 in the environment" in said
-    assert busy_cores(4) == "", "they are free"
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert busy_cores(8) == "", "the user has decided"
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("os.getloadavg", lambda: (0.4, 9.0, 9.0))
-    assert busy_cores(8) == "", "of this process itself"

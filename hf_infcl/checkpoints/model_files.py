@@ -109,13 +109,12 @@ def locked_for(args: InfCLTrainingArguments) -> AbstractContextManager[None]:
     return locked(str(args.output_dir), locks=args.should_save, shared=shared)
 
 
-def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator, last: str | None = None) -> Checkpoints:
-    """The checkpoints that a training writes; ``last`` is the one that it resumes from, if any."""
+def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator) -> Checkpoints:
+    """The checkpoints that a training writes."""
     return Checkpoints(
         completes=args.should_save,
         flushes=args.local_process_index == 0,
         ends_on_failure=is_sharded(accelerator),
-        last=last,
     )
 
 

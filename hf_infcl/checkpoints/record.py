@@ -28,9 +28,9 @@ class RunRecord:
     only_model: bool = False  # whether it was written with ``save_only_model``, so that no run can resume from it
     # The position in an `ImageTextStream`, or in new and old pairs, that each process has reached; None for other data.
     stream: list[dict[str, Any]] | None = None
-    skipped_windows: int = 0  # not trained because their numbers were not finite or their loss exploded
+    skipped_windows: int = 0  # not trained because their numbers were not finite
     skipped_in_a_row: int = 0  # windows skipped just before the checkpoint because of numbers not finite
-    losses: list[float] = field(default_factory=list)  # of the last windows; `SkippedWindows` compares the next ones
+    last_loss: float = 0.0  # of the last window that was trained
     optimizer: dict[str, Any] = field(default_factory=dict)  # its options and those of its schedule
     micro_batches: dict[str, Any] | None = None  # how the global batch was divided, and on which devices
 

@@ -29,18 +29,14 @@ class Checkpoints:
             machine has its own.
         flushes: whether this process flushes what the processes of its machine have written.
         ends_on_failure: whether an error of one process ends the training, because writing is collective.
-        last: the checkpoint that the training resumes from, if any.
 
     Attributes:
         saved_step: the step of the last checkpoint that this training wrote, or -1.
         partial_dir: the folder of the checkpoint that is being written now, if any.
     """
 
-    def __init__(
-        self, *, completes: bool, flushes: bool, ends_on_failure: bool = False, last: str | None = None
-    ) -> None:
+    def __init__(self, *, completes: bool, flushes: bool, ends_on_failure: bool = False) -> None:
         self._completes, self._flushes, self._ends_on_failure = completes, flushes, ends_on_failure
-        self._last = last
         self.saved_step = -1
         self.partial_dir: str | None = None
 
@@ -63,7 +59,7 @@ class Checkpoints:
             self.partial_dir = None
         if not complete:
             return None
-        self.saved_step, self._last = step, str(checkpoint.folder)
+        self.saved_step = step
         return checkpoint
 
     def _write(self, checkpoint: Checkpoint, record: RunRecord, write: Callable[[Checkpoint], None]) -> bool:
@@ -91,23 +87,6 @@ class Checkpoints:
                     checkpoint.abandon()
                 return False
         return True
-
-    def go_back(self, reason: str) -> str:
-        """The folder of the last checkpoint, written or resumed from, to be restored; none twice.
-
-        The ``reason`` is a sentence.
-
-        Raises:
-            ValueError: there is no checkpoint, or the training has already gone back to it.
-        """
-        last, self._last = self._last, None
-        if last is None:
-            raise ValueError(
-                f"{reason} There is no checkpoint to go back to, or the training has already gone back to it. Lower "
-                "the learning rate, or look at the data."
-            )
-        logger.warning(f"{reason} The training goes back to {last} and continues with the data that follows.")
-        return last
 
 
 @contextmanager

@@ -99,7 +99,6 @@ class Trials:
             replace(self._setup, args=args, extensions=changing),
             self._setup.encoder.model,
             rows_of_dataset=lambda places: [],
-            roll_back=lambda reason: None,
             phases=Phases(),
         )
         step.windows = 1  # the first one of a training is looked at more closely

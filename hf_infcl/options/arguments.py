@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
+from ..evaluation.metrics import metric_named
 from ..processes.preemption import ended_with_launcher
 from .batch_division import divide_global_batch
 from .batch_options import SEARCHED, BatchOptions, auto_or_number
@@ -19,7 +20,6 @@ from .course_options import CourseOptions
 from .facts import check_values
 from .keeping_options import KeepingOptions
 from .loss_options import LossOptions
-from .metric_sums import greater_is_better
 from .rate_options import RateOptions, muon_settings
 from .selection_options import SelectionOptions, check_selection
 from .teacher_options import TeacherOptions
@@ -83,8 +83,8 @@ class InfCLTrainingArguments(
             self._global_batch_size = self.global_batch_size  # its last one, which divides itself
         self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
         self.found: dict[str, Any] = {}
-        if self.metric_for_best_model is not None and self.greater_is_better is None:
-            self.greater_is_better = greater_is_better(self.metric_for_best_model)
+        if self.greater_is_better is None and (measured := metric_named(self.metric_for_best_model or "")) is not None:
+            self.greater_is_better = measured.greater_is_better
         with ended_with_launcher():
             if self.use_cpu:
                 # On CPUs, TrainingArguments would create the group without the timeout. It reuses an existing group.

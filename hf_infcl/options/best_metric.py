@@ -9,7 +9,6 @@ from ..data import ZeroShotDataset
 from ..evaluation.metrics import metrics_of_kind
 from .combinations import SCHEDULES_BY_METRIC
 from .declaring import spelled
-from .metric_sums import parse_terms
 
 
 def use_of_metric(options: Any) -> str | None:
@@ -42,11 +41,10 @@ def metrics_of(dataset: object) -> list[str]:
 
 
 def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
-    """Raises a ValueError if the metric that an option (``use``) looks up, or a term of it, is not measured.
+    """Raises a ValueError if the metric that an option (``use``) looks up is not measured.
 
-    It is with or without ``eval_``, or a sum, see `parse_terms`; the names of those that are measured are without.
+    It is with or without ``eval_``; the names of those that are measured are without.
     """
-    for _, name in parse_terms(wanted):
-        if name not in names:
-            looked_up = use if use == "metric_for_best_model" else f"{use} looks up metric_for_best_model, which"
-            raise ValueError(f"{looked_up} must be one of {', '.join(names)}, got {name!r}.")
+    if (name := wanted.removeprefix("eval_")) not in names:
+        looked_up = use if use == "metric_for_best_model" else f"{use} looks up metric_for_best_model, which"
+        raise ValueError(f"{looked_up} must be one of {', '.join(names)}, got {name!r}.")

@@ -31,11 +31,6 @@ def check_combinations(args: Any) -> None:
         if getattr(args, strategy) == "steps" and interval is not None and not interval > 0:
             raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
     _check_best_checkpoint(args)
-    if args.on_divergence == "roll_back" and (args.save_strategy == "no" or args.save_only_model):
-        raise ValueError(
-            "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than 'no', "
-            "and leave save_only_model off."
-        )
     _check_cache_folder(args)
     several = args.gradient_accumulation_steps > 1 or args.global_batch_schedule is not None
     option = "gradient_accumulation_steps" if args.global_batch_schedule is None else "global_batch_schedule"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 
-from .declaring import FROM_0, FROM_1, Range, option
+from .declaring import FROM_0, FROM_1, option
 
 
 @dataclass
@@ -23,21 +22,6 @@ class CourseOptions:
         decides=False,
         within=FROM_0,
     )
-    divergence_factor: float | None = option(
-        "The loss has exploded when it exceeds the mean of the previous 20 steps by this factor, such as 3. By default "
-        "the loss is not checked.",
-        decides=False,
-        within=Range(Real, "a number of more than 1", lambda value: value > 1),
-    )
-    on_divergence: str = option(
-        "When the loss has exploded: 'stop' or 'roll_back'. The first ends the training with an error; the second goes "
-        "back to the last checkpoint and continues with the next data. If the loss explodes again before the next "
-        "checkpoint, the training ends.",
-        default="stop",
-        decides=False,
-        choices=("stop", "roll_back"),
-        needs="divergence_factor",
-    )
     resume_from_checkpoint: str | None = option(
         "The folder of a checkpoint, or 'auto' for the newest complete one in output_dir and a new start if there is "
         "none. 'true' is the same but without a new start; 'last-checkpoint' is one pushed with --hub_strategy "
@@ -47,8 +31,7 @@ class CourseOptions:
     )
     metric_for_best_model: str | None = option(
         "Metric by which the best checkpoint is chosen, for example pairs_loss. It also ends the training "
-        "(early_stopping_patience) or lowers the learning rate. It may be a weighted sum, with spaces around its signs "
-        "and a minus before losses: '0.5*pairs_image_retrieval_recall@1 - guard1_old_loss'.",
+        "(early_stopping_patience) or lowers the learning rate.",
         decides=False,
     )
     early_stopping_patience: int | None = option(

@@ -41,14 +41,14 @@ OURS = (
 # Those of a machine say where or how fast something is computed, and machines of one training may differ in them.
 _OF_A_MACHINE = tuple(
     """
-    dataloader_ debug deepspeed disable_tqdm fsdp_config hub_ local_rank log_level log_on_ logging_dir output_dir
+    dataloader_ debug disable_tqdm fsdp_config hub_ local_rank log_level log_on_ logging_dir output_dir
     project push_to_hub report_to run_name tf32 trackio_
     """.split()
 )
 _UNDECISIVE = tuple(
     """
-    _ accelerator_config activation_checkpointing auto_find_batch_size average_tokens_ batch_eval_metrics ddp_ do_
-    enable_jit_ eval_ fsdp full_determinism gradient_ greater_is_better ignore_data_skip include_ label_names
+    _ accelerator_config activation_checkpointing auto_find_batch_size average_tokens_ batch_eval_metrics ddp_ deepspeed
+    do_ enable_jit_ eval_ fsdp full_determinism gradient_ greater_is_better ignore_data_skip include_ label_names
     length_column_name liger_ load_best_model_at_end log_ logging_ no_cuda overwrite_output_dir parallelism_config
     per_device_ prediction_loss_only restore_callback_ resume_ save_ skip_memory_ torch_compile torch_empty_ use_cache
     use_cpu use_liger

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..checkpoints.saving import Checkpoints
-from ..options.metric_sums import key_of, value_of
 from ..processes.preemption import Preempted, end_early
 from ..shards.values import counted
 
@@ -39,24 +38,20 @@ def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, flo
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """transformers' EarlyStoppingCallback, for metrics of several evaluation sets and for resumed trainings.
+    """transformers' callback, also for several evaluation sets, for each of which Trainer calls it, and after a resume.
 
-    Trainer calls it once for each evaluation set. It waits until all terms of ``metric_for_best_model`` are measured.
     A resumed training continues its count of evaluations without improvement, and does not count that of
-    ``eval_on_start``, as if it had not been interrupted.
+    ``eval_on_start``, as if it had not been interrupted. Trainer itself would restore the callback with the patience of
+    the checkpoint (``restore_callback_states_from_checkpoint``), which may change.
     """
 
-    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
-        super().__init__(early_stopping_patience, early_stopping_threshold)
-        self._measured: dict[str, float] = {}
-        self._first_step = 0
+    _first_step = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self.early_stopping_patience_counter = _count(state)
-        self._first_step = state.global_step
+        self.early_stopping_patience_counter, self._first_step = _count(state), state.global_step
 
     def on_epoch_begin(self, *_: object, **kwargs: object) -> None:
         self._first_step = -1  # a resumed training may repeat the evaluation of its first step
@@ -66,17 +61,12 @@ class EarlyStopping(EarlyStoppingCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Any = None,
         **kwargs: object,
     ) -> None:
-        if state.global_step == self._first_step:
-            return
-        self._measured |= metrics or {}
-        metric = str(args.metric_for_best_model)
-        value = value_of(metric, self._measured)
-        if value is not None:
-            self._measured = {}
-            super().on_evaluate(args, state, control, {key_of(metric): value}, **kwargs)
+        is_of_its_set = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}" in metrics
+        if is_of_its_set and state.global_step != self._first_step:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
 
 
 def _count(state: TrainerState) -> int:

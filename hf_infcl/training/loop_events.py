@@ -92,7 +92,7 @@ def add_own_callbacks(
         handler.add_callback(EarlyStopping(args.early_stopping_patience))
         return
     for place, callback in enumerate(handler.callbacks):
-        if type(callback) is EarlyStoppingCallback:  # which knows neither several evaluation sets nor sums
+        if type(callback) is EarlyStoppingCallback:  # which knows neither several evaluation sets nor resumes
             asked = callback.early_stopping_patience, callback.early_stopping_threshold
             handler.callbacks[place] = EarlyStopping(*asked)
 

@@ -128,11 +128,6 @@ def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Acceler
     fsdp = is_sharded(accelerator)
     if args.bf16_activations:
         check_in_bf16(accelerator, [name for name in CHECKPOINTING if getattr(args, name, False)])
-    if args.on_divergence == "roll_back" and fsdp:
-        raise ValueError(
-            "on_divergence='roll_back' needs the whole model on each process and does not work with FSDP. "
-            "Use 'stop', and resume from the last checkpoint."
-        )
     if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
             "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,18 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import ProgressCallback, TrainerState
-from transformers.utils import logging
 from transformers.utils.logging import tqdm
 
 from ..loading.batch_plan import BatchPlan
 from ..options.batch_schedule import Course
-from ..windows.setup import Setup
-from ..windows.window import Window
-from .flat_loss import SLOW_START, words_of_flat_loss
 
 _SECONDS = "train_seconds"
-
-logger = logging.get_logger(__name__)
 
 
 class Progress:
@@ -39,25 +32,6 @@ class Progress:
         self._began = now - earlier
         self._last_log = now, step
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
-        self._judged_from: float | None = None  # the step from which on the loss is judged; None before any log
-
-    def warn_of_flat_loss(self, state: TrainerState, setup: Setup, window: Window) -> None:
-        """Tells once if the loss stays at the level of chance: when half of the training is done, or else at its end.
-
-        The loss of chance is known only where each image has one caption, its only positive.
-        """
-        if not state.is_world_process_zero or setup.equal_ids != "exclude" or window.caption_image() is not None:
-            return
-        args, step, last = setup.args, state.global_step, state.max_steps
-        warmup = args.get_warmup_steps(last)
-        if self._judged_from is None:
-            self._judged_from = warmup + max(SLOW_START, (last - warmup) // 2)
-        if step < self._judged_from:
-            return
-        words = words_of_flat_loss(state.log_history, max(warmup, step // 2), setup.objective, args.learning_rate)
-        self._judged_from = math.inf if words else max(last, step + 1)
-        if words:
-            logger.warning(words)
 
     def keep_seconds(self, state: TrainerState) -> None:
         """Puts the seconds of the training up to now into the part of Trainer's state that checkpoints keep."""

@@ -28,7 +28,6 @@ from ..micro_batches.finding import find_micro_batches
 from ..micro_batches.repeating import run_repeating
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
-from ..options.metric_sums import with_sum
 from ..processes.batches import gather_rows
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted
@@ -126,12 +125,12 @@ class InfCLTrainer(Trainer):
             OtherRankFailedError: another process failed. If it has ended or hangs, the message states its last phase.
             Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
-        if self.compute_metrics is None and type(self).evaluate is InfCLTrainer.evaluate:
+        if self.compute_metrics is None and type(self).evaluate is Trainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
         with files.locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
             self.resumption = make_resumption(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
-            self.checkpoints = files.make_checkpoints(self.args, self.accelerator, last=self.resumption.checkpoint)
+            self.checkpoints = files.make_checkpoints(self.args, self.accelerator)
             with self.interruptions.phases.naming_lost_processes():
                 try:
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
@@ -152,9 +151,8 @@ class InfCLTrainer(Trainer):
         course, begin = make_course(args, self.state, plan), self.resumption.begin
         self.training_data = TrainingData(loader, args, record, self.data_collator, plan, begin)
         self.progress = Progress(self.state.global_step, course, trained_seconds(self.state))
-        hooks: Any = {"roll_back": self._roll_back, "rows_of_dataset": self.training_data.rows_at}
-        hooks |= {"phases": self.interruptions.phases, "course": course}
-        self.window_step = WindowStep(self.setup, self.model_wrapped, record, **hooks)
+        hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
+        self.window_step = WindowStep(self.setup, self.model_wrapped, record, course=course, **hooks)
         self.training_data.passed_over = self.window_step.passed_over
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         files.go_on_with_losses(self)
@@ -236,7 +234,7 @@ class InfCLTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with Resumption(checkpoint).optimizer_loaded(self.optimization.options):
+            with self.resumption.optimizer_loaded(self.optimization.options):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
@@ -318,8 +316,6 @@ class InfCLTrainer(Trainer):
             logs |= self.training_data.logs()
         logs |= self.progress.rate(logs, self.state.global_step)
         super().log(logs, start_time)
-        if "loss" in logs:
-            self.progress.warn_of_flat_loss(self.state, self.setup, self.training_data.window)
 
     # ---- Evaluations ----
 
@@ -352,9 +348,6 @@ class InfCLTrainer(Trainer):
         self.found[metric_key_prefix] = evaluator.found
         return output
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        return with_sum(super().evaluate(*args, **kwargs), self.args.metric_for_best_model)
-
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.interruptions.evaluation(self.state.global_step, self.control):
             return super()._evaluate(*args, **kwargs)
@@ -384,14 +377,6 @@ class InfCLTrainer(Trainer):
 
     def _finalize_training(self, trial: object, samples: int, start_time: float) -> TrainOutput:
         return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
-
-    def _roll_back(self, reason: str) -> None:
-        """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.go_back`."""
-        checkpoint = self.checkpoints.go_back(reason)
-        for load in (self._load_from_checkpoint, self._load_optimizer_and_scheduler, self._load_scaler):
-            load(checkpoint)
-        self.window_step.load_state_dict(files.read_states(checkpoint))
-        switch_weights(self.optimizer, "train")  # the checkpoint's may be an average
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""

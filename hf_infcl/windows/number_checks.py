@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ class NumberChecks:
     """The checks of a training. Every process gets the same answers.
 
     Args:
-        roll_back: restores the last checkpoint when the loss has exploded, for the reason that it is given; with None
-            the training ends.
         rows_of_dataset: as for `describe_rows`.
     """
 
@@ -37,12 +35,11 @@ class NumberChecks:
         encoder: DualEncoder,
         accelerator: Accelerator,
         *,
-        roll_back: Callable[[str], None] | None,
         rows_of_dataset: RowsOfDataset,
     ) -> None:
         self.skipped = skipped
         self._encoder, self._accelerator = encoder, accelerator
-        self._roll_back, self._rows_of_dataset = roll_back, rows_of_dataset
+        self._rows_of_dataset = rows_of_dataset
         self._fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._loss = math.nan
         self._scale = math.inf  # of the scaler of fp16
@@ -59,7 +56,7 @@ class NumberChecks:
         self._finite_gradients, self._loss = [], math.nan
 
     def check_loss(self, loss: Tensor, finite: Sequence[Tensor], window: Window, step: int) -> None:
-        """Refuses or skips the window if its loss is not finite or has exploded, and goes back to a checkpoint then.
+        """Refuses or skips the window if its loss is not finite.
 
         ``finite`` says for images and texts whether the embedding of each row is finite, [rows of the window] bool.
 
@@ -75,15 +72,6 @@ class NumberChecks:
             cause = cause or (f"the term {' and '.join(terms)}" if terms else "")
             cause = f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
             self.skipped.refuse(f"The loss of the global batch after step {step} is {value}, because {cause}.")
-        elif reason := self.skipped.divergence(value):
-            if self._roll_back is None:
-                raise ValueError(
-                    f"{reason} The weights are those after step {step}. Lower the learning rate, look at the data of "
-                    "this batch, or use on_divergence='roll_back'."
-                )
-            self.skipped.skip()
-            self.skipped.losses.clear()  # later windows are compared with each other only
-            self._roll_back(reason)
 
     def check_gradient(
         self, model: Any, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool

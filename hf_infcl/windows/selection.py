@@ -211,9 +211,8 @@ class WithoutNoisyPairs(PairSelection):
         self.border, self._counts = state["border"] or None, list(state["counts"])
         self._logged, self._look = list(state["logged"]), tuple(state["look"])
         self._trained = state["trained"].clone()
-        if state["epoch"] > self._epoch:  # not in a training that rolls back, whose epoch goes on
-            self._epoch, self._passed_over = state["epoch"], state["passed_over"].clone()
-            self._missing = state["missing"]
+        self._epoch, self._passed_over = state["epoch"], state["passed_over"].clone()
+        self._missing = state["missing"]
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -55,7 +55,6 @@ class WindowStep:
     Args:
         model: its model as the training loop calls it, wrapped and compiled.
         rows_of_dataset: as for `NumberChecks`.
-        roll_back: called with a reason, restores the last checkpoint.
         course: the samples of its steps; None or without steps before it begins.
     """
 
@@ -66,7 +65,6 @@ class WindowStep:
         record: RunRecord | None = None,
         *,
         rows_of_dataset: RowsOfDataset,
-        roll_back: Callable[[str], None],
         phases: Phases,
         course: Course | None = None,
     ) -> None:
@@ -85,10 +83,9 @@ class WindowStep:
         self.may_repeat = self.repeats
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
-            SkippedWindows(args.skip_nonfinite, args.divergence_factor, record),
+            SkippedWindows(args.skip_nonfinite, record),
             setup.encoder,
             setup.accelerator,
-            roll_back=roll_back if args.on_divergence == "roll_back" else None,
             rows_of_dataset=rows_of_dataset,
         )
         self._setup, self._phases, self._compiled = setup, phases, compiled

@@ -24,7 +24,6 @@ from ...loading.loaders import set_sizes, training_collator
 from ...loading.stored_teachers import stored_teachers
 from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
-from ...processes.cores import cores
 from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
 from ...windows.selection import tell_if_too_short
@@ -37,7 +36,7 @@ from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
 from .defaults import check_embedded
-from .launched import mistakes_in_one_line
+from .launched import cores, mistakes_in_one_line
 from .parser import Parser
 
 SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training

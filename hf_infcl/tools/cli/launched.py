@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...processes.collectives import OtherRankFailedError
-from ...processes.cores import cores
 from ...training.trainer import InfCLTrainer
 from .messages import missing_package, tell
 
@@ -147,3 +146,8 @@ def leave(trainer: InfCLTrainer, code: int = 0) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def cores() -> int:
+    """The processor's cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...checkpoints.average_options import check_average
@@ -20,7 +19,6 @@ from ...conversion import compare_formats
 from ...data import ImageTextDataset, ZeroShotDataset
 from ...encoders.adapters import ADAPTER_FILES, has_adapters
 from ...options.arguments import InfCLTrainingArguments
-from ...processes.cores import busy_cores
 from ...processes.preemption import Preempted
 from ...training.ending import measured_last
 from ...training.trainer import InfCLTrainer
@@ -97,9 +95,8 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             for line in short_check(trainer, train_dataset, data):
                 print(line)
-        busy = busy_cores(torch.get_num_threads()) if args.device.type == "cpu" else ""
-        for warning in filter(None, (doubtful_rate(args), busy)):
-            print(warning)
+        if rate := doubtful_rate(args):
+            print(rate)
     if data.dry_run:
         dry_run(trainer, parser.prog)
         return
