@@ -20,15 +20,6 @@ _AREA = 0.9, 1.0
 _RATIO = 3 / 4, 4 / 3
 
 
-def check_augmentation(augmentation: Augmentation) -> None:
-    """Raise a ValueError unless it is a preset or a function."""
-    if not callable(augmentation) and augmentation not in PRESETS:
-        raise ValueError(
-            f"augmentation must be one of {', '.join(PRESETS)}, or a function of a PIL image and a random.Random, "
-            f"got {augmentation!r}."
-        )
-
-
 def augment(image: np.ndarray, augmentation: Augmentation, seed: str) -> dict[str, Any]:
     """Augment one image, uint8 [H, W, 3].
 

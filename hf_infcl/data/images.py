@@ -68,6 +68,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
 
     _or_skip = ""  # how to do without a bad row
+    _min_side: int | None = None  # of decoded images
     numbers: np.ndarray | None = None  # [n] int64, of the rows in the table from which they were selected, if they were
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, other_columns: Mapping[str, str | None]) -> None:
@@ -120,7 +121,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.source = ""  # what a `SetSpec` opened it from
         self.benchmark: Any = None  # the files of a named benchmark (`hf_infcl.tools.benchmarks`)
         self.image_column = image_column
-        self._min_side: int | None = None
 
     def __len__(self) -> int:
         return len(self.table)

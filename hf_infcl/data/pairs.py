@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import numpy as np
 import torch
 
-from ..shards.values import check_on_bad_sample, is_unicode, shortened
-from .augmentation import Augmentation, augment, check_augmentation
+from ..shards.readers import Columns
+from ..shards.values import ON_BAD_SAMPLE, is_unicode, shortened
+from .augmentation import PRESETS, Augmentation, augment
 from .columns import usual_column
 from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is_string
 
@@ -37,17 +38,48 @@ class PairSource:
 
     image_column: Any  # a name; a stream may be without images or captions
     caption_column: Any
-    captions_per_image: int
-    negative_caption_column: str | None
-    pair_id_column: str | None
-    seed: int
-    on_bad_sample: str
-    _augmentation: Augmentation
-    _min_side: int | None
     _all_captions = False
     _number: int | None = None
     _views: int | None = None
     _LACKS: ClassVar[str]  # what a message says of a sample without a part, "caption" or "pair id", in its column
+
+    def _keep(
+        self,
+        columns: Columns,
+        captions_per_image: int,
+        seed: int,
+        on_bad_sample: str,
+        augmentation: Augmentation,
+        min_side: int | None,
+    ) -> None:
+        """Keeps the options that decide about the items; raises a ValueError for one that is invalid."""
+        if on_bad_sample not in ON_BAD_SAMPLE:
+            raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
+        if not callable(augmentation) and augmentation not in PRESETS:
+            raise ValueError(
+                f"augmentation must be one of {', '.join(PRESETS)}, or a function of a PIL image and a random.Random, "
+                f"got {augmentation!r}."
+            )
+        if min_side is not None and min_side < 1:
+            raise ValueError(f"min_side must be at least 1 pixel, got {min_side}.")
+        if not isinstance(captions_per_image, int) or captions_per_image < 1:
+            raise ValueError(f"captions_per_image must be an integer of at least 1, got {captions_per_image!r}.")
+        if columns.negative_caption and columns.negative_caption == columns.caption:
+            raise ValueError(
+                f"caption_column and negative_caption_column are both {columns.caption!r}, so every caption would be a "
+                "negative of its own image. Name another column, or leave negative_caption_column out."
+            )
+        self.image_column, self.caption_column, self.pair_id_column, self.negative_caption_column = columns
+        self.captions_per_image, self.seed, self.on_bad_sample = captions_per_image, seed, on_bad_sample
+        self._augmentation, self._min_side = augmentation, min_side
+
+    def _check_single(self) -> None:
+        """Raises a ValueError if several captions are to be drawn from a column of single ones."""
+        if self.captions_per_image > 1:
+            raise ValueError(
+                f"captions_per_image is {self.captions_per_image}, but the caption_column {self.caption_column!r} "
+                "holds one string for each image. Name a column of lists of strings, or leave captions_per_image out."
+            )
 
     def name_places(self, number: int, views: int | None = None) -> None:
         """Adds a ``place`` to the items: where each is from, and the seed of its augmentation.
@@ -192,27 +224,23 @@ class ImageTextDataset(PairSource, ImageDataset):
         image_column, named = usual_column("image", image_column, dataset), caption_column
         caption_column = usual_column("caption", named, dataset)
         pair_id_column = caption_column if pair_id_column == named else pair_id_column
-        check_on_bad_sample(on_bad_sample)
         if on_bad_sample == "skip" and all_captions:
             raise ValueError(
                 'In an evaluation (all_captions=True), on_bad_sample="skip" would count other rows twice in place of '
                 "bad ones. Drop the bad rows from the dataset instead."
             )
-        check_augmentation(augmentation)
         if all_captions and augmentation != "none":
             raise ValueError(
                 f"An evaluation (all_captions=True) uses images unchanged, but augmentation is {augmentation!r}. Leave "
                 "it out."
             )
-        if min_side is not None and min_side < 1:
-            raise ValueError(f"min_side must be at least 1 pixel, got {min_side}.")
-        check_captions_per_image(captions_per_image)
         if all_captions and (captions_per_image > 1 or negative_caption_column):
             raise ValueError(
                 "An evaluation (all_captions=True) uses exactly the captions of each image. Leave captions_per_image "
                 "and negative_caption_column out."
             )
-        check_negative_captions(caption_column, negative_caption_column)
+        columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
+        self._keep(columns, captions_per_image, seed, on_bad_sample, augmentation, min_side)
         caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
         if both := [option for option, column in caption_columns.items() if column == image_column]:
             raise ValueError(
@@ -227,23 +255,15 @@ class ImageTextDataset(PairSource, ImageDataset):
                     f"The {option} {column!r} must hold strings or lists of strings, not {captions}.{mixed}"
                 )
         if is_string(dataset.features[caption_column]):
-            check_captions_per_image(captions_per_image, single=caption_column)
+            self._check_single()
         if pair_id_column and pair_id_column not in (caption_column, image_column):
             ids = dataset.features[pair_id_column]
             if not (is_integer(ids) or is_string(ids)):
                 held = "lists, since a pair has one id" if hasattr(ids, "feature") else ids
                 raise ValueError(f"The pair_id_column {pair_id_column!r} must hold integers or strings, not {held}.")
         self._texts = self.table.remove_columns(image_column)
-        self.caption_column = caption_column
-        self.captions_per_image = captions_per_image
-        self.negative_caption_column = negative_caption_column
-        self.pair_id_column = pair_id_column
         self._all_captions = all_captions
         self._or_skip = "" if all_captions else ', or pass on_bad_sample="skip" (--on_bad_sample skip in a command)'
-        self.seed = seed
-        self.on_bad_sample: str = on_bad_sample
-        self._augmentation = augmentation
-        self._min_side = min_side
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -362,26 +382,6 @@ def draw_captions(captions: list[str], count: int, random: random.Random) -> lis
     if count == 1 and captions:
         return [random.choice(captions)]
     return random.sample(captions, min(count, len(captions)))
-
-
-def check_captions_per_image(captions_per_image: int, single: str | None = None) -> None:
-    """Raises a ValueError for a number that cannot be drawn, for example from a column of ``single`` captions."""
-    if not isinstance(captions_per_image, int) or captions_per_image < 1:
-        raise ValueError(f"captions_per_image must be an integer of at least 1, got {captions_per_image!r}.")
-    if single and captions_per_image > 1:
-        raise ValueError(
-            f"captions_per_image is {captions_per_image}, but the caption_column {single!r} holds one string for each "
-            "image. Name a column of lists of strings, or leave captions_per_image out."
-        )
-
-
-def check_negative_captions(caption_column: str | None, negative_caption_column: str | None) -> None:
-    """Raises a ValueError if the captions of an image would be its negatives."""
-    if negative_caption_column and negative_caption_column == caption_column:
-        raise ValueError(
-            f"caption_column and negative_caption_column are both {caption_column!r}, so every caption would be a "
-            "negative of its own image. Name another column, or leave negative_caption_column out."
-        )
 
 
 def as_pair_id(value: str | int) -> int:

@@ -24,11 +24,11 @@ from ..shards.opening import ReadError, content_tag, digest, find_shards, open_s
 from ..shards.readers import Columns, Sample, reader_of
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
-from ..shards.values import check_on_bad_sample, describe_cause
-from .augmentation import Augmentation, augment, check_augmentation
+from ..shards.values import describe_cause
+from .augmentation import Augmentation, augment
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
-from .pairs import PairSource, check_captions_per_image, check_negative_captions, content_pair_id, usable_captions
+from .pairs import PairSource, content_pair_id, usable_captions
 from .stream_batches import Shares, StreamBatches
 
 logger = logging.getLogger(__name__)
@@ -106,16 +106,13 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         augmentation: Augmentation = "none",
         min_side: int | None = None,
     ) -> None:
-        check_augmentation(augmentation)
-        check_captions_per_image(captions_per_image)
-        check_negative_captions(caption_column, negative_caption_column)
-        check_on_bad_sample(on_bad_sample)
+        columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
+        self._keep(columns, captions_per_image, seed, on_bad_sample, augmentation, min_side)
         numbers = {
             "shuffle_buffer": shuffle_buffer,
             "open_shards": open_shards,
             "lanes": lanes,
             "samples_per_epoch": samples_per_epoch,
-            "min_side": min_side,
         }
         for option, value in numbers.items():
             if value is not None and value < 1:
@@ -127,24 +124,18 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             _check_weights(weights, sources)
         self.sources, self.name = sources, " ".join(sources)
         self.weights = [1.0] if weights is None else [float(weight) for weight in weights]
-        self.seed, self.shuffle_buffer, self.open_shards, self.lanes = seed, shuffle_buffer, open_shards, lanes
+        self.shuffle_buffer, self.open_shards, self.lanes = shuffle_buffer, open_shards, lanes
         self.samples_per_epoch = samples_per_epoch
-        self.image_column, self.caption_column, self.pair_id_column = image_column, caption_column, pair_id_column
         self._processes = 1  # when the stream was pickled
-        self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
-        self.on_bad_sample: str = on_bad_sample
-        self._augmentation, self._min_side = augmentation, min_side
         self.left_out = ""  # says which samples are
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []
         for number, source in enumerate(sources):
             urls = find_shards(source, split=split, name=name)
-            reader = reader_of(urls)(
-                Columns(image_column, caption_column, pair_id_column, negative_caption_column), urls
-            )
-            if not reader.has_lists:
-                check_captions_per_image(captions_per_image, single=caption_column)
+            reader = reader_of(urls)(columns, urls)
+            if not reader.has_lists and caption_column:
+                self._check_single()
             groups.append(list(range(len(self.shards), len(self.shards) + len(urls))))
             names = [f"{number}/{short}" for short in shard_names(urls)]
             self.shards += [Shard(url, short, reader) for url, short in zip(urls, names, strict=True)]

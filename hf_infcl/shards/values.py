@@ -11,12 +11,6 @@ ERRORS = "__errors__"
 ON_BAD_SAMPLE = ("raise", "skip")
 
 
-def check_on_bad_sample(value: object) -> None:
-    """Raises a ValueError unless it is one of `ON_BAD_SAMPLE`."""
-    if value not in ON_BAD_SAMPLE:
-        raise ValueError(f'on_bad_sample must be "raise" or "skip", got {value!r}.')
-
-
 def json_object(content: bytes) -> dict[str, Any]:
     """The fields of an object; raises a ValueError for any other JSON, and for what is none."""
     fields = json.loads(content)
