@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from helpers import models
@@ -12,9 +11,8 @@ from helpers.wrappers import FSDP, wrapped
 from torch import Tensor
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.checkpoints.average_search import Averaged
-from hf_infcl.checkpoints.average_weights import interpolated
-from hf_infcl.training.with_start import AverageWithStart, checkpoint_of_end
+from hf_infcl.checkpoints.averages import Averaged, interpolated
+from hf_infcl.training.with_start import average_with_start, checkpoint_of_end, main_weights
 
 SAVED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 WRAPPERS: dict[str, dict[str, Any]] = {"one": {}, "ddp": {}, "fsdp": FSDP}
@@ -30,9 +28,9 @@ def averaged(
     """Trains, moves the model to an average and saves it into last/."""
     trainer = trainer_for(folder, model, models.Pairs(64), eval_dataset=sets(), **{**SAVED, **options})
     halves = {"guard": models.Pairs(5)}, {"guard": models.Pairs(7)}
-    average = AverageWithStart(trainer, sets(), halves, alpha=alpha, tolerance=1.0)
+    start = main_weights(trainer)
     trainer.train()
-    found = average.find()
+    found = average_with_start(trainer, start, sets(), halves, alpha=alpha, tolerance=1.0)
     trainer.save_model(f"{folder}/last")
     return trainer, found
 
@@ -64,21 +62,6 @@ def test_the_saved_model_is_the_average_of_the_start_and_the_last_checkpoint(req
     both = [metrics[f"eval_pairs_{way}_retrieval_recall@1"] for way in ("image", "text")]
     assert found[0][0].at(0.3).gained == pytest.approx(sum(both) / 2)
     assert found[0][1] == pytest.approx(both[0])
-
-
-def test_adapters_are_scaled_and_what_trains_beside_them_is_averaged(tmp_path):
-    torch.manual_seed(0)
-    model = peft.get_peft_model(models.clip(), peft.LoraConfig(r=2, target_modules=r".*(q_proj|fc1)"))
-    model.base_model.model.logit_scale.requires_grad_(True)
-    averaged(tmp_path, model, learning_rate=0.1)
-
-    def merged(name: str) -> dict[str, Tensor]:
-        return peft.PeftModel.from_pretrained(models.clip(), tmp_path / name).merge_and_unload().state_dict()
-
-    start, end, last = models.clip().state_dict(), merged("checkpoint-4"), merged("last")
-    assert len([name for name in start if not torch.equal(start[name], end[name])]) > 4
-    for name, expected in interpolated(start, end, 0.3).items():
-        torch.testing.assert_close(last[name], expected)
 
 
 def test_the_best_checkpoint_is_the_end_if_it_is_loaded(tmp_path):

@@ -10,24 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-import peft
 import pytest
 import torch
 import transformers
 from helpers import models
 from helpers.demo import infcl, infcl_launched, mistake
 from helpers.processes import launched
-from huggingface_hub import ModelCard
-from PIL import Image
 from torch import Tensor, nn
 
-from hf_infcl.checkpoints import average_search
-from hf_infcl.checkpoints.average_search import ALPHAS, Measured, chosen, halves, measured_at
-from hf_infcl.checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics, scales_by_depth
-from hf_infcl.checkpoints.between import BetweenCheckpoints
+from hf_infcl.checkpoints.averages import ALPHAS, Measured, chosen, halves, interpolated, measured_at
 from hf_infcl.evaluation.metrics import score
-from hf_infcl.tools.publishing.front import plot_front
+from hf_infcl.training import with_start
 
 State = dict[str, Tensor]
 
@@ -40,13 +33,12 @@ def bits(state: Any) -> dict[str, bytes]:
 # ---- Weights ----
 
 
-@pytest.mark.parametrize("path", ["line", "depth"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_ends_of_a_path_are_the_start_and_the_end_to_the_bit(path, dtype):
-    start, end = deep_clip(0).to(dtype).state_dict(), deep_clip(1).to(dtype).state_dict()
+def test_the_ends_of_the_line_are_the_start_and_the_end_to_the_bit(dtype):
+    start, end = (models.clip(seed=seed).to(dtype).state_dict() for seed in (0, 1))
     start["logit_scale"] = torch.tensor(-0.0, dtype=dtype)
-    assert bits(interpolated(start, end, 0, path)) == bits(start)
-    assert bits(interpolated(start, end, 1, path)) == bits(end)
+    assert bits(interpolated(start, end, 0)) == bits(start)
+    assert bits(interpolated(start, end, 1)) == bits(end)
 
 
 def test_on_the_line_every_change_is_scaled_alike():
@@ -72,7 +64,6 @@ def test_statistics_of_batch_norms_move_and_their_counters_do_not():
     start, end = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     end(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     states = [{f"norm.{name}": value for name, value in norm.state_dict().items()} for norm in (start, end)]
-    assert running_statistics(states[0]) == ["norm.running_mean", "norm.running_var"]
     half = interpolated(states[0], states[1], 0.5)
     assert half["norm.running_mean"].tolist() == pytest.approx([0.1, 0.2])  # of 0 and a tenth of the means 2 and 4
     assert half["norm.num_batches_tracked"] == 1
@@ -85,88 +76,12 @@ def test_an_alpha_outside_of_both_ends_is_refused(alpha):
         interpolated({}, {}, alpha)
 
 
-def test_other_models_and_paths_are_refused():
+def test_other_models_are_refused():
     state = {"a": torch.zeros(2, 3), "b": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"a has the shape \(2, 3\) at the start and \(3, 2\) at the end"):
         interpolated(state, {**state, "a": torch.zeros(3, 2)}, 0.5)
     with pytest.raises(ValueError, match="1 weight without a counterpart, such as c of the end"):
         interpolated(state, {**state, "c": torch.zeros(1)}, 0.5)
-    with pytest.raises(ValueError, match="path must be one of line, depth, got 'curve'"):
-        interpolated(state, state, 0.5, "curve")
-    with pytest.raises(ValueError, match="no tower of the model has two numbered layers"):
-        interpolated(models.clip().state_dict(), models.clip().state_dict(), 0.5, "depth")
-
-
-# ---- Depth ----
-
-
-def deep_clip(seed: int, layers: int = 3) -> transformers.CLIPModel:
-    return models.clip_with({"num_hidden_layers": layers}, {"num_hidden_layers": layers}, seed)
-
-
-def test_scales_grow_linearly_with_the_depth_of_each_tower():
-    names = deep_clip(0).state_dict()
-    of = {name: [scales_by_depth(names, alpha)[name] for alpha in (0, 0.25, 0.5, 0.8, 1)] for name in names}
-    for tower in ("vision_model", "text_model"):
-        layer = f"{tower}.encoder.layers.{{}}.mlp.fc1.weight"
-        assert of[layer.format(0)] == pytest.approx([0, 0, 0, 0.6, 1])
-        assert of[layer.format(1)] == pytest.approx([0, 0.25, 0.5, 0.8, 1])
-        assert of[layer.format(2)] == pytest.approx([0, 0.5, 1, 1, 1])
-        assert of[f"{tower}.embeddings.position_embedding.weight"] == of[layer.format(0)]
-    for name in ("vision_model.post_layernorm.weight", "text_projection.weight", "logit_scale"):
-        assert of[name] == of[layer.format(2)]
-    assert of["vision_model.pre_layrnorm.weight"] == of[layer.format(0)]
-
-
-@pytest.mark.parametrize("kind", models.BUILD)
-def test_every_model_has_its_scales_from_0_to_1(kind):
-    """Models of one layer have no depth; of the others, the first layer is 0 and the last is 1."""
-    names = models.BUILD[kind]().state_dict()
-    try:
-        scales = scales_by_depth(names, 0.5)
-    except ValueError:
-        assert not any(".1." in name for name in names)
-        return
-    assert list(scales) == list(names)
-    assert {0.0, 1.0} <= set(scales.values()) <= {step / 12 for step in range(13)}
-
-
-# ---- Adapters ----
-
-
-def with_lora(model: Any, seed: int = 0, **options: Any) -> Any:
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "fc1"], **options))
-    torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)
-    return model
-
-
-def test_scaled_adapters_are_the_average_of_the_merged_weights(tmp_path):
-    model = models.clip()
-    model.save_pretrained(tmp_path / "start")
-    with_lora(model).save_pretrained(tmp_path / "end")
-    add_processor(tmp_path / "start")
-    moving = BetweenCheckpoints(str(tmp_path / "start"), str(tmp_path / "end"), "line")
-    states = {}
-    for alpha in (0.0, 0.4, 1.0):
-        moving.move(alpha)
-        moving.model.save_pretrained(tmp_path / f"{alpha}")
-        base = transformers.CLIPModel.from_pretrained(tmp_path / "start")
-        states[alpha] = peft.PeftModel.from_pretrained(base, tmp_path / f"{alpha}").merge_and_unload().state_dict()
-    start = transformers.CLIPModel.from_pretrained(tmp_path / "start").state_dict()
-    assert all(torch.equal(states[0.0][name], value) for name, value in start.items())
-    for name, value in interpolated(states[0.0], states[1.0], 0.4).items():
-        torch.testing.assert_close(states[0.4][name], value)
-    changed = [name for name in start if not torch.equal(states[0.4][name], start[name])]
-    assert {name.split(".")[-2] for name in changed} == {"q_proj", "fc1"}
-
-
-def test_what_is_trained_beside_the_factors_of_an_adapter_is_refused():
-    state = peft.get_peft_model_state_dict(with_lora(models.clip(), modules_to_save=["visual_projection"]))
-    with pytest.raises(ValueError, match=r"the adapter also holds .*visual_projection.*--lora_merge"):
-        adapters_of_zero(state)
 
 
 # ---- The choice ----
@@ -206,23 +121,14 @@ def test_what_is_measured_of_an_average():
     metrics = {f"eval_pairs_{name}{end}": v for name in names for end, v in (("", 0.4), ("_low", 0.3))}
     metrics |= {"eval_pairs_loss": 2.0, "eval_classes_acc1": 0.8, "eval_classes_acc1_low": 0.6}
     metrics |= {"eval_g_validation_acc1": 0.1, "eval_g_rest_acc1": 0.2, "eval_labels_mean_average_precision": 0.5}
-    metrics |= {"eval_classes_acc1_high": 0.9, "eval_g_rest_acc1_low": 0.1, "eval_g_rest_acc1_high": 0.3}
     one = measured_at(0.5, metrics, ["pairs", "classes"], ["g"])
     assert (one.gained, one.gained_low, one.loss) == (pytest.approx(0.6), pytest.approx(0.45), 2.0)
-    assert (one.validation, one.rest, one.rest_bounds) == ({"g": 0.1}, {"g": 0.2}, {"g": (0.1, 0.3)})
+    assert (one.validation, one.rest) == ({"g": 0.1}, {"g": 0.2})
     assert measured_at(0.5, metrics, ["classes", "labels"], ["g"]).gained_low is None
     one = measured_at(0.5, metrics, ["classes"], [])
-    assert (one.gained_low, one.gained_high, one.loss) == (0.6, 0.9, None)
+    assert (one.gained_low, one.loss) == (0.6, None)
     one = measured_at(0.5, {k: v for k, v in metrics.items() if not k.endswith("_low")}, ["classes"], ["g"])
-    assert (one.gained_low, one.gained_high, one.rest_bounds) == (None, 0.9, {})
-
-
-def test_a_choice_needs_the_start_and_a_fraction():
-    with pytest.raises(ValueError, match=r"compared with alpha 0, but only \[0.5\] were measured"):
-        chosen(measured((0.5, 1, 1)), 0.01)
-    for tolerance in (-0.01, 2, float("nan")):
-        with pytest.raises(ValueError, match="guard_tolerance is a fraction from 0 to 1"):
-            chosen(measured((0, 1, 1)), tolerance)
+    assert one.gained_low is None
 
 
 def test_scores_are_the_recall_of_both_directions_or_the_accuracy():
@@ -315,22 +221,9 @@ def test_auto_measures_all_averages_chooses_one_and_saves_it(tuned, auto):
     saved = transformers.CLIPModel.from_pretrained(out).state_dict()
     assert bits(saved) == bits(interpolated(*states, best.alpha))
     assert transformers.AutoProcessor.from_pretrained(out).tokenizer.vocab_size > 0
-    assert (out / "average.png").stat().st_size > 10_000
     assert "A random half of the rows of each guard" in printed
-    assert f"The average at alpha {best.alpha:g}, with its card (README.md), is in {out}." in printed
-    card = (out / "README.md").read_text()
-    assert "was made by averaging weights with `infcl average`" in card
-    assert f"| weights | start + **{best.alpha:g}** · (end − start) |" in card
-    assert "| start (α = 0) | `start` |\n| end (α = 1) | `end` |" in card
-    assert "with the greatest gain at which no guard loses more than 0.05" in card
-    gained, rest = best.gained, best.rest["guard1_old_classes"]
-    assert f"| {best.alpha:g} | {gained:.4f} | {rest:.4f} |" in card
-    assert "| α | trained for | kept: `old_classes`, split test |" in card
-    assert "“Trained for” is measured on `new`, split test (57 images) and `new_classes`, split test (" in card
-    assert "![Averages of the weights of both models: what they gain and what they keep](average.png)" in card
-    assert 'model = CLIPModel.from_pretrained("out")' in card
-    assert str(tuned) not in card
-    assert ModelCard(card).data.tags[-1] == "merge"
+    assert f"The average at alpha {best.alpha:g} is in {out}." in printed
+    assert not (out / "README.md").exists()
 
 
 def test_an_average_measures_what_evaluate_measures_of_it(tuned, auto, tmp_path):
@@ -345,7 +238,7 @@ def test_an_average_measures_what_evaluate_measures_of_it(tuned, auto, tmp_path)
 
 def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, tmp_path, capsys, monkeypatch):
     """Also after a kill before the results were written; and card and output tell what was gained and what it cost."""
-    monkeypatch.setattr(average_search, "ALPHAS", (0.0, 0.2, 0.4, 1.0))
+    monkeypatch.setattr(with_start, "ALPHAS", (0.0, 0.2, 0.4, 1.0))
     out, again = tmp_path / "out", tmp_path / "again"
     options = [*with_sets(tuned), "--use_cpu", "--report_to", "none", "--per_device_eval_batch_size", 60]
     options += ["--guard_tolerance", 0.05]
@@ -368,7 +261,6 @@ def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, 
     card = (out / "README.md").read_text()
     assert f"| `old_classes`, split test | guard | {before:.4f} | {after:.4f} | {after - before:+.4f} |" in card
     assert f"at α = {results['alpha']:g}" in card
-    assert "](average.png)" in card
     measured = json.loads((out / "eval_results.json").read_text())
     assert sum(score(measured, f"eval_{name}_") for name in ("pairs", "zero_shot")) / 2 == pytest.approx(
         chosen_one["gained"]
@@ -392,8 +284,7 @@ def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, 
         ("--average_with_start auto --eval_dataset d", "--guard_dataset for the other, or a number"),
         ("--average_with_start auto --guard_dataset d", "--average_with_start auto weighs what was gained"),
         ("--average_with_start 0.5 --save_strategy no", "which only a checkpoint then keeps"),
-        ("--average_with_start 0.5 --guard_tolerance 2", "guard_tolerance is a fraction from 0 to 1"),
-        ("--average_path depth", "average_path=depth has no effect without average_with_start"),
+        ("--average_with_start 0.5 --guard_tolerance 2", "guard_tolerance must be a fraction from 0 to 1"),
     ],
 )
 def test_an_average_that_the_end_could_not_find_is_refused_at_the_start(demo, tmp_path, capsys, words, complaint):
@@ -404,15 +295,12 @@ def test_an_average_that_the_end_could_not_find_is_refused_at_the_start(demo, tm
 
 def test_without_sets_the_average_is_only_saved(tuned, tmp_path, capsys):
     for alpha, source in ((0, "start"), (1, "end")):
-        infcl(*command(tuned, tmp_path / source, "--alpha", alpha, "--path", "line"))
+        infcl(*command(tuned, tmp_path / source, "--alpha", alpha))
         saved, given = (
             transformers.CLIPModel.from_pretrained(f).state_dict() for f in (tmp_path / source, tuned / source)
         )
         assert bits(saved) == bits(given)
         assert not (tmp_path / source / "average_results.json").exists()
-        card = (tmp_path / source / "README.md").read_text()
-        assert "None: neither the average nor its ends were measured." in card
-        assert ("This model was not trained: " in card) == (alpha == 0)
         last = capsys.readouterr().out.splitlines()[-1]
         assert last.startswith("This model was not trained: ") == (alpha == 0)
 
@@ -459,13 +347,11 @@ BOTH = "average DEMO/clip-init DEMO/clip-init"
         (f"{BOTH} --alpha 1.5", "--alpha must be 'auto' or a number from 0 (the start)"),
         (f"{BOTH} --alpha most", "--alpha must be 'auto' or a number from 0 (the start) to 1"),
         (f"{BOTH} --alpha auto", "--guard_dataset for the other, or a number as --alpha"),
-        (f"{BOTH} --guard_tolerance 3", "guard_tolerance is a fraction from 0 to 1"),
+        (f"{BOTH} --guard_tolerance 3", "guard_tolerance must be a fraction from 0 to 1"),
         (f"{BOTH} --output_dir DEMO/clip-init", "already holds a model"),
-        (f"{BOTH} --output_dir NOTES", "holds a README.md, which the card of the average"),
         (f"{BOTH} --output_dir NOTES/README.md", "Nothing can be written to output_dir"),
         (f"{BOTH} --output_dir=", "--output_dir is empty. Name the folder"),
         (f"{BOTH} --eval_dataset d --eval_pictures 3", "--eval_pictures draws those of one model"),
-        (f"{BOTH} --path curve", "invalid choice: 'curve'"),
         ("average DEMO/clip-init", "the following arguments are required: END"),
     ],
 )
@@ -480,17 +366,3 @@ def test_what_is_wrong_with_an_average_is_one_line(demo, tmp_path, capsys, words
     assert complaint in mistake(capsys, first, "--use_cpu", "--output_dir", tmp_path / "out", *given)
     assert [file.name for file in (tmp_path / "notes").iterdir()] == ["README.md"]
     assert (tmp_path / "notes/README.md").read_text() == "My notes."
-
-
-def test_the_picture_has_a_panel_for_each_guard(tmp_path):
-    found = [
-        Measured(a, 0.1 + a / 2, {"g": 0.6 - a * a / 2, "h": 0.5}, {"g": 0.6 - a * a / 2.2, "h": 0.4}) for a in ALPHAS
-    ]
-    plot_front(found, 0.4, tmp_path / "front.png")
-    assert (tmp_path / "front.png").stat().st_size > 10_000
-    bounds = {"gained_low": 0.1, "gained_high": 0.7, "rest_bounds": {"g": (0.1, 0.7), "h": (0.3, 0.5)}}
-    plot_front([replace(one, **bounds) for one in found], 0.4, tmp_path / "shaded.png")
-    with Image.open(tmp_path / "front.png") as plain, Image.open(tmp_path / "shaded.png") as shaded:
-        assert plain.width == shaded.width > 1500, "three panels"
-        darker = np.array(shaded.convert("L")) < np.array(plain.convert("L"))
-        assert darker.mean() > 0.1, "intervals are shaded"

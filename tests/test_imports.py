@@ -89,9 +89,9 @@ MUST_NOT_KNOW = {
         *inside("processes", "kernels", "loss", "data", "checkpoints", "passes.wrappers", "passes.graph_budget"),
     ),
     "hf_infcl.passes.random_state": ("hf_infcl", *HUGGING_FACE),
-    **dict.fromkeys(
-        (f"hf_infcl.checkpoints.average_{name}" for name in ("search", "weights")),
-        (*HUGGING_FACE, *DISTRIBUTED, *inside("kernels", "loss", "data", "training", "tools")),
+    "hf_infcl.checkpoints.averages": (
+        *(*HUGGING_FACE, *DISTRIBUTED),
+        *inside("kernels", "loss", "data", "training", "tools"),
     ),
     "hf_infcl.tools.benchmarks": (
         *(*TRAINER, *MODELS, *DISTRIBUTED, "transformers"),

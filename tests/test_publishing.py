@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, ZeroShotDataset
-from hf_infcl.checkpoints.average_search import Averaged
+from hf_infcl.checkpoints.averages import Averaged
 from hf_infcl.shards.values import counted
 from hf_infcl.tools.cli import main
 from hf_infcl.tools.cli.evaluate import other_loss
@@ -281,7 +281,7 @@ def test_a_training_that_was_better_long_before_its_end_says_so(best, guard, tol
 
 @pytest.mark.parametrize("tolerance", [0.01, None])
 def test_an_average_that_is_the_start_was_not_trained(tmp_path, tolerance):
-    made = facts(average=Averaged(0.0, "line", tolerance), evaluations=[after(0.9, 0.8)])
+    made = facts(average=Averaged(0.0, tolerance), evaluations=[after(0.9, 0.8)])
     said = outcome(made)
     assert said.startswith("This model was not trained: its weights are those before the training, ")
     assert ("guard_tolerance above" in said) == (tolerance is not None)
@@ -289,7 +289,7 @@ def test_an_average_that_is_the_start_was_not_trained(tmp_path, tolerance):
     text = read(made, tmp_path).text
     assert text.startswith(f"\n# my-clip\n\n{said}\n\nIt is a `CLIPModel`. The training described here, with")
     assert "trained with" not in text.partition("## Training")[0]
-    assert not outcome(facts(average=Averaged(0.1, "line", tolerance), evaluations=[after(0.9, 0.8)]))
+    assert not outcome(facts(average=Averaged(0.1, tolerance), evaluations=[after(0.9, 0.8)]))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from numbers import Real
+from typing import ClassVar
 
-from .declaring import FROM_0, command_option
+from .declaring import FROM_0, Range, command_option
 
 
 @dataclass
@@ -61,6 +62,7 @@ class GuardOptions:
         "mean of both directions) or of top-1 accuracy. One half of the rows of each guard chooses, the other half "
         "reports what was kept.",
         default=0.01,
+        within=Range(Real, "a fraction from 0 to 1, such as 0.01", lambda value: 0 <= value <= 1),
     )
 
 
@@ -74,12 +76,6 @@ class StartOptions(GuardOptions):
         "--guard_dataset stays within --guard_tolerance; among gains within the interval of the greatest, that with "
         "the lowest loss. The last checkpoint keeps the weights of the end.",
     )
-    average_path: Literal["line", "depth"] = command_option(
-        "With --average_with_start, as --path of `infcl average`. 'line' scales every change alike (WiSE-FT); 'depth' "
-        "scales those of early layers more (LiNeS).",
-        default="line",
-        needs="average_with_start",
-    )
 
 
 @dataclass
@@ -91,7 +87,4 @@ class AverageOptions:
         "--eval_dataset and --zero_shot_dataset at which every --guard_dataset stays within --guard_tolerance; among "
         "gains within the interval of the greatest, that with the lowest loss.",
         default="0.5",
-    )
-    path: Literal["line", "depth"] = command_option(
-        "'line' scales every change alike (WiSE-FT); 'depth' scales those of early layers more (LiNeS).", default="line"
     )

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_infcl.checkpoints.average_weights import interpolated, with_factors_of_end
+from hf_infcl.checkpoints.averages import interpolated
 
 from .training import SETS, Row, Run, measure, new_model, train
 
 EMOJI = ("openmoji", "fluent flat", "fluent modern", "twemoji")
 CLIP_ART = ("openclipart", "tuxpaint")
-AVERAGES = (("line", 0.25), ("line", 0.5), ("line", 0.75), ("depth", 0.5))  # of a fine-tuning's start and its end
+AVERAGES = (0.25, 0.5, 0.75)  # of a fine-tuning's start and its end
 
 
 def fine_tune(
@@ -39,6 +39,7 @@ def fine_tune(
     model = new_model(data, run.seed, run.objective, toy=toy)
     model.load_state_dict(torch.load(weights, weights_only=True))
     tuned: Any = model
+    start = copy.deepcopy(model.state_dict())
     if run.way == "LoRA":
         import peft
 
@@ -49,20 +50,18 @@ def fine_tune(
     elif run.way == "locked image tower":
         tuned.vision_model.requires_grad_(False)
         tuned.visual_projection.requires_grad_(False)
-    start = copy.deepcopy(tuned.state_dict())
     rows, tuned = train(run, data, origin, model=tuned, sources=CLIP_ART, toy=toy)
     (row,) = [row for row in rows if row["finished"]]
-    return [row, *_averages(row, start, tuned, data)]
+    return [row, *_averages(row, start, tuned.merge_and_unload() if run.way == "LoRA" else tuned, data)]
 
 
 def _averages(row: Row, start: dict[str, Tensor], tuned: Any, data: dict) -> Iterator[Row]:
     """The row of a fine-tuning with what averages of its start and its end measure."""
     end = copy.deepcopy(tuned.state_dict())
-    start = with_factors_of_end(start, end)
-    for path, alpha in AVERAGES:
-        tuned.load_state_dict(interpolated(start, end, alpha, path))
+    for alpha in AVERAGES:
+        tuned.load_state_dict(interpolated(start, end, alpha))
         found = {**measure(tuned, data, SETS), "logit_scale": round(tuned.logit_scale.exp().item(), 4)}
-        yield {**row, **found, "path": path, "alpha": alpha}
+        yield {**row, **found, "path": "line", "alpha": alpha}
 
 
 def sets_of_clip_art(sets: dict) -> dict:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from hf_infcl import TwoTowers
-from hf_infcl.checkpoints.average_weights import interpolated
+from hf_infcl.checkpoints.averages import interpolated
 from real_pairs import side_by_side, training
 from real_pairs.fine_tuning import CLIP_ART, EMOJI, sets_of_clip_art
 from real_pairs.in_memory import LENGTH, normalised, prepare
@@ -261,7 +261,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     if name := found.pop("save", ""):
         side_by_side.save(model.state_dict(), folder / name)
     if job["way"] == "tuned":
-        model.load_state_dict(interpolated(start, copy.deepcopy(model.state_dict()), 0.5, "line"))
+        model.load_state_dict(interpolated(start, copy.deepcopy(model.state_dict()), 0.5))
         averaged = training.recalls(training.measure(model, used, list(used["sets"])))
         found |= {f"averaged_{name}": value for name, value in averaged.items()}
     return found

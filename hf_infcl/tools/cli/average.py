@@ -3,82 +3,91 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
-from ...checkpoints.average_options import check_options, check_place, read_alpha
-from ...checkpoints.average_search import Measured, described, find_average, measured_at, not_trained, with_halves
-from ...checkpoints.between import BetweenCheckpoints
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+
+from ...checkpoints.averages import SPLIT, Averaged, described, interpolated, not_trained, with_halves
 from ...checkpoints.lock import check_writable
-from ...conversion.sentence_transformers import write_sentence_files
-from ...data import ContrastiveCollator
-from ...encoders.adapters import has_adapters
-from ...readable import give_usual_modes
+from ...conversion.models import load
 from ...training.trainer import InfCLTrainer
-from ..publishing.average_card import average_card
-from ..publishing.front import write_averages
+from ...training.with_start import find_average, main_weights
+from ..publishing.facts import source_name
 from ..publishing.telling import quieten
 from .datasets import check_columns, evaluation_datasets, guard_datasets
-from .description import describe_evaluations
+from .defaults import read_alpha
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
 
 def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
-    """Writes the averaged model and its card; with sets to measure it on, the results and a picture of all averages."""
+    """Writes the averaged model and, with sets to measure it on, the results of all averages."""
     options, columns, evaluation, guards, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         alpha = read_alpha("alpha", options.alpha, guards, evaluation)
-        check_options(args, evaluation)
-        check_place(args.output_dir, namespace.start, namespace.end)
+        if evaluation.eval_pictures:
+            raise ValueError("--eval_pictures draws those of one model. Omit it, and draw them with `infcl evaluate`.")
+        if args.fsdp:
+            raise ValueError(
+                "The weights of an average are changed as a whole, which FSDP does not allow. Omit its options, or "
+                "start the command with scripts/configs/ddp.yaml."
+            )
+        _check_place(args.output_dir, namespace.start, namespace.end)
         gains = evaluation_datasets(columns, evaluation)
         halves = [guard_datasets(columns, guards, evaluation, half=half) for half in (0, 1)]
-        moving = BetweenCheckpoints(namespace.start, namespace.end, options.path)
-        trainer = None
         if sets := gains | with_halves(*halves):
             check_columns(columns, sets)
-            trainer = InfCLTrainer(moving.model, args, eval_dataset=sets, processing_class=moving.processor)
-            quieten(trainer)
+        start = load(namespace.start).model.state_dict()
+        model, processor, _ = load(namespace.end)
+        interpolated(start, model.state_dict(), 1.0)  # raises here, on every process, if these are different models
+        trainer = InfCLTrainer(model, args, eval_dataset=sets or None, processing_class=processor)
+        quieten(trainer)
         if args.process_index == 0:
             check_writable(str(args.output_dir))  # before all averages are measured
-
-    def measure(alpha: float) -> Measured:
-        assert trainer is not None
-        return measured_at(alpha, trainer.evaluate(), list(gains), list(halves[0]))
-
     with mistakes_in_one_line(parser.prog, of_libraries=False):
-        averaged = find_average(
-            moving.move,
-            measure if sets else None,
-            alpha=alpha,
-            path=options.path,
-            tolerance=guards.guard_tolerance,
-            batch_norms=moving.batch_norms,
-        )
+        end, tolerance = main_weights(trainer), guards.guard_tolerance
+        averaged = find_average(trainer, start, end, gains, halves, alpha=alpha, tolerance=tolerance)
+        trainer.save_model(_internal_call=True)
     if args.process_index == 0:
         folder = Path(args.output_dir)
-        moving.model.save_pretrained(folder)
-        give_usual_modes(folder)
-        moving.processor.save_pretrained(folder)
-        collator = ContrastiveCollator.for_model(moving.processor, moving.model.config)
-        write_sentence_files(folder, moving.model.config.model_type, moving.processor, **collator.text_options)
+        (folder / TRAINING_ARGS_NAME).unlink()  # those of the command, which trained nothing
         write_averages(folder, averaged, namespace.start, namespace.end)
-        adapted = has_adapters(moving.model)
-        loaded = moving.model.get_base_model() if adapted else moving.model
-        average_card(
-            folder,
-            averaged,
-            namespace.start,
-            namespace.end,
-            model_class=type(loaded).__name__,
-            tokens=collator.max_length,
-            adapter=adapted,
-            evaluations=describe_evaluations(gains | halves[0]),
-        ).save(folder / "README.md")  # in the place of peft's
         lines = (
             *described(averaged),
-            f"The average at alpha {averaged.alpha:g}, with its card (README.md), is in {folder}.",
+            f"The average at alpha {averaged.alpha:g} is in {folder}.",
             not_trained(averaged),
         )
         print(*filter(None, lines), sep="\n")
-    if trainer is not None:
-        leave(trainer)
+    leave(trainer)
+
+
+def write_averages(folder: Path, average: Averaged, start: str, end: str) -> None:
+    """Writes what was measured of averages between two models, of which the file has the Hub ids or folders' names."""
+    if not average.measured:
+        return
+    results = {
+        "start": source_name(start)[0],
+        "end": source_name(end)[0],
+        "alpha": average.alpha,
+        "chosen": average.tolerance is not None,
+        "guard_tolerance": average.tolerance,
+        "scores": "recall@1 (mean of both directions) of pairs, top-1 accuracy of classes",
+        "split": SPLIT,
+        "measured": [asdict(one) for one in average.measured],
+    }
+    text = json.dumps(results, indent=2, ensure_ascii=False)
+    (folder / "average_results.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _check_place(output_dir: str | None, start: str, end: str) -> None:
+    """Raises a ValueError if the average would be written over a model, or no folder is named for it."""
+    if not output_dir:
+        raise ValueError("--output_dir is empty. Name the folder that the average is written into.")
+    place = Path(output_dir)
+    if any(place.resolve() == Path(source).resolve() for source in (start, end)) or any(
+        (place / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)
+    ):
+        raise ValueError(f"--output_dir {output_dir} already holds a model. Choose another --output_dir.")

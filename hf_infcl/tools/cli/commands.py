@@ -168,7 +168,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         shown=OF_EVALUATION,
         places={
             "start": "The model from which the fine-tuning began: a Hub id or a folder.",
-            "end": "The model after it, or its LoRA adapter.",
+            "end": "The model after it. Adapters are merged into their model first.",
         },
     ),
     "embed": partial(

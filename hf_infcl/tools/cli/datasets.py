@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from ...checkpoints.average_search import halves
+from ...checkpoints.averages import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ...data.columns import find_label_column
 from ...data.images import is_string
@@ -154,7 +154,7 @@ def guard_datasets(
         columns: the columns of the training set.
         evaluation: names the labels and the templates.
         data: the training data, which must not be taken for a guard; None without a training.
-        half: 0 or 1 for one of the `hf_infcl.checkpoints.average_search.halves` of each set; None for all rows.
+        half: 0 or 1 for one of the `hf_infcl.checkpoints.averages.halves` of each set; None for all rows.
     """
     chosen = None if half is None else lambda rows: halves(rows)[half]
     defaults, trained = _defaults(columns, evaluation), _trained(data)

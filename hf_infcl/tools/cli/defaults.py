@@ -6,13 +6,13 @@ import argparse
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ...checkpoints.average_options import check_average
 from ...data.images import ImageDataset
 from ...evaluation.metrics import METRICS, metrics_of_kind
 from ...loading.positions import make_plan
@@ -21,7 +21,8 @@ from ...micro_batches.trials import memory_is_known
 from ...options.arguments import InfCLTrainingArguments
 from ...options.best_metric import check_metric, metrics_of, use_of_metric
 from ...options.combinations import check_command
-from ...options.evaluation_options import EvaluationOptions, StartOptions
+from ...options.declaring import spelled
+from ...options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
 from ...options.files import FILES
 from ...shards.values import counted
 from ...training.optimization import check_optimizer_options
@@ -104,6 +105,47 @@ def check_training(
     check_average(keep, evaluation, args)
     if of_optimizer and args.optimizer is None:
         check_optimizer_options(args, Trainer.get_optimizer_cls_and_kwargs)
+
+
+def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCLTrainingArguments) -> float | None:
+    """The α of --average_with_start, or None for the one to be chosen.
+
+    Raises:
+        ValueError: an average is asked for that could not be found at the end of the training.
+    """
+    if keep.average_with_start is None:
+        return None
+    alpha = read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
+    strategy = spelled(args.save_strategy)
+    if strategy == "no" or (strategy == "best" and not args.load_best_model_at_end):
+        raise ValueError(
+            "--average_with_start saves an average in place of the weights at the end, which only a checkpoint then "
+            f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps."
+        )
+    return alpha
+
+
+def read_alpha(option: str, value: str, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
+    """The α that the value of an option names, "auto" or a number; None for the one to be chosen.
+
+    ``guards`` names the sets to keep, and ``evaluation`` those that the training is for.
+
+    Raises:
+        ValueError: the value is neither; a set is missing for the choice.
+    """
+    if value == "auto":
+        gains = evaluation.eval_dataset or evaluation.zero_shot_dataset or evaluation.eval_benchmark
+        if not (gains and (guards.guard_dataset or guards.guard_benchmark)):
+            raise ValueError(
+                f"--{option} auto weighs what was gained against what is kept. Pass --eval_dataset, "
+                "--zero_shot_dataset or --eval_benchmark for the one and --guard_benchmark or "
+                f"--guard_dataset for the other, or a number as --{option}."
+            )
+        return None
+    with suppress(ValueError):
+        if 0 <= (alpha := float(value)) <= 1:
+            return alpha
+    raise ValueError(f"--{option} must be 'auto' or a number from 0 (the start) to 1 (the end), got {value!r}.")
 
 
 def check_embedded(folders: Sequence[str] | None, words: Sequence[str]) -> None:

@@ -20,11 +20,10 @@ from ...processes.collectives import Processes
 from ...training.trainer import InfCLTrainer
 from ..publishing.callback import CURVES_FILE
 from ..publishing.facts import FACTS_FILE
-from ..publishing.front import FRONT_FILE
 from ..publishing.pictures import PICTURES_FILE
 from .command_options import DataOptions
 
-RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, FRONT_FILE, PICTURES_FILE)
+RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, PICTURES_FILE)
 LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written only at the end of a run
 
 

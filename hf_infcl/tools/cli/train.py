@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ...checkpoints.average_options import check_average
-from ...checkpoints.average_search import Averaged, described
+from ...checkpoints.averages import Averaged, described
 from ...checkpoints.saving import full_disk_explained
 from ...checkpoints.starting import merge_into_start, model_to_train
 from ...conversion import compare_formats
@@ -22,22 +21,22 @@ from ...options.arguments import InfCLTrainingArguments
 from ...processes.preemption import Preempted
 from ...training.ending import measured_last
 from ...training.trainer import InfCLTrainer
-from ...training.with_start import AverageWithStart, checkpoint_of_end
+from ...training.with_start import average_with_start, checkpoint_of_end, main_weights
 from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
 from ..publishing.callback import CardCallback
 from ..publishing.changes import lines_of_changes
 from ..publishing.facts import scores_by_width
-from ..publishing.front import write_averages
 from ..publishing.outcome import doubtful_rate, earlier_best, outcome
 from ..publishing.pictures import PicturesCallback
 from ..publishing.settings import precision
 from ..publishing.telling import ProgressPrinter
 from ..scoring.writing import ledger_lines, write_ledger_of_training
+from .average import write_averages
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
-from .defaults import check_best_metric, check_embedded, intervals, tell_choices
+from .defaults import check_average, check_best_metric, check_embedded, intervals, tell_choices
 from .description import describe_run
 from .dry_run import dry_run, write_nothing
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
@@ -79,14 +78,14 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         )
         average = None
         if keep.average_with_start is not None:
-            average = AverageWithStart(
-                trainer,
-                gains,
-                [guard_datasets(columns, keep, evaluation, data, half) for half in (0, 1)],
-                alpha=alpha,
-                path=keep.average_path,
-                tolerance=keep.guard_tolerance,
-            )
+            if adapted:
+                raise ValueError(
+                    "--average_with_start averages whole weights, but only adapters train. Omit it, and average the "
+                    "start and the adapters after the training with `infcl average`, which merges them first."
+                )
+            guards = [guard_datasets(columns, keep, evaluation, data, half) for half in (0, 1)]
+            how = {"alpha": alpha, "tolerance": keep.guard_tolerance}
+            average = functools.partial(average_with_start, trainer, main_weights(trainer), gains, guards, **how)
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, trainer.train_dataset)
@@ -152,7 +151,7 @@ def save_results(
     trainer: InfCLTrainer,
     metrics: dict[str, float],
     eval_datasets: Mapping[str, ImageTextDataset | ZeroShotDataset],
-    average: AverageWithStart | None,
+    average: Callable[[], Averaged] | None,
     start: str,
 ) -> Averaged | None:
     """Writes the model, the metrics of the training and of the final evaluation, and the trainer's state; collective.
@@ -166,7 +165,7 @@ def save_results(
     trainer.save_model(_internal_call=True)  # without a push, which has to include the results
     saved = None
     if average is not None:
-        saved = average.find()
+        saved = average()
         trainer.save_model(_internal_call=True)
         if trainer.is_world_process_zero():
             end, folder = checkpoint_of_end(trainer), Path(str(trainer.args.output_dir))

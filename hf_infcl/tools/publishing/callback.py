@@ -12,7 +12,6 @@ from transformers.utils import logging
 from .cards import model_card, write_eval_results
 from .curves import plot_curves
 from .facts import TrainingFacts
-from .front import FRONT_FILE
 from .pictures import PICTURES_FILE
 
 CURVES_FILE = "curves.png"
@@ -71,17 +70,15 @@ def write_publication(facts: TrainingFacts, folder: str | Path, state: TrainerSt
     """Writes the results, the card and the curves of a run into the folder.
 
     The curves are drawn if matplotlib is installed and a training loss was logged. Otherwise the card shows the curves
-    that are already in the folder. It also shows a picture of `PicturesCallback` or `plot_front` if there is one.
+    that are already in the folder. It also shows a picture of `PicturesCallback` if there is one.
     """
     picture = Path(folder, CURVES_FILE)
     if importlib.util.find_spec("matplotlib") is not None and any("loss" in entry for entry in state.log_history):
         plot_curves(state.log_history, picture)
     write_eval_results(facts, folder)
-    front = Path(folder, FRONT_FILE)
     card = model_card(
         facts,
         curves=CURVES_FILE if picture.is_file() else None,
-        front=FRONT_FILE if facts.average is not None and front.is_file() else None,
         pictures=PICTURES_FILE if Path(folder, PICTURES_FILE).is_file() else None,
     )
     card.save(Path(folder, "README.md"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from ...checkpoints.average_search import Averaged, not_trained
+from ...checkpoints.averages import Averaged, not_trained
 from ...evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound, score_if_measured
 from ...loss.objectives import OBJECTIVES
 from ...shards.values import counted
@@ -23,15 +23,13 @@ _SHOWN = 10  # prompts that the results name
 _PADDED = 64  # tokens to which the pipeline of transformers pads the texts for SigLIP, whatever length the model reads
 
 
-def model_card(
-    facts: TrainingFacts, *, curves: str | None = None, front: str | None = None, pictures: str | None = None
-) -> ModelCard:
+def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str | None = None) -> ModelCard:
     """The card of a trained model: its data, its method, its results and what is unknown.
 
     Args:
         facts: what the card states.
-        curves, front, pictures: the names of the pictures beside the card that were drawn: of the curves, of averages
-            with the start, and of evaluation images with their best captions.
+        curves, pictures: the names of the pictures beside the card that were drawn: of the curves, and of evaluation
+            images with their best captions.
 
     Returns:
         A card with model-index metadata; ``card.save(path)`` writes it.
@@ -59,7 +57,6 @@ def model_card(
         sources=joined([code(source.dataset) for source in facts.sources]),
         training=table(("", ""), _training_rows(facts)),
         changes=_changes(facts),
-        front=front,
         results=_results(facts),
         usage=_usage(facts),
         curves=curves,
@@ -113,8 +110,7 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
     if facts.caption_limit is not None:
         yield "captions", _captions(facts.caption_limit, facts.cut_captions)
     if facts.average is not None:
-        path = "" if facts.average.path == "line" else ", less for early layers than for late ones"
-        yield "weights", f"start + {facts.average.alpha:g} · (end of the training − start){path}"
+        yield "weights", f"start + {facts.average.alpha:g} · (end of the training − start)"
     planned = "" if facts.planned_steps is None else f" of {facts.planned_steps:,} planned"
     steps = f"{facts.steps:,}{planned} optimizer steps" if planned else counted(facts.steps, "optimizer step")
     yield "length", f"{steps}, {seen:,} pairs seen{epochs}"
@@ -222,21 +218,16 @@ def _changes(facts: TrainingFacts) -> str:
         ]
         parts += [table(("set", "role", "before the training", "this model", "change"), rows), explained(set_changes)]
     if (average := facts.average) is not None:
-        parts.append(" ".join(how_averaged(average)))
-    if average is not None and average.measured:
-        parts.append(table_of_averages(average, facts.evaluations))
+        parts.append(" ".join(_how_averaged(average)))
+        if average.measured:
+            names = {evaluation.key: set_and_split(evaluation) for evaluation in facts.evaluations}
+            head = ["α", "trained for", *(f"kept: {names.get(key, escaped(key))}" for key in average.measured[0].rest)]
+            scores = [(one.alpha, (one.gained, *one.rest.values())) for one in average.measured]
+            parts.append(table(head, [(f"{a:g}", *("" if v is None else f"{v:.4f}" for v in of)) for a, of in scores]))
     return "\n\n".join(parts)
 
 
-def table_of_averages(average: Averaged, evaluations: Iterable[Evaluation]) -> str:
-    """What each measured average gains, and keeps on each guard."""
-    names = {evaluation.key: set_and_split(evaluation) for evaluation in evaluations}
-    head = ["α", "trained for", *(f"kept: {names.get(key, escaped(key))}" for key in average.measured[0].rest)]
-    values = [(one.alpha, one.gained, *one.rest.values()) for one in average.measured]
-    return table(head, [(f"{a:g}", *("" if v is None else f"{v:.4f}" for v in numbers)) for a, *numbers in values])
-
-
-def how_averaged(average: Averaged) -> Iterator[str]:
+def _how_averaged(average: Averaged) -> Iterator[str]:
     """Sentences about the average whose weights the model has, above the table of all that were measured."""
     yield f"The weights are an average of those before (α = 0) and after (1) the training, at α = {average.alpha:g}."
     if average.tolerance is not None:
@@ -348,39 +339,16 @@ def _when(facts: TrainingFacts) -> Iterator[str]:
 
 
 def _usage(facts: TrainingFacts) -> str:
-    base = None if not facts.adapter else facts.start if facts.start_on_hub else f"path/to/{facts.start}"
-    return usage(
-        facts.model_class,
-        facts.location,
-        base,
-        facts.evaluations,
-        tokens=facts.caption_limit,
-        revision=facts.revision,
-    )
+    """The code that loads the model and classifies an image.
 
-
-def usage(
-    model_class: str,
-    place: str,
-    base: str | None,
-    evaluations: Iterable[Evaluation],
-    *,
-    tokens: int | None,
-    revision: str | None = None,
-) -> str:
-    """The code that loads a model and classifies an image.
-
-    Args:
-        place: the folder or the Hub id.
-        base: the model under the adapters that are there; None for a whole model.
-        evaluations: the first zero-shot evaluation, if there was one, gives the example its classes and prompt.
-        tokens: the tokens of a text that the model reads, if they are known.
-        revision: the branch of a Hub repository.
+    The first zero-shot evaluation, if there was one, gives the example its classes and prompt.
     """
+    model_class, tokens = facts.model_class, facts.caption_limit
+    base = None if not facts.adapter else facts.start if facts.start_on_hub else f"path/to/{facts.start}"
     labels, template = ["dog", "cat"], "a photo of a {}."
-    if (example := next((one for one in evaluations if one.templates), None)) is not None:
+    if (example := next((one for one in facts.evaluations if one.templates), None)) is not None:
         labels, template = list(example.class_names[:3]), example.templates[0]
-    at = f"{literal(place)}, revision={literal(revision)}" if revision else literal(place)
+    at = literal(facts.location) + (f", revision={literal(facts.revision)}" if facts.revision else "")
     if base is None:
         of_peft, model, given = "", f"{model_class}.from_pretrained({at})", f"model={at}"
     else:

@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import TrainerState
 
 from ... import __version__
-from ...checkpoints.average_search import Averaged, Measured
+from ...checkpoints.averages import Averaged, Measured
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ...evaluation.metrics import score_if_measured
 from ...loading.loaders import drawn_texts

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...checkpoints.average_search import not_trained
+from ...checkpoints.averages import not_trained
 from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
 from ...optimizers.groups import NAMES
 from ...options.arguments import InfCLTrainingArguments

@@ -1,27 +1,25 @@
-"""Measures the averages between two ends, half of each guard at a time, and chooses and prints them.
-
-The choice is the greatest gain that costs no guard more than is tolerated.
-"""
+"""Averages of the weights before and after a fine-tuning (WiSE-FT, arXiv 2109.01903), and which of them is chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..evaluation.metrics import HIGH, LOW, score, score_if_measured
+from ..evaluation.metrics import LOW, score, score_if_measured
 from ..shards.values import counted
 
 ALPHAS = tuple(step / 10 for step in range(11))
-ROUNDING = 1e-9  # so that a loss of exactly the tolerance is within it
 VALIDATION, REST = "validation", "rest"  # end the names of the two halves of a guard
 SPLIT = (
     "A random half of the rows of each guard (validation, always the same) may choose alpha; the other half (rest) "
     "reports what was kept. The gain is measured on the same rows that choose."
 )
-BY_LOSS = "Of gains within the 95% interval of the greatest, the one with the lowest loss is chosen."
+_BY_LOSS = "Of gains within the 95% interval of the greatest, the one with the lowest loss is chosen."
+_ROUNDING = 1e-9  # so that a loss of exactly the tolerance is within it
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,8 @@ class Measured:
     gained: float | None  # the mean score of the sets that the training was for; None if there is none
     validation: Mapping[str, float]  # the score of that half of each guard set by which α may be chosen
     rest: Mapping[str, float]  # the score of the other half of each guard set, on which the choice is reported
-    gained_low: float | None = None  # the bounds of the 95% interval of ``gained``; None if a set has no interval
+    gained_low: float | None = None  # the lower bound of the 95% interval of ``gained``; None if a set has none
     loss: float | None = None  # the mean contrastive loss of the sets of pairs among these; None if there is none
-    gained_high: float | None = None
-    rest_bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # the 95% intervals of ``rest``
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,6 @@ class Averaged:
     """An average of the weights before and after a fine-tuning."""
 
     alpha: float  # from 0, the start, to 1, the end
-    path: str  # one of `PATHS`
     tolerance: float | None = None  # what a guard may lose for an average to be chosen; None if alpha was set
     measured: Sequence[Measured] = ()  # in the order of their α; empty if there was nothing to measure them on
     batch_norms: int = 0  # whose running statistics were averaged like the weights
@@ -53,41 +48,49 @@ class Averaged:
         return next(one for one in self.measured if one.alpha == alpha)
 
 
-def check_tolerance(tolerance: float) -> None:
-    """Raises a ValueError unless the tolerance is a fraction."""
-    if not 0 <= tolerance <= 1:
-        raise ValueError(
-            f"guard_tolerance is a fraction from 0 to 1 (0.01 is one point of recall or accuracy), got {tolerance}."
-        )
+def interpolated(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """The weights start + α·(end − start); at 0 and 1, exactly those of the start and of the end.
 
-
-def chosen(measured: Sequence[Measured], tolerance: float) -> Measured:
-    """The greatest gain at which no guard loses more than is tolerated, or one that is as good within the noise.
-
-    Of the gains within the 95% interval of the greatest, the one with the lowest loss is chosen, if there are pairs:
-    where captions repeat, or rows are few, the recall@1 of the greatest is the greatest by chance. Of equals, it is the
-    one nearest to the start. Only the validation halves of the guards decide.
+    What did not change stays as it is to the bit, as does all that was frozen. Changes are scaled in fp32 or a more
+    exact dtype and rounded once. Running statistics of batch norms move like the weights; what is not floating, such as
+    the counters of batch norms, is that of the end, or that of the start at 0.
 
     Args:
-        measured: with different α, among them the start's.
-        tolerance: what the score of a guard may be below that of the start, as a fraction: 0.01 is one point.
+        start, end: tensors by name, with the same names and shapes; those of the end decide about order and dtypes.
+
+    Returns:
+        New tensors for what changed, and those of ``end`` for the rest.
 
     Raises:
-        ValueError: the start was not measured; the tolerance is no fraction.
+        ValueError: alpha is outside of [0, 1]; start and end differ in names or shapes.
     """
-    check_tolerance(tolerance)
-    start = next((one for one in measured if one.alpha == 0), None)
-    if start is None:
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must be from 0, the weights of the start, to 1, those of the end, got {alpha}.")
+    cure = "Name the checkpoint from which the training began as the start."
+    if different := sorted(start.keys() ^ end.keys()):
+        side = "start" if different[0] in start else "end"
         raise ValueError(
-            f"What a guard loses is compared with alpha 0, but only {[one.alpha for one in measured]} were measured."
+            f"Start and end are not the same model: {counted(len(different), 'weight')} without a counterpart, such "
+            f"as {different[0]} of the {side}. {cure}"
         )
-    least = {name: value - tolerance - ROUNDING for name, value in start.validation.items()}
-    kept = [one for one in measured if all(one.validation[name] >= value for name, value in least.items())]
-    best = max(kept, key=lambda one: (one.gained or 0.0, -one.alpha))
-    if best.gained_low is None or best.loss is None:
-        return best
-    alike = [one for one in kept if (one.gained or 0.0) >= best.gained_low]
-    return min(alike, key=lambda one: (one.loss or 0.0, one.alpha))
+    for name, tensor in end.items():
+        if start[name].shape != tensor.shape:
+            raise ValueError(
+                f"Start and end are not the same model: {name} has the shape {tuple(start[name].shape)} at the start "
+                f"and {tuple(tensor.shape)} at the end. {cure}"
+            )
+    return {name: _between(start[name].to(tensor.device), tensor, alpha) for name, tensor in end.items()}
+
+
+def _between(start: Tensor, end: Tensor, alpha: float) -> Tensor:
+    if torch.equal(start, end):  # also of equal infinities, whose difference is no number
+        return end
+    if not end.is_floating_point():
+        return start if alpha == 0 else end
+    if alpha == 0:
+        return start.to(end.dtype, copy=True)  # torch.lerp would turn -0.0 into 0.0
+    exact = torch.promote_types(end.dtype, torch.float32)
+    return torch.lerp(start.to(exact), end.to(exact), alpha).to(end.dtype)
 
 
 def halves(rows: Any) -> tuple[Any, Any]:
@@ -107,33 +110,6 @@ def halves(rows: Any) -> tuple[Any, Any]:
     return rows.select(first.sort().values.tolist()), rows.select(second.sort().values.tolist())
 
 
-def find_average(
-    move: Callable[[float], None],
-    measure: Callable[[float], Measured] | None,
-    *,
-    alpha: float | None,
-    path: str,
-    tolerance: float,
-    batch_norms: int = 0,
-) -> Averaged:
-    """Measures averages, and gives the model the weights at ``alpha``, or else at the α that it chooses.
-
-    Args:
-        move: gives the model the weights at an α.
-        measure: measures the model, which has the weights at this α; None if there is nothing to measure it on.
-        alpha: of the wanted average, which is measured beside both ends; None to measure `ALPHAS` and choose.
-        batch_norms: those of the model that have running statistics.
-    """
-    measured = []
-    for one in () if measure is None else ALPHAS if alpha is None else sorted({0.0, alpha, 1.0}):
-        move(one)
-        assert measure is not None
-        measured.append(measure(one))
-    best = chosen(measured, tolerance).alpha if alpha is None else alpha
-    move(best)
-    return Averaged(best, path, tolerance if alpha is None else None, measured, batch_norms)
-
-
 def with_halves(validation: Mapping[str, object], rest: Mapping[str, object]) -> dict[str, Any]:
     """Both halves of each guard, by names that end with `VALIDATION` and `REST`."""
     parts = ((VALIDATION, validation), (REST, rest))
@@ -146,21 +122,37 @@ def measured_at(alpha: float, metrics: Mapping[str, float], gains: Sequence[str]
     ``gains`` are the names of the sets that the training was for, and ``guards`` those of the guard sets without their
     halves.
     """
-    gained = [score(metrics, f"eval_{name}_") for name in gains]
     validation, rest = ({g: score(metrics, f"eval_{g}_{part}_") for g in guards} for part in (VALIDATION, REST))
-    ends = [[score_if_measured(metrics, f"eval_{name}_", end) for name in gains] for end in (LOW, HIGH)]
-    low, high = (_mean([one for one in of if one is not None]) if None not in of else None for of in ends)
-    bounds = {}
-    for name in guards:
-        least, most = (score_if_measured(metrics, f"eval_{name}_{REST}_", end) for end in (LOW, HIGH))
-        if least is not None and most is not None:
-            bounds[name] = least, most
-    losses = [metrics[loss] for name in gains if (loss := f"eval_{name}_loss") in metrics]
-    return Measured(alpha, _mean(gained), validation, rest, low, _mean(losses), high, bounds)
+    gained = _mean([score(metrics, f"eval_{name}_") for name in gains])
+    lowest = [score_if_measured(metrics, f"eval_{name}_", LOW) for name in gains]
+    low = None if None in lowest else _mean([one for one in lowest if one is not None])
+    loss = _mean([metrics[name] for one in gains if (name := f"eval_{one}_loss") in metrics])
+    return Measured(alpha, gained, validation, rest, low, loss)
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def chosen(measured: Sequence[Measured], tolerance: float) -> Measured:
+    """The greatest gain at which no guard loses more than is tolerated, or one that is as good within the noise.
+
+    Of the gains within the 95% interval of the greatest, the one with the lowest loss is chosen, if there are pairs:
+    where captions repeat, or rows are few, the recall@1 of the greatest is the greatest by chance. Of equals, it is the
+    one nearest to the start. Only the validation halves of the guards decide.
+
+    Args:
+        measured: with different α, among them the start's.
+        tolerance: what the score of a guard may be below that of the start, as a fraction: 0.01 is one point.
+    """
+    start = next(one for one in measured if one.alpha == 0)
+    least = {name: value - tolerance - _ROUNDING for name, value in start.validation.items()}
+    kept = [one for one in measured if all(one.validation[name] >= value for name, value in least.items())]
+    best = max(kept, key=lambda one: (one.gained or 0.0, -one.alpha))
+    if best.gained_low is None or best.loss is None:
+        return best
+    alike = [one for one in kept if (one.gained or 0.0) >= best.gained_low]
+    return min(alike, key=lambda one: (one.loss or 0.0, one.alpha))
 
 
 def not_trained(average: Averaged) -> str:
@@ -181,7 +173,7 @@ def described(average: Averaged) -> Iterator[str]:
         if guards:
             yield SPLIT
         if average.tolerance is not None and average.measured[0].loss is not None:
-            yield BY_LOSS
+            yield _BY_LOSS
         yield "  ".join(["alpha", "trained for", *(f"{name} ({VALIDATION}, {REST})" for name in guards)])
         for one in average.measured:
             gained = f"{'-' if one.gained is None else f'{100 * one.gained:.2f}%':>11}"
