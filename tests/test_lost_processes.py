@@ -25,7 +25,7 @@ from helpers.trainers import parameters, trainer_for
 from hf_infcl.checkpoints.files import choose
 from hf_infcl.processes import phases
 from hf_infcl.processes.collectives import Processes
-from hf_infcl.processes.interruptions import Interruptions
+from hf_infcl.processes.preemption import Interruptions
 
 WAIT = 120  # seconds within which rank 0 has to end; the group's timeout is shorter
 

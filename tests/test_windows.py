@@ -21,7 +21,7 @@ from hf_infcl.loading.table_rows import TableRows
 from hf_infcl.loading.training_data import TrainingData
 from hf_infcl.options.batch_schedule import BatchSchedule
 from hf_infcl.processes.collectives import Processes
-from hf_infcl.processes.interruptions import Interruptions
+from hf_infcl.processes.preemption import Interruptions
 from hf_infcl.windows.window import Window
 
 # ---- Data sets ----

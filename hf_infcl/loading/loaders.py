@@ -19,8 +19,7 @@ from ..data.keyed import PlainRows
 from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
-from ..processes.interruptions import Interruptions
-from ..processes.preemption import heed_parent_alone
+from ..processes.preemption import Interruptions, heed_parent_alone
 from ..windows.setup import Setup
 from .batch_checks import check_batch
 from .batch_plan import BatchPlan

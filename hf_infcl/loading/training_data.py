@@ -17,7 +17,7 @@ from ..encoders.dual_encoder import images_of
 from ..micro_batches.rows import split_batches
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes, announce_failure
-from ..processes.interruptions import Interruptions
+from ..processes.preemption import Interruptions
 from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window

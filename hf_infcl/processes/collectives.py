@@ -157,20 +157,14 @@ class Processes:
         if self.world_size == 1:  # a group of one has a device, too, which need not be asked
             rows = [row.tolist()]
         else:
-            with self._beside_the_queue():
+            # Numbers from the host do not wait for kernels that are still queued, with which the device goes on.
+            # Collectives of a group run in the order of their calls, even on different streams.
+            with _side_stream(self.device) if self.device.type == "cuda" else nullcontext():
                 rows = self.gather(row.to(self.device)).tolist()
         if any(failed for failed, *_ in rows):
             reasons = [f"  rank {rank}: {text}" for rank, text in enumerate(self.gather_objects(failure)) if text]
             raise OtherRankFailedError("All ranks stop because of an error:\n" + "\n".join(reasons))
         return [values[: len(numbers)] for _, *values in rows]
-
-    def _beside_the_queue(self) -> Any:
-        """A context in which numbers from the host are exchanged without waiting for kernels that are still queued.
-
-        The device continues with these kernels while the host waits for the numbers. Collectives of a group run in the
-        order of their calls, even on different streams.
-        """
-        return _side_stream(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Signals that ask a training to end: it saves a checkpoint first."""
+"""What may end a training from outside: signals to any of its processes, and processes that are lost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from . import launcher
+from .collectives import Processes
+from .phases import Phases
 
 logger = logging.getLogger(__name__)
 
@@ -70,28 +73,6 @@ class Preempted(SystemExit):
     """
 
 
-def end_early(number: int, step: int, *, trained: bool, saved: bool, tells: bool) -> Preempted:
-    """The end of a training by a signal.
-
-    Args:
-        number: the signal's.
-        step: the number of trained optimizer steps.
-        trained: whether this training has trained any of them.
-        saved: whether there is a checkpoint of the last one.
-        tells: whether this process logs how to resume.
-    """
-    if trained:
-        what = f"checkpoint-{step} is saved" if saved else "No checkpoint of it could be saved"
-    else:
-        what = "Nothing was trained before that"
-    if tells:
-        logger.warning(
-            f"{signal.Signals(number).name} has ended the training after step {step}. {what}. "
-            "Resume with --resume_from_checkpoint auto (in Python, trainer.train(resume_from_checkpoint='auto'))."
-        )
-    return Preempted(128 + number)
-
-
 class _Handler:
     """Handles a signal until the handler before is restored, even if that was set in C, as by `faulthandler.register`.
 
@@ -143,9 +124,7 @@ class Preemption:
             self._before = {number: _Handler(number, self._note) for number in noted}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handler in self._before.values():
             handler.restore()
 
@@ -162,3 +141,77 @@ class Preemption:
         elif time.monotonic() - self._since > _ECHO:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+class Interruptions:
+    """Learns of signals and of lost processes while a training is `watched`; before and after it, of none.
+
+    Attributes:
+        phases: records what this process is doing.
+    """
+
+    def __init__(self) -> None:
+        self._preemption, self.phases = Preemption(), Phases()
+        self._evaluates = False
+
+    @contextmanager
+    def watched(self, timeout: float, finish: Callable[[], None]) -> Iterator[None]:
+        """The context of a training.
+
+        Args:
+            timeout: of the group's collectives, in seconds.
+            finish: is called after the training, also after one that has failed. While it runs, `Phases` no longer ends
+                this process because another one is lost.
+        """
+        with Preemption() as self._preemption:
+            try:
+                with Phases(timeout) as self.phases:
+                    yield
+            finally:
+                finish()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a signal has asked this process to end, which may also have ended its workers."""
+        return bool(self._preemption.signal)
+
+    def agree(self, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """`Processes.agree` between two steps.
+
+        Raises:
+            AskedToEndError: on all processes, if any has received a signal to end.
+        """
+        agreed = Processes().agree([self._preemption.signal, *numbers])
+        if signals := {int(number) for number, *_ in agreed if number}:
+            raise AskedToEndError(max(signals))
+        return [values for _, *values in agreed]
+
+    @contextmanager
+    def evaluation(self, step: int, control: Any) -> Iterator[None]:
+        """The context of an evaluation between two steps, which a signal ends after a batch.
+
+        Args:
+            step: the number of trained optimizer steps.
+            control: Trainer's. The checkpoint that is saved then says by it that the evaluation is still to be made.
+        """
+        self.phases.enter("evaluating", step)
+        self._evaluates = True
+        try:
+            yield
+        except AskedToEndError:
+            control.should_evaluate = True
+            raise
+        finally:
+            self._evaluates = False
+
+    def end_batch(self) -> None:
+        """Notes that a batch of an evaluation is done; collective.
+
+        Raises:
+            AskedToEndError: as `agree`, in an evaluation between two steps.
+        """
+        self.phases.note_progress()
+        if self._evaluates:
+            self.agree()
+        else:
+            Processes().agree([])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..checkpoints.saving import Checkpoints
-from ..processes.preemption import Preempted, end_early
+from ..processes.preemption import Preempted
 from ..shards.values import counted
+
+logger = logging.getLogger(__name__)
 
 
 def saved_early(
@@ -22,8 +26,18 @@ def saved_early(
     step = state.global_step
     for save in saves if trained and checkpoints.saved_step != step else ():
         save()
-    saved = checkpoints.saved_step == step
-    return end_early(number, step, trained=trained, saved=saved, tells=state.is_world_process_zero)
+    if not trained:
+        what = "Nothing was trained before that"
+    elif checkpoints.saved_step == step:
+        what = f"checkpoint-{step} is saved"
+    else:
+        what = "No checkpoint of it could be saved"
+    if state.is_world_process_zero:
+        logger.warning(
+            f"{signal.Signals(number).name} has ended the training after step {step}. {what}. "
+            "Resume with --resume_from_checkpoint auto (in Python, trainer.train(resume_from_checkpoint='auto'))."
+        )
+    return Preempted(128 + number)
 
 
 def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, float]:

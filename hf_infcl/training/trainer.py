@@ -29,8 +29,7 @@ from ..micro_batches.repeating import run_repeating
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..processes.batches import gather_rows
-from ..processes.interruptions import Interruptions
-from ..processes.preemption import AskedToEndError, Preempted
+from ..processes.preemption import AskedToEndError, Interruptions, Preempted
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
