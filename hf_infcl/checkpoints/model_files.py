@@ -129,7 +129,7 @@ def save_checkpoint(
     push: Callable[[str], None],
     uploading: Callable[[], Sequence[Path]],
 ) -> None:
-    """Writes Trainer's checkpoint completely or not at all, pushes it and removes old ones; collective.
+    """Writes Trainer's checkpoint completely or not at all, removes old ones and pushes it; collective.
 
     See `Checkpoints.save`.
 
@@ -150,11 +150,11 @@ def save_checkpoint(
     if saved is None:
         state.best_model_checkpoint = best_before
         return
-    if args.push_to_hub:
-        push(str(saved.folder))
     best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
     if args.should_save:
         rotate(output_dir, args.save_total_limit, [saved.folder, *uploading(), *best])
+    if args.push_to_hub:  # last, as the Hub's client looks into all folders
+        push(str(saved.folder))
 
 
 def _restore_end_of_text(encoder: DualEncoder) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
@@ -401,20 +401,19 @@ class InfCLTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
         if self.checkpoints.partial_dir is None:  # the checkpoint is complete
-            self._pushes.push_checkpoint(
-                *(Path(checkpoint_folder), self.state.global_step, self.hub_model_id, self.processing_class),
-                tell=partial(self.callback_handler.on_push_begin, self.args, self.state, self.control),
-                save=partial(self.save_model, _internal_call=True) if files.saves_shards(self.accelerator) else None,
-            )
+            save = partial(self.save_model, _internal_call=True) if files.saves_shards(self.accelerator) else None
+            self._pushes.push_checkpoint(Path(checkpoint_folder), self.state.global_step, self._start_push, save)
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:
-        """Pushes the model like Trainer, after the checkpoints whose push has failed."""
-        self._pushes.push_missing(self.hub_model_id)
-        return super().push_to_hub(*args, **kwargs)
+    def _start_push(self, checkpoint_folder: str) -> list[Future[Any]]:
+        super()._push_from_checkpoint(checkpoint_folder)
+        push: Any = self.push_in_progress
+        return push.jobs
 
     def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
         """Pushes the current ``output_dir`` without its checkpoints; see `Pushes.push_output_dir`."""
-        self._pushes.push_output_dir(lambda: self.hub_model_id, self.init_hf_repo, message, delete)
+        if self.hub_model_id is None:  # without push_to_hub
+            self.init_hf_repo()
+        self._pushes.push_output_dir(self.hub_model_id, message, delete)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.tools.publishing` updates."""
