@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from hf_infcl.checkpoints.record import RunRecord
-from hf_infcl.micro_batches import finding
+from hf_infcl.micro_batches import finding, repeating
 from hf_infcl.micro_batches.rows import repeated, split_batches
 from hf_infcl.micro_batches.search import Trial, find_graphs, find_micro_batch, find_texts_at_once
 from hf_infcl.micro_batches.trials import Trials
@@ -538,13 +538,17 @@ def test_a_bad_row_of_a_repeated_step_is_named(tmp_path):
     assert memory.raised == 1
 
 
-def test_without_the_one_number_a_step_ends_the_run_and_says_it(tmp_path, caplog):
+@pytest.mark.parametrize("known", [False, True])
+def test_without_the_one_number_a_step_ends_the_run_and_says_what_would_fit(tmp_path, caplog, monkeypatch, known):
+    monkeypatch.setattr(repeating, "memory_is_known", lambda device: known)
     model = models.clip()
     trainer = trainer_for(tmp_path, model, **{**OPTIONS, **FOURS, "data": models.Pairs(64)})
-    RunsOut(model, 5)
+    RunsOut(model, 5, images=3)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert "Pass global_batch_size=16 in place of per_device_train_batch_size" in caplog.text
+    sizes = "per_device_train_batch_size and gradient_accumulation_steps"
+    assert (f"out of memory. 2 and 8 would fit as {sizes}, with the same result. " in caplog.text) == known
+    assert f"Pass global_batch_size=16 in place of {sizes}" in caplog.text
 
 
 def rank_halving(rank: int, world_size: int, folder: str, failing: int, number: int, backward: bool) -> Any:

@@ -89,16 +89,12 @@ def find_micro_batches(
             announce_failure(error)
             raise
 
-    padding: Mapping[str, int] | None = getattr(setup.collator, "text_padding", None)
-    # Texts are padded to the longest one of their batch, or all to one length. Other collators may return any.
-    longest = None if padding is None else args.max_text_tokens or getattr(setup.collator, "max_length", None)
-    padded = padding is not None or getattr(setup.collator, "text_options", {}).get("padding") == "max_length"
     with failures_announced():
         batch = _first_batch(setup, batches_of)
     if not agree(batch is not None):  # which the training will say
         return args.per_device_train_batch_size
     with failures_announced():
-        trials = Trials(setup, batch, longest, padding, pairs=pairs)
+        trials = Trials(setup, batch, pairs=pairs)
         trial = Trial(
             args.per_device_train_batch_size,
             1 if texts == "auto" else int(texts),
@@ -119,7 +115,7 @@ def find_micro_batches(
         _divide(args, trial.micro_batch)
     count = -(-pairs // trial.micro_batch)
     if texts == "auto":
-        most = count - processes.grouped if padded else 1
+        most = count - processes.grouped if trials.pads else 1
         trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, agree, compiled=args.torch_compile))
         args.texts_at_once = str(trial.texts)
     if graphs == "auto" and not _varies(args):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import traceback
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..options.arguments import InfCLTrainingArguments
+from ..encoders.sharding import is_sharded
+from ..options.batch_division import possible_micro_batches
 from ..processes.collectives import OtherRankFailedError
 from ..windows.extensions import term_parameters
+from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from ..windows.window import Window
 from .rows import split_batches
-from .trials import release_memory
+from .search import Trial, find_micro_batch
+from .trials import Trials, memory_is_known, release_memory
 
 logger = logging.get_logger(__name__)
 
@@ -25,9 +30,7 @@ class HasWindow(Protocol):
     window: Window
 
 
-def run_repeating(
-    step: WindowStep, model: nn.Module, data: HasWindow, number: int, args: InfCLTrainingArguments
-) -> Tensor:
+def run_repeating(step: WindowStep, model: nn.Module, data: HasWindow, number: int, setup: Setup) -> Tensor:
     """Runs the step of a window, repeats it as long as memory runs out, and returns the loss; collective.
 
     Each time it keeps one graph fewer or, if it keeps only one, has halved micro-batches.
@@ -35,11 +38,12 @@ def run_repeating(
     Args:
         data: has its next window, which becomes the one that is trained in the end.
         number: the optimizer steps that were trained.
-        args: its arguments, of which ``largest_micro_batch`` becomes what fits.
+        setup: has the arguments, of which ``largest_micro_batch`` becomes what fits.
 
     Raises:
         torch.OutOfMemoryError: the step cannot be repeated; see `WindowStep.may_repeat`.
     """
+    args = setup.args
     while True:
         window = data.window
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if window.loaded else []
@@ -48,9 +52,10 @@ def run_repeating(
             loss = step.run(model, window, number)
             window.loaded.clear()
             return loss
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             if not (step.may_repeat and _may_take_less(step, window)):
-                _advise(args, number, repeats=bool(window.loaded))
+                traceback.clear_frames(error.__traceback__)  # which hold memory
+                _advise(setup, number, window)
                 raise
         except OtherRankFailedError as error:  # which all other processes have heard of as well
             lacks_memory = torch.OutOfMemoryError.__name__ in str(error)
@@ -89,13 +94,35 @@ def _may_take_less(step: WindowStep, window: Window) -> bool:
     return bool(window.loaded) and (step.memory.graph_budget.kept > 1 or max(window.sizes[0]) > 1)
 
 
-def _advise(args: InfCLTrainingArguments, number: int, *, repeats: bool) -> None:
+def _advise(setup: Setup, number: int, window: Window) -> None:
     """Says what to do about a step that ran out of memory and is not repeated."""
-    what = (
-        "A part of it was being exchanged among the processes or selected, so it is not repeated. Resume from the "
-        f"last checkpoint with per_device_train_batch_size={max(1, args.per_device_train_batch_size // 2)}."
-        if repeats
-        else f"Pass global_batch_size={args.global_batch_size} in place of per_device_train_batch_size and "
-        "gradient_accumulation_steps: it finds the micro-batch that fits, and repeats such a step with smaller ones."
-    )
+    args = setup.args
+    if window.loaded:
+        what = (
+            "A part of it was being exchanged among the processes or selected, so it is not repeated. Resume from the "
+            f"last checkpoint with per_device_train_batch_size={max(1, args.per_device_train_batch_size // 2)}."
+        )
+    else:
+        sizes = "per_device_train_batch_size and gradient_accumulation_steps"
+        what = (
+            f"Pass global_batch_size={args.global_batch_size} in place of {sizes}: it finds the micro-batch that fits, "
+            "and repeats such a step with smaller ones."
+        )
+        if fits := _fitting(setup, window):
+            accumulation = args.global_batch_size // args.world_size // fits
+            what = f"{fits} and {accumulation} would fit as {sizes}, with the same result. {what}"
     logger.error(f"The step after step {number} ran out of memory. {what}")
+
+
+def _fitting(setup: Setup, window: Window) -> int:
+    """The most pairs of a smaller micro-batch that fits on this process; 0 if none does, or it cannot be tried."""
+    args = setup.args
+    batch = next((one for one in window.batches if "pixel_values" in one), None)  # others were released
+    if batch is None or not memory_is_known(args.device) or is_sharded(setup.accelerator):
+        return 0
+    release_memory()
+    pairs = args.global_batch_size // args.world_size
+    possible = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]
+    with suppress(Exception):  # the error that is told is that of the step
+        return find_micro_batch(Trials(setup, batch, pairs=pairs), Trial(1), possible, pairs, int)
+    return 0

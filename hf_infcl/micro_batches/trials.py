@@ -44,22 +44,19 @@ class Trials:
 
     Args:
         batch: one of its data loader, whose rows are repeated.
-        longest: the tokens of the longest texts; None for those of the batch.
-        padding: as for `deal_texts`.
         pairs: the pairs of a window on this process.
+
+    Attributes:
+        pads: whether texts are padded to the longest one of their batch, or all to one length.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        batch: Mapping[str, object],
-        longest: int | None,
-        padding: Mapping[str, int] | None,
-        *,
-        pairs: int,
-    ) -> None:
-        self._setup, self._pairs, self._padding = setup, pairs, padding
-        self._batch = _with_longest_texts(batch, longest)
+    def __init__(self, setup: Setup, batch: Mapping[str, object], *, pairs: int) -> None:
+        collator: Any = setup.collator
+        self._padding: Mapping[str, int] | None = getattr(collator, "text_padding", None)
+        # Other collators may return texts of any length: those of the batch are taken then.
+        longest = None if self._padding is None else setup.args.max_text_tokens or getattr(collator, "max_length", None)
+        self.pads = self._padding is not None or getattr(collator, "text_options", {}).get("padding") == "max_length"
+        self._setup, self._pairs, self._batch = setup, pairs, _with_longest_texts(batch, longest)
         self._grouped, self._fitted = Processes().grouped, True
 
     def __call__(self, trial: Trial) -> tuple[int, int]:

@@ -295,7 +295,7 @@ class InfCLTrainer(Trainer):
         for batch in self.training_data.beyond_loop:  # Trainer's loop counts the other batches
             self.current_flos += self.floating_point_ops(batch)
             self._track_num_input_tokens(batch)
-        return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.args)
+        return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.setup)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)
