@@ -31,10 +31,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints import files as checkpoints
 from hf_infcl.checkpoints import lock
-from hf_infcl.checkpoints.files import MANIFEST_NAME, Checkpoint, choose, damage, rotate
+from hf_infcl.checkpoints.files import MANIFEST_NAME, Checkpoint, Checkpoints, choose, damage, rotate
 from hf_infcl.checkpoints.lock import LOCK_NAME, locked
 from hf_infcl.checkpoints.record import RunRecord
-from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.processes.preemption import SIGNALS, Preempted, Preemption
 
 # Two windows per epoch. With dropout the weights reveal a random state that was not restored.

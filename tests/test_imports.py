@@ -151,7 +151,7 @@ MUST_NOT_KNOW = {
         *inside("reference", "kernels", "loss", "passes", "windows", "loading", "evaluation", "optimizers", "tools"),
     ),
     **dict.fromkeys(
-        (f"hf_infcl.checkpoints.{name}" for name in ("files", "lock", "record", "saving")),
+        (f"hf_infcl.checkpoints.{name}" for name in ("files", "lock", "record")),
         ("transformers.Trainer", *MODELS, *inside("kernels", "loss", "passes", "encoders", "options", "conversion")),
     ),
     "hf_infcl.tools.embedding": (

@@ -15,8 +15,8 @@ from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_infcl import reference
+from hf_infcl.checkpoints.files import Checkpoints
 from hf_infcl.checkpoints.record import RECORD_NAME, RunRecord
-from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.data import ImageTextStream
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import Position

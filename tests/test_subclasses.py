@@ -8,8 +8,8 @@ from helpers.trainers import arguments, parameters, trained, trainer_for
 from transformers import Trainer, TrainerCallback
 
 from hf_infcl import InfCLTrainer
+from hf_infcl.checkpoints.files import Checkpoints
 from hf_infcl.checkpoints.pushes import Pushes
-from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.loading.training_data import TrainingData
 from hf_infcl.processes.phases import Phases
 from hf_infcl.training.loop_events import LoopEvents

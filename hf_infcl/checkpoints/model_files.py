@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from transformers import ProcessorMixin, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
-from transformers.utils import logging
 
 from ..conversion import open_clip_config, save_open_clip
 from ..conversion.sentence_transformers import write_sentence_files
@@ -24,10 +22,9 @@ from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import is_sharded, stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from ..readable import give_usual_modes
-from .files import Checkpoint, rotate
+from .files import Checkpoint, Checkpoints, rotate
 from .lock import locked
 from .record import RunRecord
-from .saving import Checkpoints
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 _SINCE_LOG = "loss_since_log"
@@ -74,13 +71,6 @@ def save_weights(
         if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
             more = collator.text_options | {"matryoshka_dims": args.matryoshka_dims}
             write_sentence_files(folder, model.config.model_type, collator.processor, **more)
-
-
-def tell_of_saved_model(callbacks: Iterable[Any], args: object, state: object, control: object) -> None:
-    """Calls ``on_model_saved``, an event that Trainer does not have, of the callbacks with such a method."""
-    for callback in callbacks:
-        if hasattr(callback, "on_model_saved"):
-            callback.on_model_saved(args, state, control)
 
 
 def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, processor: ProcessorMixin | None) -> None:
@@ -210,25 +200,3 @@ def saves_shards(accelerator: Accelerator) -> bool:
     """Whether FSDP2 writes checkpoints in shards, without weights that ``from_pretrained`` could load."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
-
-
-@contextmanager
-def intervals_told_once() -> Iterator[None]:
-    """The context in which Trainer compares intervals and micro-batch with a checkpoint's, without its warning.
-
-    It takes shares of the training (``logging_steps=0.01``), and micro-batches that were found, for changes. Those of
-    intervals are told by `Resumption.first_position`, and the micro-batch decides nothing.
-    """
-    loggers = [logging.get_logger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
-
-    def is_other(record: LogRecord) -> bool:
-        return "do not match the ones in the `trainer_state.json`" not in record.getMessage()
-
-    unsaid: Any = is_other
-    for one in loggers:
-        one.addFilter(unsaid)
-    try:
-        yield
-    finally:
-        for one in loggers:
-            one.removeFilter(unsaid)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..checkpoints.saving import Checkpoints
+from ..checkpoints.files import Checkpoints
 from ..processes.preemption import Preempted
 from ..shards.values import counted
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
+from transformers import trainer as trainer_of_transformers
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoints import model_files as files
@@ -269,7 +270,9 @@ class InfCLTrainer(Trainer):
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
-        with files.intervals_told_once():
+        # Trainer takes shares of the training (logging_steps=0.01), and micro-batches that were found, for changes.
+        # Those of intervals are told by `first_position`, and the micro-batch decides nothing.
+        with replaced(trainer_of_transformers, compare_trainer_and_checkpoint_args=lambda *_: None):
             counted = super()._init_training_state(*args)
         return self.resumption.first_position(self.state, self.args, args[:3], counted)
 
@@ -386,7 +389,9 @@ class InfCLTrainer(Trainer):
             self._save(output_dir, state)
         super().save_model(output_dir, _internal_call)
         if not _internal_call and output_dir is None:
-            files.tell_of_saved_model(self.callback_handler.callbacks, self.args, self.state, self.control)
+            for callback in self.callback_handler.callbacks:
+                if hasattr(callback, "on_model_saved"):  # an event that Trainer does not have
+                    callback.on_model_saved(self.args, self.state, self.control)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         extras = self.processing_class, self.hub_model_id if self.args.push_to_hub else None, self.data_collator

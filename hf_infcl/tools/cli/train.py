@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ...checkpoints.averages import Averaged, described
-from ...checkpoints.saving import full_disk_explained
+from ...checkpoints.files import full_disk_explained
 from ...checkpoints.starting import merge_into_start, model_to_train
 from ...conversion import compare_formats
 from ...data import ImageTextDataset, ZeroShotDataset
