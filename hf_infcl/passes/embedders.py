@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..loss import contrastive_loss
 from .grad_cache import CachedWindow
@@ -231,12 +230,8 @@ class ExactContrastiveLoss(nn.Module):
 
     def _check(self, columns: list[dict[str, Any]], labels: Tensor | None) -> int:
         """The number of rows of each column."""
-        wrapped = without_compiler(self.model)
-        if isinstance(wrapped, FSDPModule) or type(wrapped).__name__ in ("DeepSpeedEngine", "FullyShardedDataParallel"):
-            raise ValueError(
-                f"ExactContrastiveLoss needs a model alone or in DistributedDataParallel, got {type(wrapped).__name__}."
-            )
-        if isinstance(make_wrapper(self.model), DDP) and wrapped.static_graph:
+        wrapper = make_wrapper(self.model, without_fsdp="ExactContrastiveLoss")
+        if isinstance(wrapper, DDP) and wrapper.model.static_graph:
             raise ValueError(
                 "ExactContrastiveLoss encodes several mini-batches in a step, so the graph of DDP is not static: leave "
                 "ddp_static_graph off."

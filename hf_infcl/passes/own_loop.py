@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..refusals import check_tokens
@@ -71,7 +70,7 @@ def cached_backward(
     """
     if not micro_batches:
         raise ValueError("cached_backward needs at least one micro-batch, got none.")
-    _check_wrapper(model)
+    wrapper = make_wrapper(model, without_fsdp="cached_backward")
     _check_tokens(model, micro_batches)
     divisor = getattr(getattr(backward, "__self__", None), "gradient_accumulation_steps", 1)  # of an Accelerator
     if divisor != 1:
@@ -98,7 +97,6 @@ def cached_backward(
         return value
 
     count = len(micro_batches)
-    wrapper = make_wrapper(model)
     window = CachedWindow(
         checked_encode,
         micro_batches,
@@ -118,16 +116,6 @@ def cached_backward(
                 backward(surrogate)
     wrapper.check_gradients()
     return window.loss
-
-
-def _check_wrapper(model: nn.Module) -> None:
-    module = without_compiler(model)
-    wraps_another = isinstance(getattr(module, "module", None), nn.Module)
-    if isinstance(module, FSDPModule) or (wraps_another and not isinstance(module, DistributedDataParallel)):
-        raise ValueError(
-            "cached_backward needs an unwrapped model or one in DistributedDataParallel, got a "
-            f"{type(module).__name__}. FSDP2 needs InfCLTrainer."
-        )
 
 
 def _check_of_loss(batch: Any, features: Features) -> None:

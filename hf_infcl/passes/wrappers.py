@@ -101,11 +101,18 @@ class FSDP2(Wrapper):
             self.model.set_requires_gradient_sync(True)
 
 
-def make_wrapper(model: nn.Module) -> Wrapper:
-    """The `Wrapper` for ``model`` as the training loop calls it."""
+def make_wrapper(model: nn.Module, *, without_fsdp: str = "") -> Wrapper:
+    """The `Wrapper` for ``model`` as the training loop calls it.
+
+    Raises:
+        ValueError: the model is in another wrapper than DDP, and ``without_fsdp`` names what needs that one or none.
+    """
     module = without_compiler(model)
-    if isinstance(module, FSDPModule):
-        return FSDP2(model)
     if isinstance(module, DistributedDataParallel):
         return DDP(model)
-    return Wrapper(model)
+    if without_fsdp and (isinstance(module, FSDPModule) or isinstance(getattr(module, "module", None), nn.Module)):
+        raise ValueError(
+            f"{without_fsdp} needs an unwrapped model or one in DistributedDataParallel, got a "
+            f"{type(module).__name__}. FSDP2 needs InfCLTrainer."
+        )
+    return FSDP2(model) if isinstance(module, FSDPModule) else Wrapper(model)
