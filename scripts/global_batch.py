@@ -54,15 +54,12 @@ EVERY_BATCH = f"Trainer: {MICRO_BATCH} pairs per loss, 1 loss per step"
 GLOBAL = f"InfCLTrainer: {MICRO_BATCH * WINDOW} pairs per loss, 1 loss per step"
 SMALL = f"InfCLTrainer: {4 * MICRO_BATCH} pairs per loss, 1 loss per step"
 MEDIUM = f"InfCLTrainer: {8 * MICRO_BATCH} pairs per loss, 1 loss per step"
-GROWING = f"InfCLTrainer: {4 * MICRO_BATCH} to {MICRO_BATCH * WINDOW} pairs per loss, 1 loss per step"
-STAGES = [*(f"{factor * MICRO_BATCH}:0.25" for factor in (4, 8, 16)), str(MICRO_BATCH * WINDOW)]
 METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {  # options, and the learning rates that are tried
     ACCUMULATED: ({"gradient_accumulation_steps": WINDOW}, (1e-3, 2e-3, 4e-3)),
     EVERY_BATCH: ({}, (1.25e-4, 2.5e-4, 5e-4)),
     GLOBAL: ({"gradient_accumulation_steps": WINDOW}, (2e-3, 4e-3, 8e-3)),
     SMALL: ({"gradient_accumulation_steps": 4}, (5e-4, 1e-3, 2e-3)),
     MEDIUM: ({"gradient_accumulation_steps": 8}, (2e-3, 4e-3, 8e-3)),
-    GROWING: ({"global_batch_schedule": STAGES}, (1e-3, 2e-3, 4e-3)),
 }
 Row = dict[str, Any]
 

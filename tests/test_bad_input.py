@@ -312,6 +312,7 @@ def test_images_of_another_size_are_refused(tmp_path):
         ({"eval_use_gather_object": True}, "eval_use_gather_object=True"),
         ({"bf16_full_eval": True}, "bf16_full_eval=True: it leaves the model's weights in bf16"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True: Liger has no kernels for dual encoders"),
+        ({"ignore_data_skip": True}, "ignore_data_skip=True: it would train rows of an epoch again"),
         ({"include_for_metrics": ["inputs", "loss"]}, "include_for_metrics may have 'inputs' only, got 'loss'"),
         ({"save_strategy": "best", "metric_for_best_model": "loss"}, "eval_strategy='no' makes none"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps=5 has no effect .* 'constant_with_"),

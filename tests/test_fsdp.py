@@ -57,10 +57,6 @@ def test_gradients_equal_one_process_with_the_whole_batch(fresh_ranks, backend):
     check(fresh_ranks, 2, CELLS, options, backend=backend, **bounds)
 
 
-PATCHES = {"patch_dropout": 0.5}
-GROWS = {"global_batch_schedule": ["8:0.3", "16"], "gradient_accumulation_steps": 1}
-
-
 def rank_losses(
     rank: int, world_size: int, folder: str, sharded: bool, options: dict[str, Any]
 ) -> list[tuple[float, float]]:
@@ -70,11 +66,10 @@ def rank_losses(
     return [(logs["loss"], logs["grad_norm"]) for logs in trainer.state.log_history if "loss" in logs]
 
 
-@pytest.mark.parametrize("options", [PATCHES, GROWS], ids=["patches", "growing batch"])
-def test_steps_are_those_of_ddp(fresh_ranks, ranks, tmp_path, backend, options):
+def test_steps_are_those_of_ddp(fresh_ranks, ranks, tmp_path, backend):
     """If both passes left out other patches, the weights and the next losses would differ."""
     sharded, whole = (
-        group.run(rank_losses, 2, str(tmp_path), group is fresh_ranks, options, backend=backend)[0]
+        group.run(rank_losses, 2, str(tmp_path), group is fresh_ranks, {"patch_dropout": 0.5}, backend=backend)[0]
         for group in (fresh_ranks, ranks)
     )
     assert len(whole) == 4

@@ -216,17 +216,6 @@ def test_a_window_takes_the_memory_of_one_micro_batch(rank, world_size, tmp_path
     assert four <= 1.1 * one, f"{four:.2f} GiB for four micro-batches, {one:.2f} for one, {both:.2f} with two graphs"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("compiled", [False, True])
-@on_ranks(backend="nccl", timeout=300)
-def test_no_memory_of_smaller_batches_is_kept(rank, world_size, tmp_path, compiled):
-    constant = peak_gib(tmp_path, 4, only_last=True, torch_compile=compiled)
-    schedule = [f"{256 * world_size}:0.25", str(1024 * world_size)]
-    grows = {"global_batch_schedule": schedule, "max_steps": 7}  # four steps, then three
-    grown = peak_gib(tmp_path, 1, only_last=True, torch_compile=compiled, **grows)
-    assert grown <= 1.02 * constant, f"{grown:.3f} GiB after the batch has grown, {constant:.3f} without smaller ones"
-
-
 # ---- Micro-batches that are found ----
 
 

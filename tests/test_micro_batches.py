@@ -44,8 +44,6 @@ OPTIONS = {**FREE, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0, "m
         ({"global_batch_size": 64, "per_device_train_batch_size": 16}, (16, 4)),
         ({"global_batch_size": 64, "gradient_accumulation_steps": 4}, (16, 4)),
         ({"global_batch_size": 64, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}, (16, 4)),
-        ({"global_batch_size": 64, "global_batch_schedule": "16:0.5 64"}, (16, 1)),
-        ({"global_batch_schedule": "16:0.5 64"}, (16, 1)),
     ],
     ids=str,
 )
@@ -69,10 +67,6 @@ def test_a_global_batch_is_divided(tmp_path, options, division):
         (
             {"global_batch_size": 64, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
             r"64, but per_device_train_batch_size=8 × gradient_accumulation_steps=4 × 1 process is 32. Leave one",
-        ),
-        (
-            {"global_batch_size": 64, "global_batch_schedule": "32:0.5 128"},
-            "64, but global_batch_schedule ends with 128",
         ),
         (
             {"global_batch_size": 32, "texts_at_once": 4},
@@ -111,13 +105,10 @@ def test_sharded_weights_are_not_tried(tmp_path):
         assert search(per_device_train_batch_size=4, retain_graphs=given) == (4, "1", graphs)
 
 
-def test_what_fits_is_divided_among_all_stages(tmp_path):
-    args = arguments(tmp_path, **FREE, global_batch_size=96, global_batch_schedule="12:0.5 24:0.2 96")
-    assert possible_micro_batches(args) == [1, 2, 3, 4, 6, 12]
-    assert possible_micro_batches(args, exceeds=True) == [1, 2, 3, 4, 6, 12, 24, 32, 48, 96]
-    assert largest_micro_batch(args, possible_micro_batches(args, exceeds=True), 50) == 48
-    with pytest.raises(ValueError, match="No micro-batch of up to 50 pairs divides all global batches"):
-        largest_micro_batch(args, [1, 2, 96], 50)
+def test_the_micro_batches_that_divide_a_global_batch(tmp_path):
+    args = arguments(tmp_path, **FREE, global_batch_size=96)
+    assert possible_micro_batches(args) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+    assert largest_micro_batch(args, possible_micro_batches(args), 50) == 48
 
 
 # ---- The search ----
@@ -412,12 +403,7 @@ def test_processes_agree_on_what_the_smallest_can_hold(ranks, tmp_path):
         assert torch.equal(weights, given[0])
 
 
-def test_growing_batches_replay_and_streams(tmp_path):
-    grows = {"global_batch_size": 16, "global_batch_schedule": ["4:0.4", "16"], "max_steps": 6}
-    grown = trained(tmp_path, 4, **grows)
-    assert grown.args.per_device_train_batch_size == 4
-    plain = trained(tmp_path, **{**grows, "global_batch_size": None, "per_device_train_batch_size": 4})
-    assert torch.equal(parameters(grown), parameters(plain))
+def test_replay_and_streams(tmp_path):
     write_tars(shards := tmp_path / "shards", [10] * 8)
     for replays in (False, True):
         trainers = []
@@ -611,11 +597,10 @@ def test_a_resumed_run_has_the_same_micro_batches_to_the_bit(tmp_path):
         torch.testing.assert_close(parameters(other), parameters(stopped), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", [None, ["8:0.5", "16"]], ids=["equal", "growing"])
-def test_the_micro_batch_of_a_stream_stays_on_another_machine(tmp_path, schedule):
+def test_the_micro_batch_of_a_stream_stays_on_another_machine(tmp_path):
     """The order of a stream depends on it, so that another one would be refused."""
     write_tars(tmp_path / "shards", [20] * 4)
-    options = {"global_batch_size": 16, "global_batch_schedule": schedule, "max_steps": 4, "data_collator": collate}
+    options = {"global_batch_size": 16, "max_steps": 4, "data_collator": collate}
     options |= {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
     stopped = trained(tmp_path, 5, data=stream_of(tmp_path / "shards"), **options, callbacks=[StopAt(2)])
     assert stopped.args.per_device_train_batch_size == 4
@@ -627,7 +612,7 @@ def test_the_micro_batch_of_a_stream_stays_on_another_machine(tmp_path, schedule
         ):
             other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert other.args.per_device_train_batch_size == 4
-        assert other.args.gradient_accumulation_steps == (4 if schedule is None else 1)
+        assert other.args.gradient_accumulation_steps == 4
         assert other.state.global_step == 4
 
 

@@ -1,6 +1,7 @@
 """Parts of `InfCLTrainer` alone, without a Trainer: evaluating, resuming, ending early, values replaced, progress."""
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,7 @@ from hf_infcl.checkpoints.files import Checkpoints
 from hf_infcl.checkpoints.record import RECORD_NAME, RunRecord
 from hf_infcl.data import ImageTextStream
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading.batch_plan import Position
 from hf_infcl.loading.notices import CaptionNotices
-from hf_infcl.loading.positions import resumed_position
-from hf_infcl.options.batch_schedule import EqualBatches
 from hf_infcl.training import progress, resuming
 from hf_infcl.training.ending import saved_early
 from hf_infcl.training.evaluating import Evaluator
@@ -88,7 +86,7 @@ RUN = {"global_batch_size": 8, "objective": "softmax", "seed": 1}
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    RunRecord(RUN, epoch=1, windows=3, processes=2).write(tmp_path)
+    RunRecord(RUN, position=8, processes=2).write(tmp_path)
     return str(tmp_path)
 
 
@@ -107,15 +105,9 @@ def test_a_run_resumes_from_its_own_checkpoint_only(checkpoint, monkeypatch):
         Resumption(checkpoint).check(RUN, ImageTextStream.__new__(ImageTextStream), 2)
 
 
-@pytest.mark.parametrize(("windows", "expected"), [(5, Position(8, 64, 1, 3, 24)), (3, Position(8, 64, 2))])
-def test_a_resumed_run_goes_on_after_the_pairs_that_were_trained(windows, expected):
-    record = RunRecord(RUN, epoch=1, windows=3, samples_seen=64, step=8)
-    assert resumed_position(record, windows, 8) == expected
-
-
 def test_a_record_of_another_version_says_so(checkpoint):
     path = Path(checkpoint, RECORD_NAME)
-    path.write_text(path.read_text().replace('"epoch"', '"passes"'))
+    path.write_text(path.read_text().replace('"position"', '"epoch"'))
     with pytest.raises(ValueError, match=f"is of another version of hf_infcl.* its weights: --model {checkpoint}"):
         Resumption(checkpoint)
 
@@ -126,9 +118,9 @@ def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
     args, resumption = arguments(tmp_path / "run", max_steps=20), Resumption(checkpoint)
     lengths = 20, 5, 4  # steps, those of a pass, passes
     left = TrainerState(global_step=19, logging_steps=1)
+    assert resumption.first_position(left, args, lengths, (7, 7)) == (1, 6), "three windows of two micro-batches"
+    resumption.record = replace(resumption.record, position=None)
     assert resumption.first_position(left, args, lengths, (7, 7)) == (7, 7), "Trainer's"
-    resumption.begin = Position(7, 64, 1, 3, 24)
-    assert resumption.first_position(left, args, lengths, (7, 7)) == (1, 6)
     assert not said
     complete = TrainerState(global_step=20, logging_steps=1)
     assert resumption.first_position(complete, args, lengths, (7, 7)) == (4, 0)
@@ -170,12 +162,12 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     history = [{"loss": 1.0, "train_seconds": 3.0}, {"loss": 1.0, "train_seconds": 5.0}, {"eval_loss": 1.0}]
     state = TrainerState(log_history=history)
-    part = Progress(10, EqualBatches(8, steps=20), trained_seconds(state))
+    part = Progress(10, 8, trained_seconds(state))
     assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 80, "train_seconds": 5.0}
     now[0] += 4
     logs = part.logs(12, torch.device("cpu"))
     assert (logs["samples_seen"], logs["samples_per_second"], logs["train_seconds"]) == (96, 4.0, 9.0)
-    assert (part.first_step, part.samples(12)) == (10, 96)
+    assert part.first_step == 10
     assert part.rate({"train_runtime": 2.0}, 12) == {"train_samples_per_second": 8.0}
     assert part.rate({"loss": 1.0}, 12) == {}
     now[0] += 1

@@ -478,16 +478,6 @@ def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):
     assert green([0, 0, 0, 0, 0]) == green([0, 1, 2, 3, 4])
 
 
-def test_a_growing_batch_is_counted_in_its_pairs(module):
-    training = module("training")
-    data = corpus_of(["a"] * 12, module("in_memory").LENGTH)
-    options = json.dumps({"global_batch_schedule": ["2:0.5", "4"]})
-    run = training.Run("toy", "InfCLTrainer", 4, 4, 24, 1e-2, evaluations=0, options=options)
-    (row,), _ = training.train(run, data, {}, toy=True)
-    assert (row["steps"], row["samples_seen"], row["finished"]) == (9, 24, True)
-    assert dataclasses.replace(run, options="").plan.steps == 6
-
-
 def iconify(folder: Path, sets: dict[str, dict[str, Any]]) -> Path:
     """A package like @iconify/json with these sets: icons by name, and what else each set has."""
     square = '<path fill="currentColor" d="M4 4h16v16H4z"/>'

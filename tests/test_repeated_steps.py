@@ -126,19 +126,6 @@ def test_old_pairs_stay_what_they_are(tmp_path, once, options, streams, number, 
     assert [entry[5] for entry in logged(found)] == [entry[5] for entry in logged(expected)] != [None] * 2
 
 
-@pytest.mark.parametrize(("number", "backward"), [(2, False), (3, True), (9, False), (12, True)])
-def test_batches_that_grow(tmp_path, once, number, backward):
-    grows = {"global_batch_schedule": ["8:0.5", "16"], "max_steps": 4, "include_num_input_tokens_seen": "all"}
-    found = repeated(tmp_path, number, backward=backward, **grows)
-    sizes = {"gradient_accumulation_steps": 1, "global_batch_size": None}
-    if number < 4:  # in the first window
-        assert_same(found, once("grows, by 2", lambda: whole(tmp_path, 2, **grows, **sizes)))
-    expected = once("grows, by 4", lambda: whole(tmp_path, 4, **grows, **sizes))
-    assert_close(found, expected)
-    assert found.state.num_input_tokens_seen == expected.state.num_input_tokens_seen
-    assert found.state.total_flos == expected.state.total_flos
-
-
 @pytest.mark.parametrize("captions", [1, 2])
 @pytest.mark.parametrize(("number", "backward"), [(1, False), (4, True), (6, False)])
 def test_stored_teachers(tmp_path, once, captions, number, backward):

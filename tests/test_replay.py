@@ -23,11 +23,9 @@ from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trained
 from torch.utils.data import DataLoader
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, reference
+from hf_infcl.data.stream_batches import Share
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading.batch_plan import BatchPlan, Position
 from hf_infcl.loading.replay import Replayed
-from hf_infcl.loading.shares import SourceShare
-from hf_infcl.options.batch_schedule import BatchSchedule
 from hf_infcl.tools.checking.overlap import shared_images
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import replay_set
@@ -54,29 +52,18 @@ def replayed(new: Any, old: Any, folder: Any = "unused", **options: Any) -> Repl
     return Replayed(new, old, arguments(folder, **options))
 
 
-def plan_of(sizes: str, rows: int | None, share: float, processes: int = 1, **options: Any) -> BatchPlan:
-    """A plan whose micro-batches have 4 pairs."""
-    given = {"epochs": 1, "max_steps": 300, "micro_batch": 4, "processes": processes, "replay_share": share, **options}
-    schedule = BatchSchedule.of(sizes.split()) if ":" in sizes else BatchSchedule((int(sizes),), ())
-    return BatchPlan(schedule, rows, **given)
-
-
 def numbers_and_captions(items: list[dict[str, Any]]) -> list[tuple[int, str]]:
     return [(number_of(item), item["caption"][0]) for item in items]
 
 
-def read(pairs: Replayed, windows: int, processes: int = 1, workers: int = 0, states: Any = ()) -> Any:
+def read(
+    pairs: Replayed, windows: int, processes: int = 1, workers: int = 0, position: int = 0, states: Any = ()
+) -> Any:
     """The (number, caption) of the pairs of each global batch, and the states of all processes after them."""
     steps, found, after = 4 // processes, [[] for _ in range(windows)], []
-    at = Position(len(states) and states[0]["parts"][0].get("windows", 9))
     for rank in range(processes):
         where = {"rank": rank, "world_size": processes, "num_workers": workers}
-        batches = pairs.batches(
-            plan_of("16", None, 0.3, processes, at=at),
-            numbers_and_captions,
-            **where,
-            states=states,
-        )
+        batches = pairs.batches(4, 4, numbers_and_captions, **where, position=position, states=states)
         loader = iter(DataLoader(batches, batch_size=None, num_workers=workers))
         for window in found:
             for _ in range(steps):
@@ -96,15 +83,14 @@ def read(pairs: Replayed, windows: int, processes: int = 1, workers: int = 0, st
 def test_shares_are_exact_balanced_and_drawn_anew(old, micro_batches):
     if old > 4 * micro_batches:
         return
-    plan = plan_of(str(4 * micro_batches), None, old / (4 * micro_batches))
-    share, rest = (SourceShare(plan, is_old) for is_old in (True, False))
+    share, rest = (Share(4, micro_batches, old, is_old=is_old) for is_old in (True, False))
     extra = Counter()
     for window in range(300):
         numbers = range(window * micro_batches, (window + 1) * micro_batches)
-        sizes = [share.size(number) for number in numbers]
-        assert sum(sizes) == old
-        assert [4 - size for size in sizes] == [rest.size(number) for number in numbers]
-        assert [share.pairs(plan.place(number)).start for number in numbers] == np.cumsum([0, *sizes[:-1]]).tolist()
+        sizes = [len(share.pairs(number)) for number in numbers]
+        assert sum(sizes) == old == share.of_batch
+        assert [4 - size for size in sizes] == [len(rest.pairs(number)) for number in numbers]
+        assert [share.pairs(number).start for number in numbers] == np.cumsum([0, *sizes[:-1]]).tolist()
         assert max(sizes) - min(sizes) <= 1
         for processes in (2, 3, 4):
             if micro_batches % processes == 0:
@@ -121,7 +107,7 @@ def test_global_batches_are_those_of_any_split_and_after_a_resume(tmp_path, kind
     new, old = pairs_of(kinds[0], NEW, tmp_path / "new"), pairs_of(kinds[1], OLD, tmp_path / "old")
     whole, _ = read(replayed(new, old), 20)
     first, states = read(replayed(new, old), 9, processes=2)
-    rest, _ = read(replayed(new, old), 11, workers=2, states=states)
+    rest, _ = read(replayed(new, old), 11, workers=2, position=9, states=states)
     assert [sorted(window) for window in first + rest] == [sorted(window) for window in whole]
     of_old = [[number for number, _ in window if number in OLD] for window in whole]
     assert [len(window) for window in of_old] == [5] * 20
@@ -151,10 +137,7 @@ def test_every_pair_has_an_id_and_a_count_of_skipped_ones_if_any_has(tmp_path):
     pairs = replayed(table(NEW), stream_of(tmp_path, on_bad_sample="skip"))
     collator = ContrastiveCollator(clip_processor())
     for processes in (1, 2):
-        of_ranks = [
-            pairs.batches(plan_of("16", None, 0.3, processes), collator, rank=rank, world_size=processes)
-            for rank in range(processes)
-        ]
+        of_ranks = [pairs.batches(4, 4, collator, rank=rank, world_size=processes) for rank in range(processes)]
         of_workers = pickle.loads(pickle.dumps(of_ranks))  # as workers get them that are not forked
         batches = [batch for of_rank in of_workers for batch, _ in itertools.islice(of_rank, 4 // processes)]
         ids = torch.cat([batch["pair_ids"] for batch in batches])

@@ -230,7 +230,7 @@ def test_every_argument_that_decides_is_recorded(tmp_path):
         *("logit_scale_learning_rate", "image_learning_rate", "text_learning_rate"),
         *("no_decay_parameters", "freeze_layers", "patch_dropout"),
         *("keep_features", "image_size", "max_text_tokens"),
-        *("replay_share", "global_batch_schedule", "matryoshka_dims", "contrastive_weight", "leave_out"),
+        *("replay_share", "matryoshka_dims", "contrastive_weight", "leave_out"),
         *("bf16_activations", "teacher", "teacher_weight", "teacher_side", "teacher_missing"),
         *("remove_unused_columns", "label_smoothing_factor", "neftune_noise_alpha"),
     }

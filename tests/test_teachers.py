@@ -776,7 +776,6 @@ def start_of_maps_of(trainer: InfCLTrainer) -> list[Tensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"global_batch_schedule": ["8:0.4", "16"], "gradient_accumulation_steps": 1},
         {"patch_dropout": 0.5},
         {"texts_at_once": 3, "retain_graphs": "2"},
         {"gradient_accumulation_steps": 2},

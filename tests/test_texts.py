@@ -222,7 +222,6 @@ def test_texts_of_one_length_keep_it(tmp_path):
         {"offload_inputs": True},
         {"gradient_checkpointing": True},
         {"torch_compile": True, "torch_compile_backend": "eager"},
-        {"global_batch_schedule": ["4:0.25", "12"], "gradient_accumulation_steps": 1},
     ],
     ids=str,
 )

@@ -18,11 +18,9 @@ class RunRecord:
     # What stays the same from the first step of a run to its last, as JSON values (see `resuming.make_run`). The number
     # of processes, the micro-batch and the strategy change neither the windows nor, but for rounding, the weights.
     run: dict[str, Any]
-    epoch: int  # the number of completed passes over the data
-    windows: int  # the number of windows trained in the current epoch
-    rows: int = 0  # the number of pairs trained in the current epoch
-    step: int = 0  # the number of optimizer steps
-    samples_seen: int = 0  # pairs trained on, in global batches that may have had several sizes
+    # The global batches of the data before the one that is trained next: the steps, and those that epochs have left out
+    # because they were ended early. None for streams of other classes than `ImageTextStream`.
+    position: int | None = None
     skipped_samples: int | None = None  # bad samples that the data has skipped; None if it does not count them
     processes: int = 1  # that wrote the checkpoint, each with its random state
     only_model: bool = False  # whether it was written with ``save_only_model``, so that no run can resume from it

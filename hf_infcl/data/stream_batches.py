@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -55,21 +56,51 @@ class Samples(Protocol):
         """The item of a raw sample, after this many passes."""
 
 
-class Shares:
-    """How many pairs of each micro-batch come from a stream: all, and equally many.
+class Share:
+    """The pairs of each micro-batch that come from one source: all of them, or with replay the new or the old ones.
+
+    Micro-batches are counted from the first one of the run, on all processes. Every global batch has the same number of
+    old pairs, and each of its micro-batches equally many but for one. Which ones have one more is drawn for each global
+    batch, so that all lanes of a stream are read at the same pace; the processes differ by at most one pair. Nothing
+    depends on the number of processes.
 
     Args:
-        micro_batches: the micro-batches of the first global batch, on all processes together.
+        batch_size: the pairs of a micro-batch, of all sources.
+        micro_batches: those of a global batch, on all processes.
+        old: the old pairs of a global batch; None without replay.
+        is_old: whether the source has the old pairs.
+
+    Attributes:
+        of_batch: the pairs of a global batch that come from the source.
+        identity: what the order of a stream depends on, for a checkpoint.
+        words: the pairs of a global batch, for messages.
     """
 
-    def __init__(self, batch_size: int, micro_batches: int) -> None:
-        self.micro_batches, self._batch_size = micro_batches, batch_size
-        self.identity: dict[str, Any] = {"batch_size": batch_size}  # what the order depends on, for a checkpoint
-        self.words = f"one global batch of {batch_size * micro_batches} pairs"  # the first one, for messages
+    def __init__(self, batch_size: int, micro_batches: int, old: int | None = None, *, is_old: bool = False) -> None:
+        self.micro_batches, self.is_old = micro_batches, is_old
+        self._batch_size, self._old = batch_size, old or 0
+        self.of_batch = self._old if is_old else batch_size * micro_batches - self._old
+        self.identity: dict[str, Any] = {"batch_size": batch_size}
+        self.words = f"one global batch of {self.of_batch} pairs"
+        if old is not None:
+            self.identity |= {"micro_batches": micro_batches, "old": old, "is_old": is_old}
+            self.words = f"its {self.of_batch} pairs of one global batch"
 
-    def size(self, number: int) -> int | None:
-        """The pairs of a micro-batch that come from the stream; None after the end of a training."""
-        return self._batch_size
+    def pairs(self, number: int) -> range:
+        """The pairs of a micro-batch among those of the source in its global batch."""
+        step, place = divmod(number, self.micro_batches)
+        each, left = divmod(self._old, self.micro_batches)
+        # `left` micro-batches from `start` on have one more; beyond the last one they go on with the first ones.
+        start = random.Random(step).randrange(self.micro_batches) if left else 0
+        end = start + left
+
+        def before(place: int) -> int:
+            """The pairs of the source in the first so many micro-batches of the global batch."""
+            again = max(0, min(place, end - self.micro_batches))
+            old = each * place + min(place, end) - min(place, start) + again
+            return old if self.is_old else self._batch_size * place - old
+
+        return range(before(place), before(place + 1))
 
 
 class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
@@ -80,13 +111,17 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     Iteration begins after the consumed batches. ``tag["pairs"]`` were prepared in ``tag["seconds"]``.
     """
 
-    _shares: Shares
-    _consumed = 0  # micro-batches of all processes; of a stream, since the run began
-    _begun = 0  # those of them that were consumed before the training was resumed
+    _share: Share
+    _consumed = 0  # micro-batches of all processes since the run began
 
-    def begin_at(self, epoch: int, windows: int) -> bool:
-        """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
-        return False  # there is no other one, whichever epoch begins
+    @property
+    def position(self) -> int:
+        """The global batches before the one to be read next, since the run began."""
+        return self._consumed // self._share.micro_batches
+
+    def begin_at(self, position: int) -> bool:
+        """Goes to this global batch. Returns whether it is another than the one that follows the consumed ones."""
+        return False  # only a table has its rows at hand
 
     def pass_over(self, rows: Callable[[], Tensor]) -> bool:
         """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
@@ -113,7 +148,7 @@ class StreamBatches(MicroBatches):
     """The micro-batches of an `ImageTextStream` for one process.
 
     Args:
-        batch_size: the number of pairs of a micro-batch; or the `Shares` of this stream from the checkpoint on.
+        batch_size: the number of pairs of a micro-batch; or the `Share` of this stream.
         collate: turns a list of items into a batch.
         num_workers: those of the DataLoader.
         accumulation_steps: the number of micro-batches that each process contributes to a global batch, if
@@ -130,7 +165,7 @@ class StreamBatches(MicroBatches):
     def __init__(
         self,
         stream: Samples,
-        batch_size: int | Shares,
+        batch_size: int | Share,
         collate: DataCollator = list,
         *,
         rank: int = 0,
@@ -143,12 +178,12 @@ class StreamBatches(MicroBatches):
         self._stream, self._collate, self._keyed = stream, collate, keyed
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         first = accumulation_steps * world_size
-        self._shares = Shares(batch_size, first) if isinstance(batch_size, int) else batch_size
+        self._share = Share(batch_size, first) if isinstance(batch_size, int) else batch_size
         checkpoint = _merged(states) if states else None
         lanes = stream.lanes or (checkpoint["identity"]["lanes"] if checkpoint else world_size * self._workers)
         self._order = SampleOrder(stream.seed, lanes, stream.shuffle_buffer, stream.open_shards)
         self._order.check_shares(world_size, self._workers)
-        self._identity = {"version": VERSION, **self._shares.identity, **asdict(self._order)}
+        self._identity = {"version": VERSION, **self._share.identity, **asdict(self._order)}
         self._identity["sources"] = [
             [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
@@ -159,7 +194,6 @@ class StreamBatches(MicroBatches):
             self._check_identity(checkpoint)
             self._consumed, split = checkpoint["consumed"], checkpoint["pieces"]
             self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
-        self._begun = self._consumed
         if split is None:
             self._pieces = [self._dealt(group) for group in stream.groups]
         else:
@@ -249,16 +283,14 @@ class StreamBatches(MicroBatches):
         cursors = dict(self._cursors)  # batches may be consumed while this iteration goes on
         first = self._consumed + worker * self._world_size + self._rank
         for number in itertools.count(first, self._workers * self._world_size):
-            if self._shares.size(number - self._begun) is None:
-                return
             began = time.perf_counter()
             lane = number % self._order.lanes
             if lane not in lanes:
                 lanes[lane] = self._lane(lane, cursors.get(lane), number)
             items, passes, cursor = next(lanes[lane])
-            if passes and number < self._shares.micro_batches and len(self._pieces) == 1:
+            if passes and number < self._share.micro_batches and len(self._pieces) == 1:
                 raise ValueError(
-                    f"The stream is shorter than {self._shares.words}: lane {lane} of {self._order.lanes}, each of "
+                    f"The stream is shorter than {self._share.words}: lane {lane} of {self._order.lanes}, each of "
                     f"which a worker reads, has read its share of the {len(self._stream.shards)} shards such as "
                     f"{self._stream.shards[0].url!r} before the first one was full. Lower the batch, use more data, or "
                     "fewer workers."
@@ -283,7 +315,7 @@ class StreamBatches(MicroBatches):
         in_succession = passes = 0
         for number in itertools.count(first, self._order.lanes):
             items: list[Any] = []
-            reported, size = skipped, self._shares.size(number - self._begun) or 0
+            reported, size = skipped, len(self._share.pairs(number))
             while len(items) < size:
                 if not draws or drawn % _DRAWS == 0:  # each block by its number, so that a cursor needs no more
                     rng = self._order.random("mixture", lane, drawn // _DRAWS)

@@ -29,7 +29,7 @@ from .augmentation import Augmentation, augment
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
 from .pairs import PairSource, content_pair_id, usable_captions
-from .stream_batches import Shares, StreamBatches
+from .stream_batches import Share, StreamBatches
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
                             samples.append(usable_captions(row[column]))
         return [captions for captions in samples if captions]
 
-    def batches(self, batch_size: int | Shares, collate: DataCollator = list, **where: Any) -> StreamBatches:
+    def batches(self, batch_size: int | Share, collate: DataCollator = list, **where: Any) -> StreamBatches:
         """The micro-batches of one process; see `StreamBatches` for the options."""
         return StreamBatches(self, batch_size, collate, **where)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from ..checkpoints.record import RunRecord
 from ..data import ContrastiveCollator, ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import PlainRows
@@ -22,13 +25,11 @@ from ..passes.random_state import random_state_kept
 from ..processes.preemption import Interruptions, heed_parent_alone
 from ..windows.setup import Setup
 from .batch_checks import check_batch
-from .batch_plan import BatchPlan
 from .feature_cache import CachedItems, FeatureInputs, cached, check_cacheable
-from .positions import make_plan
-from .replay import Replayed, is_own
+from .replay import Replayed
 from .teacher_inputs import TrainingCollator
 from .training_loader import TrainingLoader, worker_options
-from .wrapped import all_parts, has_epochs, most_captions, negative_caption_columns
+from .wrapped import has_epochs, most_captions, negative_caption_columns
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
@@ -88,7 +89,7 @@ def check_data_seed(dataset: object, data_seed: int | None) -> None:
 
 
 def training_loader(
-    dataset: Dataset[object], collator: DataCollator, setup: Setup, plan: BatchPlan, states: Sequence[Mapping[str, Any]]
+    dataset: Dataset[object], collator: DataCollator, setup: Setup, record: RunRecord | None
 ) -> TrainingLoader:
     """The training loader of a dataset that `is_own`; see `TrainingLoader`.
 
@@ -96,8 +97,24 @@ def training_loader(
         ValueError: as `TrainingLoader`.
     """
     args = setup.args
-    device = None if args.offload_inputs else args.device
-    return TrainingLoader(dataset, TrainingCollator(collator, setup), args, plan, device=device, states=states)
+    where: dict[str, Any] = {"device": None if args.offload_inputs else args.device}
+    if record is not None:
+        where |= {"position": record.position or 0, "states": record.stream or ()}
+    return TrainingLoader(dataset, TrainingCollator(collator, setup), args, **where)
+
+
+def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `Trainer.set_initial_training_values` returns, where a stream of another class knows its length.
+
+    Its passes have full windows only. The length may be a guess, so that ``max_steps`` takes more passes.
+    """
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset) and has_length(loader)
+    if isinstance(loader, TrainingLoader) or not is_stream:
+        return values
+    _, _, examples, _, batch, _, steps = values
+    windows = max(1, len(loader) // args.gradient_accumulation_steps)
+    steps = math.ceil(args.num_train_epochs * windows) if args.max_steps < 0 else steps
+    return sys.maxsize, windows, examples, steps * batch, batch, windows * args.gradient_accumulation_steps, steps
 
 
 def checked_batches(make_loader: Callable[[], Iterable[object]], equal_ids: str) -> Iterator[Any]:
@@ -105,27 +122,6 @@ def checked_batches(make_loader: Callable[[], Iterable[object]], equal_ids: str)
     for batch in make_loader():
         check_batch(batch, equal_ids)
         yield batch
-
-
-def check_planned(dataset: object, args: InfCLTrainingArguments) -> None:
-    """Raises a ValueError if the global batches of a training on this dataset cannot grow as ``args`` ask for."""
-    if args.global_batch_schedule is None:
-        return
-    if not is_own(dataset):
-        raise ValueError(
-            "global_batch_schedule needs a dataset with a length or an ImageTextStream, got a "
-            f"{type(dataset).__name__}. Leave it out."
-        )
-    plan = make_plan(args, dataset)
-    if not any(isinstance(part, ImageTextStream) for part in all_parts(dataset)):
-        return
-    micro_batch, most = args.per_device_train_batch_size, plan.size(0) // args.world_size
-    if most < micro_batch:
-        raise ValueError(
-            f"global_batch_schedule has a batch of {plan.size(0):,} pairs, of which each of {args.world_size} "
-            f"processes gets {most}. The micro-batches of a stream must all have per_device_train_batch_size="
-            f"{micro_batch} pairs, or its order would depend on the number of processes. Lower that to at most {most}."
-        )
 
 
 def check_selectable(dataset: object, args: InfCLTrainingArguments) -> None:

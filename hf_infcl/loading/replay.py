@@ -17,12 +17,9 @@ from ..data import ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import MicroBatches
+from ..data.stream_batches import MicroBatches, Share
 from ..options.arguments import InfCLTrainingArguments
-from ..options.batch_schedule import BatchSchedule
 from ..shards.values import counted
-from .batch_plan import BatchPlan
-from .shares import SourceShare, replay_share
 from .table_rows import TableRows
 from .wrapped import gives
 
@@ -43,9 +40,9 @@ _FILLED: dict[str, Callable[[str], object]] = {"pair_id": as_pair_id, "skipped":
 class Replayed(IterableDataset[Any]):
     """New and old pairs as one training set, with the same number of old pairs in every global batch.
 
-    That number is ``replay_share`` of the global batch, which may grow, rounded to whole pairs. Epochs count the new
-    pairs. The old ones are drawn in passes of their own, each of which shuffles them anew. Of a table, the rows left
-    over at the end of a pass or an epoch wait for the next one, so no pair is twice in a global batch.
+    That number is ``replay_share`` of the global batch, rounded to whole pairs. Epochs count the new pairs. The old
+    ones are drawn in passes of their own, each of which shuffles them anew. Of a table, the rows left over at the end
+    of a pass or an epoch wait for the next one, so no pair is twice in a global batch.
 
     Args:
         new, old: an `ImageTextStream`, or any dataset with a length. If only one of them gives ids of its pairs, as a
@@ -69,12 +66,9 @@ class Replayed(IterableDataset[Any]):
 
     @property
     def old(self) -> int:
-        """The old pairs of a global batch; of the last one if it grows."""
-        return self.old_pairs(self._args.global_batch_size)
-
-    def old_pairs(self, size: int) -> int:
-        """The old pairs of a global batch of this size."""
-        return round(size * replay_share(self._args.replay_share))
+        """The old pairs of a global batch."""
+        share = self._args.replay_share
+        return round(self._args.global_batch_size * (0.5 if share is None else share))
 
     def __len__(self) -> int:
         """The new and the old pairs of an epoch, which ends with the new pairs."""
@@ -86,20 +80,15 @@ class Replayed(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """The items of the global batches without end, the new ones of each first."""
-        size, share = self._args.global_batch_size, replay_share(self._args.replay_share)
-        for items, _ in self.batches(BatchPlan.endless(size, size, replay_share=share), list):
+        for items, _ in self.batches(self._args.global_batch_size, 1, list):
             yield from items
 
     def check(self) -> None:
         """Raises a ValueError for sets and a batch that cannot be mixed; see the class."""
-        for batch in BatchSchedule.of_arguments(self._args).sizes:
-            self._check_batch(batch)
-
-    def _check_batch(self, batch: int) -> None:
-        old = self.old_pairs(batch)
+        args, batch, old = self._args, self._args.global_batch_size, self.old
         if not 0 < old < batch:
             raise ValueError(
-                f"replay_share={self._args.replay_share} of a global batch of {batch} pairs is {old} old pairs after "
+                f"replay_share={args.replay_share} of a global batch of {batch} pairs is {old} old pairs after "
                 "rounding. A global batch needs old and new ones: choose another share or a larger batch."
             )
         for name, option, dataset, pairs in (
@@ -122,16 +111,23 @@ class Replayed(IterableDataset[Any]):
                 )
 
     def batches(
-        self, plan: BatchPlan, collate: DataCollator, *, states: Sequence[Mapping[str, Any]] = (), **where: Any
+        self,
+        batch_size: int,
+        micro_batches: int,
+        collate: DataCollator,
+        *,
+        states: Sequence[Mapping[str, Any]] = (),
+        **where: Any,
     ) -> MixedRows:
-        """The micro-batches of one process; see `MixedRows` and `make_micro_batches` for the arguments."""
+        """The micro-batches of one process; see `Share`, `MixedRows` and `make_micro_batches` for the arguments."""
         self.check()
         parts: list[MicroBatches] = []
         for number, dataset in enumerate(self.datasets):
-            share, part_states = SourceShare(plan, number == 1), [state["parts"][number] for state in states]
+            share = Share(batch_size, micro_batches, self.old, is_old=number == 1)
+            part_states = [state["parts"][number] for state in states]
             filled = {key: make for key, make in _FILLED.items() if gives(self, key) and not gives(dataset, key)}
             parts.append(make_micro_batches(dataset, share, list, self._args, filled, states=part_states, **where))
-        return MixedRows(parts, collate, plan, where.get("world_size", 1))
+        return MixedRows(parts, collate)
 
 
 def is_own(dataset: object) -> bool:
@@ -142,13 +138,31 @@ def is_own(dataset: object) -> bool:
     return isinstance(dataset, (ImageTextStream, Replayed)) or not isinstance(dataset, IterableDataset)
 
 
+def windows_of_epoch(dataset: Any, args: InfCLTrainingArguments) -> int | None:
+    """The global batches of an epoch; None if it has no end."""
+    new, old = (dataset.datasets[0], dataset.old) if isinstance(dataset, Replayed) else (dataset, 0)
+    if not has_length(new):
+        return None
+    size, rows = args.global_batch_size, len(new)
+    if size - old > rows:
+        fits = 1 << max(0, (rows // 4).bit_length() - 1)  # with four steps in a pass, or more
+        raise ValueError(
+            f"A pass over the training set has {counted(rows, 'pair')}, fewer than one global batch of {size:,}"
+            f"{f', of which {size - old:,} are new' if old else ''} (global_batch_size, or per_device_train_batch_size "
+            f"× gradient_accumulation_steps × processes). Lower it, for example to {fits}, use more data, or raise "
+            "samples_per_epoch of a stream."
+        )
+    return rows // (size - old)
+
+
 def make_micro_batches(
     dataset: Source,
-    share: SourceShare,
+    share: Share,
     collate: DataCollator,
     args: InfCLTrainingArguments,
     filled: Mapping[str, Callable[[str], object]] | None = None,
     *,
+    position: int = 0,
     states: Sequence[Mapping[str, Any]] = (),
     **where: Any,
 ) -> MicroBatches:
@@ -156,7 +170,8 @@ def make_micro_batches(
 
     Args:
         filled: as for `TableRows`.
-        states: the `state` of every process of the checkpoint to resume from, of a table in a replay alone.
+        position: the global batches before the first one that is read, which a table needs.
+        states: the `state` of every process of the checkpoint to resume from, which a stream needs.
         **where: ``rank``, ``world_size``, ``num_workers`` and ``keyed``.
     """
     if isinstance(dataset, ImageTextStream):
@@ -168,7 +183,7 @@ def make_micro_batches(
         shuffle=share.is_old or args.train_sampling_strategy == "random",
         seed=args.seed_of_data + share.is_old * _SEED_OF_OLD,
         filled=filled,
-        state=states[0] if states else None,
+        position=position,
         **where,
     )
 
@@ -182,10 +197,12 @@ class MixedRows(MicroBatches):
             number of new ones.
     """
 
-    def __init__(
-        self, parts: Sequence[MicroBatches], collate: DataCollator, plan: BatchPlan, world_size: int = 1
-    ) -> None:
-        self._parts, self._collate, self._plan, self._world_size = parts, collate, plan, world_size
+    def __init__(self, parts: Sequence[MicroBatches], collate: DataCollator) -> None:
+        self._parts, self._collate = parts, collate
+
+    @property
+    def position(self) -> int:
+        return self._parts[0].position
 
     def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for (new, tag), (old, tag_of_old) in zip(*self._parts, strict=True):
@@ -199,16 +216,9 @@ class MixedRows(MicroBatches):
     def consume(self, tag: Mapping[str, Any]) -> None:
         for part, tag_of_part in zip(self._parts, tag["parts"], strict=True):
             part.consume(tag_of_part)
-        self._consumed += self._world_size
 
     def state(self) -> dict[str, Any]:
-        """The states of both parts; if the batch grows, also ``rows``, the new pairs of the pass."""
-        state: dict[str, Any] = {"parts": [part.state() for part in self._parts]}
-        if self._plan.grows:
-            step = self._plan.begin.step + self._plan.steps_after(self._consumed)
-            # The samples do not tell it, because the share of new pairs varies with the size of the batch.
-            state["rows"] = self._plan.reached(step).rows
-        return state
+        return {"parts": [part.state() for part in self._parts]}
 
     def counts(self) -> dict[str, int]:
         """As `StreamBatches.counts`, with ``skipped`` and ``shards`` of streams only; and ``replayed`` samples."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from ..processes.preemption import Interruptions
 from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
-from .batch_plan import BEGIN, BatchPlan, Position
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .loaders import training_collator
 from .training_loader import TrainingLoader
@@ -36,8 +34,6 @@ class TrainingData:
     Args:
         loader: the training loader; None before there is one.
         collator: the data collator, which knows how captions are padded.
-        plan: of its global batches; None if all have one size and nothing is known of the passes over the data.
-        begin: where a resumed training goes on, with all rows of the pass.
     """
 
     def __init__(
@@ -46,15 +42,11 @@ class TrainingData:
         args: InfCLTrainingArguments,
         resumed: RunRecord | None = None,
         collator: DataCollator | None = None,
-        plan: BatchPlan | None = None,
-        begin: Position | None = None,
     ) -> None:
         self.window = Window([])  # that is trained now
         self.wait = DataWait()
         self._loader = loader if isinstance(loader, TrainingLoader) else None
         self._stream = getattr(loader, "dataset", None)  # of another loader
-        division = args.per_device_train_batch_size, args.world_size
-        self._plan = plan or BatchPlan.endless(args.global_batch_size, *division)
         self._images = args.global_batch_size // args.world_size  # of a window
         self._args, self._processes = args, Processes()
         self._text_padding: Mapping[str, int] | None = (
@@ -66,32 +58,16 @@ class TrainingData:
             self._skipped = 0
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
-        self._begin = begin
         self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)  # see `WindowStep.passed_over`
-        self._at, self._exhausted = BEGIN, False  # where the pass is, and whether a stream has no full window left
+        self._exhausted = False  # whether a stream has no full window left
 
-    def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
-        """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
-        rows, begin = windows * self._args.global_batch_size, self._begin
-        if begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
-            rows = begin.rows
-        self._at, self._exhausted = Position(epoch=epoch, windows=windows, rows=rows), False
+    def begin_epoch(self, epoch: int, windows: int = 0) -> None:
+        """Begins a pass over the data, in which ``windows`` windows are trained already."""
+        self._exhausted = False
         if self._loader is None:
             set_epoch(self._stream, epoch)
         else:
-            self._loader.begin_epoch(epoch, windows, step, lambda: self.passed_over(epoch))
-
-    def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, int]) -> dict[str, int]:
-        """Begins the pass over the data that Trainer's loop begins after so many steps.
-
-        Returns those of Trainer's numbers of the pass (``counted``, as in ``Trainer._run_epoch``) that differ if the
-        global batch grows, since passes then have different numbers of steps.
-        """
-        trained = counted["steps_trained_in_current_epoch"] if epoch == counted["epochs_trained"] else 0
-        self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step)
-        if not self._plan.grows:
-            return {}
-        return dict.fromkeys(("steps_in_epoch", "num_update_steps_per_epoch"), self._plan.windows(epoch))
+            self._loader.begin_epoch(epoch, windows, lambda: self.passed_over(epoch))
 
     def fetch(
         self,
@@ -116,7 +92,6 @@ class TrainingData:
             AskedToEndError: any process has received a signal to end.
         """
         interruptions.phases.enter("loading data", step)
-        self._images = self._plan.size(step) // self._processes.world_size
         self.window, self._loaded = Window([]), []  # the batches of the last one take memory
         rows = 0
         batches: list[Any] = []
@@ -125,7 +100,7 @@ class TrainingData:
         try:
             with self.wait.waiting():
                 iterator = epoch_iterator if self._loader is None else self._loader.lasting()
-                batches, _ = read(iterator, self._plan.micro_batches(step), self._args.device)
+                batches, _ = read(iterator, self._args.gradient_accumulation_steps, self._args.device)
             check_window(batches, equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:
@@ -145,7 +120,7 @@ class TrainingData:
             self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
-        if self._loader is not None and any(count == self._plan.micro_batches(step) for _, count in agreed):
+        if self._loader is not None and any(count == self._args.gradient_accumulation_steps for _, count in agreed):
             raise ValueError(
                 f"The data collator has left rows out, or added some: the processes got {seen} rows of {self._images} "
                 "each for a global batch. It must return every row that it receives. Remove bad rows from the dataset "
@@ -162,27 +137,15 @@ class TrainingData:
         return self.window
 
     def batches_of_loop(self) -> list[Any]:
-        """The batches of the window for Trainer's loop, which takes it for one batch if the global batch grows."""
-        count = len(self._loaded) - len(self.beyond_loop)
-        return self.window.batches if count == len(self.window) else self._loaded[:count]
-
-    @property
-    def beyond_loop(self) -> list[Any]:
-        """The batches of the window that `batches_of_loop` leaves out, without their images."""
-        return self._loaded[1:] if self._plan.grows else []
+        """The batches of the window for Trainer's loop: as many as were loaded, also where they have been split."""
+        return self.window.batches if len(self._loaded) == len(self.window) else self._loaded
 
     def end_window(self) -> None:
         """Records that the window is trained."""
-        rows = self._at.rows + self._images * self._processes.world_size
-        self._at = replace(self._at, windows=self._at.windows + 1, rows=rows)
         if skipped := [int(batch["skipped"].sum()) for batch in self.window.batches if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
         if self._loader is not None:
             self._loader.consume()
-
-    def epochs(self, step: int, counted: float) -> float:
-        """The passes trained before a step, where Trainer has counted its steps, as if they were equally large."""
-        return self._plan.epochs_before(step) if self._plan.grows else counted
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The rows of the training set at (micro-batch, row) of the current window; empty for a stream."""
@@ -194,17 +157,13 @@ class TrainingData:
 
     def position(self) -> dict[str, Any]:
         """The fields of `RunRecord` that say how far the training has come in the data; collective."""
-        loader, stream = self._loader, None
-        if loader is not None:  # for each process, the part of the stream that it has trained on
+        loader, position, stream = self._loader, None, None
+        if loader is not None:
+            position = loader.batches.position
+            # For each process, the part of the stream that it has trained on.
             stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.batches.state()))]
             stream = None if None in stream else stream
-        return {
-            "epoch": self._at.epoch,
-            "windows": self._at.windows,
-            "rows": self._at.rows,
-            "skipped_samples": self._skipped_samples(),
-            "stream": stream,
-        }
+        return {"position": position, "skipped_samples": self._skipped_samples(), "stream": stream}
 
     def _skipped_samples(self) -> int | None:
         """The sum over all processes since the run began, or None if the data does not report them; collective."""

@@ -1,4 +1,4 @@
-"""Loads batches that know their place in the training, and records the position that it has reached."""
+"""Loads the micro-batches of a training, and records which global batch follows the trained ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from ..data.collator import DataCollator
-from ..data.stream_batches import MicroBatches
+from ..data.stream_batches import MicroBatches, Share
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.preemption import heed_parent_alone
-from .batch_plan import BatchPlan
-from .replay import Replayed, make_micro_batches
-from .shares import SourceShare
+from .replay import Replayed, make_micro_batches, windows_of_epoch
 
 
 class TrainingLoader(DataLoader[Any]):
@@ -31,10 +29,11 @@ class TrainingLoader(DataLoader[Any]):
     Args:
         dataset: the training set. An epoch of a `Replayed` ends with its new pairs.
         device: the device to which batches are moved; None leaves them in host memory.
+        position: the global batches that are trained already.
         states: the `state` of every process of the checkpoint to resume from, for data that has one.
 
     Raises:
-        ValueError: as `hf_infcl.data.stream_batches.StreamBatches`.
+        ValueError: an epoch has fewer pairs than a global batch; or as `hf_infcl.data.stream_batches.StreamBatches`.
     """
 
     def __init__(
@@ -42,43 +41,43 @@ class TrainingLoader(DataLoader[Any]):
         dataset: Any,
         collate: DataCollator,
         args: InfCLTrainingArguments,
-        plan: BatchPlan,
         *,
         device: torch.device | None,
+        position: int = 0,
         states: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         # Trainer makes another loader of this one where a resumed run has trained a part of an epoch, and reads
         # nothing from that, which therefore needs no workers.
         super().__init__(dataset, batch_size=args.per_device_train_batch_size)
-        # Trainer divides by it before it sees that nothing is left.
-        self._length = max(1, plan.micro_batches_of_epoch(plan.first().epoch)) if plan.has_passes else None
-        self._args, self._device, self._step = args, device, 0
-        where: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size, "states": states}
+        self._args, self._device = args, device
+        self._windows = windows_of_epoch(dataset, args)
+        sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps * args.world_size
+        where: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
         where |= {"num_workers": args.dataloader_num_workers, "keyed": args.leave_out is not None}
+        where |= {"position": position, "states": states}
         if isinstance(dataset, Replayed):
-            self.batches: MicroBatches = dataset.batches(plan, collate, **where)
+            self.batches: MicroBatches = dataset.batches(*sizes, collate, **where)
         else:
-            self.batches = make_micro_batches(dataset, SourceShare(plan), collate, args, **where)
+            self.batches = make_micro_batches(dataset, Share(*sizes), collate, args, **where)
         self._lasting: Iterator[Any] | None = None
         self._fetched: list[dict[str, Any]] = []  # the tags of batches that are not consumed yet
         self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their pairs
 
     def __len__(self) -> int:
         """The micro-batches of one process in an epoch, of full windows only."""
-        if self._length is None:  # Trainer recognises data without a length by this error
+        if self._windows is None:  # Trainer recognises data without a length by this error
             raise TypeError("A stream without samples_per_epoch has no length.")
-        return self._length
+        return self._windows * self._args.gradient_accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches that follow the consumed ones. They do not count as consumed."""
-        for batch, _ in itertools.islice(self._read(), self._length):
+        for batch, _ in itertools.islice(self._read(), None if self._windows is None else len(self)):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, windows: int, step: int, rows: Any) -> None:
-        """Begins an epoch with this step, of which so many windows are trained; ``rows`` as for `pass_over`."""
-        if self.batches.begin_at(epoch, windows) | self.batches.pass_over(rows):
+    def begin_epoch(self, epoch: int, windows: int, rows: Any) -> None:
+        """Begins an epoch, of which so many windows are trained; ``rows`` as for `pass_over`."""
+        if self.batches.begin_at(epoch * (self._windows or 0) + windows) | self.batches.pass_over(rows):
             self.close()
-        self._step = step
 
     def lasting(self) -> Iterator[Any]:
         """The iterator of the training, whose batches `consume` records; the same one until `close`.
@@ -100,7 +99,7 @@ class TrainingLoader(DataLoader[Any]):
     def _read(self) -> DataLoader[Any]:
         args, generator = self._args, torch.Generator()
         # torch draws the workers' seeds from it. If dropout used the same one, resumes would change it.
-        generator.manual_seed(args.seed + self._step * args.world_size + args.process_index)
+        generator.manual_seed(args.seed + self.batches.position * args.world_size + args.process_index)
         options = worker_options(args, args.dataloader_num_workers)
         return DataLoader(self.batches, batch_size=None, generator=generator, **options)
 

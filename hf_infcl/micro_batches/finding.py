@@ -68,11 +68,11 @@ def find_micro_batches(
     kept = _kept_by_stream(setup, record)
     if not memory_is_known(args.device):
         return args.per_device_train_batch_size
-    if not (args.divides_by_itself or args.gradient_accumulation_steps > 1 or args.global_batch_schedule):
+    if not (args.divides_by_itself or args.gradient_accumulation_steps > 1):
         # A single micro-batch, which was given, is encoded once, with its own texts.
         args.texts_at_once, args.retain_graphs = (value.replace("auto", "1") for value in (texts, graphs))
         return args.per_device_train_batch_size
-    if not (args.divides_by_itself or texts == "auto" or (graphs == "auto" and not _varies(args))):
+    if not (args.divides_by_itself or texts == "auto" or (graphs == "auto" and not args.torch_compile)):
         return args.per_device_train_batch_size
     # ---- Of each decision, all processes take what all of them can hold ----
     began, processes, pairs = time.perf_counter(), Processes(), args.global_batch_size // args.world_size
@@ -101,7 +101,7 @@ def find_micro_batches(
             1 if graphs == "auto" else max(1, int(graphs)),
         )
     if args.divides_by_itself and not kept:
-        possible = possible_micro_batches(args, exceeds=not isinstance(setup.data, IterableDataset))
+        possible = possible_micro_batches(args)
         fits = find_micro_batch(attempt, trial, possible, pairs, agree)
         if fits == 0:
             raise ValueError(
@@ -118,7 +118,7 @@ def find_micro_batches(
         most = count - processes.grouped if trials.pads else 1
         trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, agree, compiled=args.torch_compile))
         args.texts_at_once = str(trial.texts)
-    if graphs == "auto" and not _varies(args):
+    if graphs == "auto" and not args.torch_compile:  # a trial is not compiled, so `GraphBudget` measures those graphs
         # See `Wrapper.most_graphs`. In a group of one process accelerate wraps no model.
         most = max(1, count - 1) if processes.world_size > 1 else count
         args.retain_graphs = str(find_graphs(attempt, trial, most, agree) if most > 1 else 1)
@@ -127,11 +127,6 @@ def find_micro_batches(
     if processes.rank == 0:
         logger.warning(f"{_described(args)}: found in {time.perf_counter() - began:.0f} s. To fix it: {_words(args)}")
     return args.per_device_train_batch_size
-
-
-def _varies(args: InfCLTrainingArguments) -> bool:
-    """Whether the steps of a training take other memory for a graph than a trial, so that `GraphBudget` measures it."""
-    return bool(args.torch_compile or args.global_batch_schedule)  # a trial is not compiled
 
 
 def _decide_untried(args: InfCLTrainingArguments) -> None:
@@ -190,8 +185,7 @@ def _kept_by_stream(setup: Setup, record: RunRecord | None) -> bool:
 
 def _divide(args: InfCLTrainingArguments, micro_batch: int) -> None:
     args.per_device_train_batch_size = micro_batch
-    if args.global_batch_schedule is None:
-        args.gradient_accumulation_steps = args.global_batch_size // args.world_size // micro_batch
+    args.gradient_accumulation_steps = args.global_batch_size // args.world_size // micro_batch
 
 
 def _described(args: InfCLTrainingArguments) -> str:
@@ -199,15 +193,13 @@ def _described(args: InfCLTrainingArguments) -> str:
     texts, graphs = args.texts_together, args.retain_graphs
     more = [f"the texts of {texts} micro-batches at once"] if texts > 1 else []
     more += [f"{graphs} graphs kept"] if graphs not in ("auto", "0", "1") else []
-    accumulation = args.global_batch_size // args.world_size // args.per_device_train_batch_size
-    factors = f"{args.per_device_train_batch_size} × {accumulation} × {args.world_size}"
+    factors = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {args.world_size}"
     return ", ".join([f"Global batch of {args.global_batch_size:,} pairs = {factors}", *more])
 
 
 def _words(args: InfCLTrainingArguments) -> str:
     """The options that fix the division, as the command takes them."""
-    names = [name for name in _FOUND[:4] if args.global_batch_schedule is None or name != DIVISION[1]]
-    return " ".join(f"--{name} {getattr(args, name)}" for name in names)
+    return " ".join(f"--{name} {getattr(args, name)}" for name in _FOUND[:4])
 
 
 def _machines(args: InfCLTrainingArguments) -> list[str]:

@@ -14,7 +14,6 @@ from ..evaluation.metrics import metric_named
 from ..processes.preemption import ended_with_launcher
 from .batch_division import divide_global_batch
 from .batch_options import SEARCHED, BatchOptions, auto_or_number
-from .batch_schedule import BatchSchedule, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
 from .course_options import CourseOptions
 from .facts import check_values
@@ -43,7 +42,7 @@ class InfCLTrainingArguments(
     """`transformers.TrainingArguments` for exact contrastive training.
 
     One contrastive batch, the global batch, has ``global_batch_size`` pairs, by default
-    ``per_device_train_batch_size × gradient_accumulation_steps × world_size``, or those of ``global_batch_schedule``.
+    ``per_device_train_batch_size × gradient_accumulation_steps × world_size``.
     The micro-batch of ``per_device_train_batch_size`` pairs determines the activation memory. More accumulation steps
     take more time, but additional memory only for embeddings and inputs. With several captions per image, or negative
     captions, these numbers count images, and the text tower processes all texts of a micro-batch at once.
@@ -78,9 +77,6 @@ class InfCLTrainingArguments(
             value = getattr(self, name)
             setattr(self, name, "auto" if value is None else str(value))
             self.asked += (None if value is None else str(value),)
-        undivided = self.global_batch_schedule is not None and self.asked[:2] == (None, None)
-        if undivided and self._global_batch_size is None:
-            self._global_batch_size = self.global_batch_size  # its last one, which divides itself
         self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
         self.found: dict[str, Any] = {}
         if self.greater_is_better is None and (measured := metric_named(self.metric_for_best_model or "")) is not None:
@@ -122,7 +118,6 @@ class InfCLTrainingArguments(
         if self.optimizer is not None:
             muon_settings(self.optim_args)  # raises for what Muon does not take
         check_selection(self)
-        check_batch_schedule(self)
         if divided and self._global_batch_size is not None:
             factors = self.per_device_train_batch_size, self.gradient_accumulation_steps
             divide_global_batch(self, self._global_batch_size, *factors)
@@ -157,9 +152,7 @@ class InfCLTrainingArguments(
 
     @property  # type: ignore[misc]  # in place of the field's value
     def global_batch_size(self) -> int:
-        """The number of pairs in one contrastive batch, that is in one optimizer step; the last one if it grows."""
-        if self.global_batch_schedule is not None:
-            return BatchSchedule.of(self.global_batch_schedule).sizes[-1]
+        """The number of pairs in one contrastive batch, that is in one optimizer step."""
         if self._global_batch_size is not None or not hasattr(self, "distributed_state"):
             return cast(int, self._global_batch_size)  # None while the processes are not set up
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .batch_options import DIVISION
-from .batch_schedule import BatchSchedule
 
 UNTRIED = 32  # the most pairs of a micro-batch where the memory is not known, as on a CPU
 _LEAST = 0.25  # of the pairs that fit: with smaller micro-batches a device is far from its rate
@@ -24,14 +23,6 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
     Raises:
         ValueError: the global batch cannot be divided so.
     """
-    if args.global_batch_schedule is not None:
-        if size != args.global_batch_size:
-            raise ValueError(
-                f"global_batch_size={size:,}, but global_batch_schedule ends with {args.global_batch_size:,}. Leave "
-                "one of them out."
-            )
-        args.per_device_train_batch_size = micro_batch or _untried(args)
-        return
     factors = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
     least = math.prod([args.world_size, *(n for _, n in factors)])
     words = " × ".join([f"{name}={n}" for name, n in factors] + [_processes(args.world_size)])
@@ -57,21 +48,11 @@ def _untried(args: Any) -> int:
     return max((n for n in possible_micro_batches(args) if n <= UNTRIED), default=1)
 
 
-def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
-    """The micro-batches that divide every global batch of a training equally, in rising order.
-
-    Args:
-        exceeds: whether a micro-batch may be larger than what a process has of the first of growing global batches,
-            whose single micro-batch is smaller then. That of a stream may not.
-    """
-    sizes = BatchSchedule.of_arguments(args).sizes
-    if any(size % args.world_size for size in sizes):
-        return []
-    per_process = [size // args.world_size for size in sizes]
-    most = per_process[-1] if exceeds else min(per_process)
-    pairs = ((n, per_process[-1] // n) for n in range(1, math.isqrt(per_process[-1]) + 1) if per_process[-1] % n == 0)
-    divisors = {divisor for pair in pairs for divisor in pair}
-    return sorted(n for n in divisors if n <= most and all(rows % min(n, rows) == 0 for rows in per_process))
+def possible_micro_batches(args: Any) -> list[int]:
+    """The micro-batches that divide the global batch of a training equally, in rising order."""
+    rows, left = divmod(args.global_batch_size, args.world_size)
+    pairs = ((n, rows // n) for n in range(1, math.isqrt(rows) + 1) if rows % n == 0 and not left)
+    return sorted({divisor for pair in pairs for divisor in pair})
 
 
 def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
@@ -84,12 +65,6 @@ def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
     if fits and (fits[-1] >= _LEAST * most or fits[-1] == possible[-1]):
         return fits[-1]
     size, step = args.global_batch_size, args.world_size * max(1, most // 2)
-    if args.global_batch_schedule is not None:
-        raise ValueError(
-            f"No micro-batch of up to {most} pairs divides all global batches of {args.global_batch_schedule} on "
-            f"{_processes(args.world_size)}, but for very small ones. Choose multiples of {step:,} pairs, or give "
-            "per_device_train_batch_size."
-        )
     raise ValueError(
         f"global_batch_size={size:,} on {_processes(args.world_size)} cannot be divided into micro-batches that are "
         f"nearly as large as fits, which is {most} pairs here: the largest that divides it has "

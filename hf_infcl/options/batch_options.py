@@ -29,8 +29,8 @@ class BatchOptions:
         within=FROM_1,
     )
     per_device_train_batch_size: int = option(
-        "Pairs of a micro-batch, which a process encodes at once. By default it follows from global_batch_size or "
-        "global_batch_schedule, or is 8.",
+        "Pairs of a micro-batch, which a process encodes at once. By default it follows from global_batch_size, or is "
+        "8.",
         decides=False,
         within=FROM_1,
     )
@@ -39,15 +39,6 @@ class BatchOptions:
         "default it follows from global_batch_size, or is 1.",
         decides=False,
         within=FROM_1,
-    )
-    global_batch_schedule: list[str] | None = option(
-        "A batch that grows, such as '256:0.25 512:0.25 1024'. These are the pairs of a global batch with "
-        "their shares of the samples; the last one gets the rest. They replace gradient_accumulation_steps; "
-        "micro-batches are found, or keep per_device_train_batch_size, or are all pairs of a process where these "
-        "are fewer. "
-        "Warm-up and decay run over samples.",
-        decides=True,
-        card="growth of the global batch, each size with its share of the samples",
     )
     retain_graphs: str | None = option(
         "Micro-batches of a step whose autograd graph is kept, which saves their second forward. Each takes the "

@@ -32,22 +32,20 @@ def check_combinations(args: Any) -> None:
             raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
     _check_best_checkpoint(args)
     _check_cache_folder(args)
-    several = args.gradient_accumulation_steps > 1 or args.global_batch_schedule is not None
-    option = "gradient_accumulation_steps" if args.global_batch_schedule is None else "global_batch_schedule"
-    if args.ddp_static_graph and several:
+    steps = args.gradient_accumulation_steps
+    if args.ddp_static_graph and steps > 1:
         raise ValueError(
-            f"ddp_static_graph=True does not work with {option}={getattr(args, option)}: DDP fails in the second "
+            f"ddp_static_graph=True does not work with gradient_accumulation_steps={steps}: DDP fails in the second "
             "micro-batch of a step. Leave it off."
         )
     # accelerate completes the plugin from the variables that `accelerate launch` sets.
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     replays = compiler.backend == DynamoBackend.CUDAGRAPHS or compiler.mode in _CUDA_GRAPH_MODES
-    number = "" if args.global_batch_schedule is not None else f"{args.gradient_accumulation_steps} "
-    if replays and several:
+    if replays and steps > 1:
         raise ValueError(
             f"torch_compile_mode={compiler.mode!r} with the backend {compiler.backend.value.lower()!r} replays "
             "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
-            f"{number}micro-batches of a step. Choose 'default' or "
+            f"{steps} micro-batches of a step. Choose 'default' or "
             "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
         )
     _check_effects(args)
@@ -105,7 +103,7 @@ def _check_parts(args: Any) -> None:
 
 def _check_effects(args: Any) -> None:
     """Raises a ValueError for options that would have no effect, because of another option."""
-    if args.texts_together > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
+    if args.texts_together > 1 and args.gradient_accumulation_steps == 1:
         raise ValueError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=1: a step has one "
             "micro-batch. Omit it, or choose smaller micro-batches and more of them."
@@ -236,6 +234,7 @@ def check_support(args: Any) -> None:
         ("eval_use_gather_object", False, "evaluations gather tensors"),
         ("bf16_full_eval", False, "it leaves the model's weights in bf16; bf16=True evaluates in bf16 as well"),
         ("fp16_full_eval", False, "it leaves the model's weights in fp16; fp16=True evaluates in fp16 as well"),
+        ("ignore_data_skip", False, "it would train rows of an epoch again; a resume reads none of those before it"),
         ("use_liger_kernel", False, "Liger has no kernels for dual encoders and would change nothing"),
     ):
         # transformers before 5.15 has no dataloader_in_order.

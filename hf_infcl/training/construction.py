@@ -14,7 +14,7 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.collator import DataCollator
 from ..data.transforms import set_image_size
 from ..encoders.dual_encoder import DualEncoder
-from ..loading.loaders import check_data_seed, check_planned, check_selectable, set_sizes
+from ..loading.loaders import check_data_seed, check_selectable, set_sizes
 from ..loading.replay import Replayed
 from ..loading.wrapped import all_parts, check_has_rows, most_captions
 from ..options.arguments import InfCLTrainingArguments
@@ -41,8 +41,7 @@ def checked_arguments(
         ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
             launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is passed; a dataset of
             images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
-            several captions per image; the batches of ``global_batch_schedule`` do not fit the data or the processes;
-            ``output_dir`` is not writable; ``extensions`` is not a list of extensions.
+            several captions per image; ``output_dir`` is not writable; ``extensions`` is not a list of extensions.
     """
     if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
         kwargs = {**kwargs, "processing_class": data_collator.processor}  # so that it is saved beside the model
@@ -102,7 +101,6 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
         )
     check_data_seed(pairs, args.data_seed)
     if pairs is not None:
-        check_planned(pairs, args)
         check_selectable(pairs, args)
     for dataset in sets:
         check_has_rows(dataset)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from torch.optim import Optimizer
 from transformers import (
     EarlyStoppingCallback,
-    ProgressCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -17,14 +16,13 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
 
-from ..loading.batch_plan import BatchPlan
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 from .ending import EarlyStopping
 from .optimization import switch_weights
-from .progress import BarOfSamples, Progress
+from .progress import Progress
 
 # The flags of Trainer's control that callbacks can set.
 DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -66,7 +64,6 @@ class LoopEvents(TrainerCallback):
 
     def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         self._data.end_window()
-        state.epoch = self._data.epochs(state.global_step, state.epoch)
         self._count_seconds(state)
 
     def on_evaluate(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
@@ -81,13 +78,10 @@ def add_own_callbacks(
     handler: CallbackHandler,
     args: InfCLTrainingArguments,
     begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]],
-    plan: Callable[[], BatchPlan],
 ) -> None:
     """Adds the callbacks of this package to those of a trainer."""
     # This callback comes first, so that the user's callbacks see the clamped logit_scale.
     handler.callbacks.insert(0, LoopEvents(handler.callbacks, begin_training))
-    if args.global_batch_schedule is not None and handler.pop_callback(ProgressCallback) is not None:
-        handler.add_callback(BarOfSamples(plan))
     if args.early_stopping_patience is not None:
         handler.add_callback(EarlyStopping(args.early_stopping_patience))
         return

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
 from ..checkpoints.pushes import cause
@@ -23,7 +23,6 @@ from ..encoders.dual_encoder import DualEncoder
 from ..optimizers import MuonAdamW, parameter_groups
 from ..optimizers.groups import divided, matching, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
-from ..options.batch_schedule import Course
 from ..options.declaring import spelled
 from ..options.rate_options import muon_settings
 from ..processes.collectives import Processes
@@ -91,7 +90,7 @@ class Optimization:
         return optimizer
 
     def scheduler(
-        self, optimizer: Optimizer | None, schedule: LRScheduler | None, make: Callable[[], LRScheduler], course: Course
+        self, optimizer: Optimizer | None, schedule: LRScheduler | None, make: Callable[[], LRScheduler]
     ) -> LRScheduler:
         """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
 
@@ -102,8 +101,6 @@ class Optimization:
         self.creates_scheduler = self.creates_scheduler or schedule is None
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = make()
-        if self.creates_scheduler and course.grows:
-            over_samples(schedule, course)
         of_both = (getattr(optimizer, "optimizer", optimizer), options_of_optimizer), (schedule, options_of_schedule)
         for i, (one, options_of) in enumerate(of_both):
             if self._described[i][0] is not one:  # otherwise an earlier training has progressed in it
@@ -282,17 +279,6 @@ def set_learning_rates(
     if beside:
         optimizer.add_param_group({"params": list(beside), "weight_decay": 0.0, "name": "beside the model"})
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
-
-
-def over_samples(schedule: LRScheduler, course: Course) -> None:
-    """Lets a new schedule of transformers run over samples instead of steps; schedules by a metric stay."""
-    if not isinstance(schedule, LambdaLR):
-        return
-
-    def planned(factor: Callable[[Any], float]) -> Callable[[int], float]:
-        return lambda step: factor(course.samples_before(step) / course.samples * course.steps)
-
-    schedule.lr_lambdas = [planned(factor) for factor in schedule.lr_lambdas]
 
 
 def _rates_of_towers(

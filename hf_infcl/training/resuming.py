@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
@@ -16,8 +16,6 @@ from ..checkpoints.files import choose
 from ..checkpoints.pushes import checkpoint_of_hub_if_named
 from ..checkpoints.record import RECORD_NAME, RunRecord, differences
 from ..checkpoints.run_options import as_json, options_of_arguments, options_of_data, options_of_model
-from ..loading.batch_plan import BatchPlan, Position
-from ..loading.positions import loop_values
 from ..loading.replay import Replayed, is_own
 from ..loading.training_data import TrainingData
 from ..loading.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
@@ -69,10 +67,8 @@ def make_record(
     data: TrainingData,
     window_step: WindowStep,
     optimization: Optimization,
-    progress: tuple[int, int],
 ) -> RunRecord:
-    """What a checkpoint says of the run and of its progress, the pairs and the steps that were trained; collective."""
-    samples_seen, step = progress
+    """What a checkpoint says of the run and of its progress; collective."""
     return RunRecord(
         make_run(setup),
         **data.position(),
@@ -80,8 +76,6 @@ def make_record(
         processes=setup.args.world_size,
         only_model=setup.args.save_only_model,
         optimizer=optimization.options,
-        samples_seen=samples_seen,
-        step=step,
         micro_batches=recorded(setup.args),
     )
 
@@ -148,7 +142,6 @@ class Resumption:
         self.checkpoint = checkpoint
         # None if there is no checkpoint, or another trainer wrote it.
         self.record = None if checkpoint is None else RunRecord.read(checkpoint)
-        self.begin: Position | None = None  # where the training goes on, as soon as `rest` has computed it
         self._is_complete = False
 
     def check(self, run: Mapping[str, Any], data: object, world_size: int) -> None:
@@ -167,7 +160,7 @@ class Resumption:
             )
         else:
             self._refuse(differences(record.run, run))
-        if isinstance(data, IterableDataset) and is_own(data) and not self.stream_positions:
+        if isinstance(data, IterableDataset) and is_own(data) and not (record and record.stream):
             raise ValueError(
                 f"{checkpoint} holds no position in a stream, because it was not written by a training on such data. "
                 f"Start anew from its weights: --model {checkpoint}"
@@ -200,11 +193,6 @@ class Resumption:
                 f"The optimizer's state in {self.checkpoint} does not fit this run ({error}). Start anew from its "
                 f"weights: --model {self.checkpoint}"
             ) from error
-
-    @property
-    def stream_positions(self) -> list[dict[str, Any]]:
-        """The position of each process in an `ImageTextStream`; empty for a new run."""
-        return (self.record and self.record.stream) or []
 
     def ends_with_evaluation(
         self,
@@ -244,13 +232,6 @@ class Resumption:
         due = kept.get("TrainerControl", {}).get("args", {}).get("should_evaluate")
         return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
-    def rest(
-        self, args: InfCLTrainingArguments, loader: DataLoader, plan: BatchPlan, values: tuple[object, ...]
-    ) -> tuple[Any, ...]:
-        """Trainer's initial values for what is left of the training; see `loop_values`."""
-        self.begin, values = loop_values(args, loader, plan, self.record, values)
-        return values
-
     def first_position(
         self, state: TrainerState, args: InfCLTrainingArguments, lengths: tuple[int, int, int], counted: tuple[int, int]
     ) -> tuple[int, int]:
@@ -263,9 +244,9 @@ class Resumption:
         Args:
             lengths: the steps of the training, those of a pass over the data, and the passes, which are what
                 ``Trainer._init_training_state`` is given first.
-            counted: the numbers that Trainer computes, for checkpoints without a record.
+            counted: the numbers that Trainer computes, for checkpoints without a position in the data.
         """
-        steps, _, epochs = lengths
+        steps, windows, epochs = lengths
         if self.checkpoint is not None:
             self._set_intervals(state, args, steps)
         if reason := why_complete(state, steps, args.early_stopping_patience):
@@ -273,9 +254,10 @@ class Resumption:
             logger.warning(f"Nothing is left to train: {at}, and {reason}.")
             self._is_complete = True
             return epochs - self._lacks_evaluation(state, args), 0
-        if self.begin is None:
+        if self.record is None or self.record.position is None:
             return counted
-        return self.begin.epoch, self.begin.windows * args.gradient_accumulation_steps
+        epoch, trained = divmod(self.record.position, windows)
+        return epoch, trained * args.gradient_accumulation_steps
 
     def _set_intervals(self, state: TrainerState, args: InfCLTrainingArguments, steps: int) -> None:
         """Trainer would go on with those of the checkpoint."""

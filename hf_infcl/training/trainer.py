@@ -20,9 +20,8 @@ from ..checkpoints import pushes
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
-from ..loading.batch_plan import BatchPlan
 from ..loading.notices import CaptionNotices
-from ..loading.positions import make_course, make_plan
+from ..loading.replay import is_own
 from ..loading.training_data import TrainingData
 from ..loading.wrapped import check_has_rows
 from ..micro_batches.finding import find_micro_batches
@@ -100,7 +99,7 @@ class InfCLTrainer(Trainer):
             self._start = prepare_model(self.model, args, self.accelerator)
         self.data_collator = make_collator(self.model, self.processing_class, data_collator, self.data_collator, args)
         self._extensions += make_teachers(self.setup, teacher, remakes_model=model is None)
-        add_own_callbacks(self.callback_handler, args, self._begin_training, lambda: self.batch_plan)
+        add_own_callbacks(self.callback_handler, args, self._begin_training)
         self.checkpoints = files.make_checkpoints(args, self.accelerator)
         self._begin_training()
 
@@ -147,12 +146,10 @@ class InfCLTrainer(Trainer):
     def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
-        plan = None if loader is None else self.batch_plan
-        course, begin = make_course(args, self.state, plan), self.resumption.begin
-        self.training_data = TrainingData(loader, args, record, self.data_collator, plan, begin)
-        self.progress = Progress(self.state.global_step, course, trained_seconds(self.state))
+        self.training_data = TrainingData(loader, args, record, self.data_collator)
+        self.progress = Progress(self.state.global_step, args.global_batch_size, trained_seconds(self.state))
         hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
-        self.window_step = WindowStep(self.setup, self.model_wrapped, record, course=course, **hooks)
+        self.window_step = WindowStep(self.setup, self.model_wrapped, record, steps=self.state.max_steps, **hooks)
         self.training_data.passed_over = self.window_step.passed_over
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         files.go_on_with_losses(self)
@@ -165,7 +162,8 @@ class InfCLTrainer(Trainer):
         kept = self.state, self.args, self.control, self._decisions
         methods: Any = {"evaluate": self._evaluate, "determine_best": self._determine_best_metric}
         if not self.resumption.ends_with_evaluation(*kept, epoch, kwargs, **methods):
-            kwargs |= self.training_data.begin_epoch_of_loop(epoch, self.state.global_step, kwargs)
+            trained = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
+            self.training_data.begin_epoch(epoch, trained // self.args.gradient_accumulation_steps)
             super()._run_epoch(model, epoch, *args, **kwargs)
             self.interruptions.agree()  # a signal may have come in the last step
 
@@ -182,7 +180,7 @@ class InfCLTrainer(Trainer):
     @property
     def samples_seen(self) -> int:
         """The pairs trained so far."""
-        return self.progress.samples(self.state.global_step)
+        return self.state.global_step * self.args.global_batch_size
 
     # ---- The model, its optimizer and its schedule ----
 
@@ -197,11 +195,6 @@ class InfCLTrainer(Trainer):
         data, equal_ids = self.train_dataset, loaders.needed_ids(self.args, self.train_dataset)
         of_data: Any = self._start, data, self.data_collator, self._extensions, loaders.rows_of(data)
         return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids, self._prepare_inputs, *of_data)
-
-    @property
-    def batch_plan(self) -> BatchPlan:
-        """The global batches of the training, from the checkpoint on that it resumes from."""
-        return make_plan(self.args, self.train_dataset, self.resumption.record)
 
     def call_model_init(self, trial: object = None) -> Any:
         model = super().call_model_init(trial)
@@ -227,10 +220,8 @@ class InfCLTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
-        """Trainer's schedule of the learning rate, which runs over samples where the global batch grows."""
         create = partial(super().create_scheduler, *args, **kwargs)
-        course = make_course(self.args, self.state, self.batch_plan)
-        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, course)
+        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -244,7 +235,7 @@ class InfCLTrainer(Trainer):
         pairs = loaders.with_cached_features(self.setup, self.interruptions)
         if pairs is None:
             return super().get_train_dataloader()  # which raises
-        if not loaders.is_own(pairs):
+        if not is_own(pairs):
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
             return loaders.loader_of_stream(pairs, collate, self.setup)
         collator = loaders.training_collator(self.data_collator, self.args)
@@ -252,7 +243,7 @@ class InfCLTrainer(Trainer):
             pairs = self._remove_unused_columns(pairs, "training")
         elif not isinstance(pairs, IterableDataset):
             collator = self._get_collator_with_removed_columns(collator, "training")
-        return loaders.training_loader(pairs, collator, self.setup, self.batch_plan, self.resumption.stream_positions)
+        return loaders.training_loader(pairs, collator, self.setup, self.resumption.record)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -265,8 +256,7 @@ class InfCLTrainer(Trainer):
         return loaders.with_lasting_workers(super()._get_dataloader(rows, *args, **kwargs))
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
-        values = super().set_initial_training_values(args, dataloader)
-        return self.resumption.rest(args, dataloader, self.batch_plan, values)
+        return loaders.values_of_loop(args, dataloader, super().set_initial_training_values(args, dataloader))
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
@@ -295,9 +285,6 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        for batch in self.training_data.beyond_loop:  # Trainer's loop counts the other batches
-            self.current_flos += self.floating_point_ops(batch)
-            self._track_num_input_tokens(batch)
         return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.setup)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
@@ -360,8 +347,7 @@ class InfCLTrainer(Trainer):
         """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
         self.interruptions.phases.enter("saving", self.state.global_step)
         files.keep_losses_since_log(self)
-        parts = self.training_data, self.window_step, self.optimization
-        record = make_record(self.setup, *parts, (self.samples_seen, self.state.global_step))
+        record = make_record(self.setup, self.training_data, self.window_step, self.optimization)
         files.save_checkpoint(
             *(self.checkpoints, super()._get_output_dir(trial), record),
             *(self.window_step.state_dict(), self.state, self.args),

@@ -6,7 +6,6 @@ import gc
 
 from accelerate.utils.memory import clear_device_cache
 
-from ..loss.cuda_graphs import forget_recordings
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.graph_budget import GraphBudget
 from ..passes.offload import Fetcher
@@ -20,20 +19,8 @@ class WindowMemory:
         self._args = args
         self.fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._compiles = compiled  # until the first window has been trained
-        self._batch: list[int] | None = None  # the images of the micro-batches of the last window
-        self.graph_budget = self._new_budget()
-
-    def _new_budget(self) -> GraphBudget:
-        retain = self._args.retain_graphs
-        return GraphBudget(None if retain == "auto" else int(retain or 1), self._args.device)
-
-    def begin_window(self, window: Window) -> None:
-        """Plans kept graphs anew for larger batches, and lets go of the memory of smaller ones."""
-        if self._args.global_batch_schedule is not None and self._batch not in (None, window.sizes[0]):
-            self.graph_budget = self._new_budget()
-            forget_recordings()
-            clear_device_cache()
-        self._batch = list(window.sizes[0])
+        retain = args.retain_graphs
+        self.graph_budget = GraphBudget(None if retain == "auto" else int(retain or 1), args.device)
 
     def keep_fewer_graphs(self) -> None:
         """Keeps one graph fewer from now on, because memory ran out."""

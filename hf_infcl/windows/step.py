@@ -17,7 +17,6 @@ from torch.profiler import record_function
 
 from ..checkpoints.record import RunRecord
 from ..encoders.sharding import failures_announced_unless_sharded, is_sharded
-from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, make_wrapper
 from ..processes.collectives import Processes, failures_announced
@@ -55,7 +54,7 @@ class WindowStep:
     Args:
         model: its model as the training loop calls it, wrapped and compiled.
         rows_of_dataset: as for `NumberChecks`.
-        course: the samples of its steps; None or without steps before it begins.
+        steps: of the whole training; 0 before it begins.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class WindowStep:
         *,
         rows_of_dataset: RowsOfDataset,
         phases: Phases,
-        course: Course | None = None,
+        steps: int = 0,
     ) -> None:
         args, compiled = setup.args, is_compiled(model)
         self.windows = 0  # that were trained
-        self.extensions = [*_make_extensions(setup, course), *setup.extensions]
+        self.extensions = [*_make_extensions(setup, steps), *setup.extensions]
         check_names(self.extensions)
         # Whether processes wait for each other where nothing but an extension that others wrote can have failed.
         self._awaits_observers = args.world_size > 1 and bool(of_kind(setup.extensions, StepObserver))
@@ -104,7 +103,7 @@ class WindowStep:
             self._wrapper.broadcast_buffers(bool(setup.encoder.batch_norms()))
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
-        self._temperature = Temperature(setup, warns=course is not None and course.steps > 0)
+        self._temperature = Temperature(setup, warns=steps > 0)
 
     # ---- The step ----
 
@@ -185,7 +184,6 @@ class WindowStep:
         with failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window)):
             for extension in self.extensions:
                 extension.begin_window(window, step)
-        self.memory.begin_window(window)
         self._wrapper.begin_window()
         self.checks.begin_window(model, term_parameters(self.extensions))
 
@@ -216,9 +214,6 @@ class WindowStep:
         inputs = self._setup.prepare_inputs(window.inputs(micro_batch))
         for change in of_kind(self.extensions, StepChange):
             inputs = change.inputs(inputs)
-        grows = self._setup.args.global_batch_schedule is not None
-        if self._compiled and grows and "pixel_values" in inputs:  # for each size, rather than once for all
-            torch._dynamo.mark_static(inputs["pixel_values"])
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
         embeds: Features = self._setup.encoder.embed(model, inputs, frozen_outputs)
@@ -375,16 +370,16 @@ def _check_rows(window: Window, encoded: Features) -> None:
         )
 
 
-def _make_extensions(setup: Setup, course: Course | None) -> Iterator[Extension]:
-    """The extensions that the arguments of a training with this course ask for."""
+def _make_extensions(setup: Setup, steps: int) -> Iterator[Extension]:
+    """The extensions that the arguments of a training with so many steps ask for."""
     args, encoder, start = setup.args, setup.encoder, setup.start
     if args.patch_dropout:
         yield DroppedPatches(encoder, args.patch_dropout)
     if start is not None and args.keep_features:
         yield KeptFeatures(start, args.keep_features)
     if args.leave_out is not None and setup.rows is not None:
-        if course is not None:
-            tell_if_too_short(course.samples * (1 - (args.replay_share or 0)) / setup.rows)
+        if steps > 0:
+            tell_if_too_short(steps * args.global_batch_size * (1 - (args.replay_share or 0)) / setup.rows)
         yield WithoutNoisyPairs(setup.rows)
     yield TowerNorms(encoder)
     yield PositiveCosines()

@@ -117,10 +117,7 @@ def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = Fa
 
         def run(values: dict[str, Any], path: Path = path, steps: int | None = steps) -> Run:
             values = {"micro_batch": min(micro_batch, values["batch"]), **values}
-            options = dict(values.get("options", {}))
-            if toy and "global_batch_schedule" in options:
-                stages = [words.split(":") for words in options["global_batch_schedule"]]
-                options["global_batch_schedule"] = [":".join([str(int(n) // 64), *share]) for n, *share in stages]
+            options = values.get("options")
             values["options"] = json.dumps(options) if options else ""
             if steps is not None:
                 values["samples"] = steps * values["batch"]

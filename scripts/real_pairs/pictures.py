@@ -29,8 +29,8 @@ from .rows import (
     configurations,
     fronts,
     name_of_way,
-    schedule_of,
     seconds_alone,
+    stages_of,
     value,
 )
 
@@ -105,7 +105,7 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
                 axes[1].annotate(f"{c.batch:,}", place, offset, **text)
         for setting, c in configurations(rows, GROWING_BATCH, optimizer=optimizer).items():
             if step_seconds and (seconds := seconds_alone(rows, setting, FIXED_SAMPLES[0])) is not None:
-                sizes = schedule_of(setting).sizes
+                sizes = list(stages_of(setting))
                 place = seconds, 100 * statistics.mean(c.values(STYLE))
                 axes[1].plot(*place, "*", color=colour, ms=10, zorder=4)
                 text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": "right"}

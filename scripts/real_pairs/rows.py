@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import collections
 import csv
-import itertools
 import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from hf_infcl.options.batch_schedule import BatchSchedule
 
 Row = dict[str, Any]
 # The figures of the tables: a name, and the columns whose mean it is.
@@ -168,10 +165,14 @@ def at_fixed_samples(rows: Iterable[Row], samples: float, optimizer: str = "adam
     return of_batches(rows, optimizer, samples=samples)
 
 
-def schedule_of(setting: Setting) -> BatchSchedule:
-    """The global batches of a training, one if its batch does not grow."""
-    words = json.loads(setting.options or "{}").get("global_batch_schedule")
-    return BatchSchedule.of(words) if words else BatchSchedule((int(setting.batch),), ())
+def stages_of(setting: Setting) -> dict[int, float]:
+    """The global batches of a training, with their shares of the samples: several where an option let the batch grow.
+
+    The package does not have that option any more.
+    """
+    *earlier, last = json.loads(setting.options or "{}").get("global_batch_schedule", [setting.batch])
+    shares = {int(size): float(share) for size, share in (words.split(":") for words in earlier)}
+    return {**shares, int(last): 1 - sum(shares.values())}
 
 
 def seconds_alone(rows: Iterable[Row], setting: Setting, samples: float) -> float | None:
@@ -181,17 +182,16 @@ def seconds_alone(rows: Iterable[Row], setting: Setting, samples: float) -> floa
         for row in rows
         if row["experiment"] == COST_OF_OPTIMIZERS and (row.get("optimizer") or "adamw") == setting.optimizer
     }
-    schedule = schedule_of(setting)
-    shares = [end - begin for begin, end in itertools.pairwise((0.0, *schedule.ends, 1.0))]
-    if any(size not in timed for size in schedule.sizes):
+    stages = stages_of(setting)
+    if any(size not in timed for size in stages):
         return None
-    return sum(share * samples / size * timed[size] for share, size in zip(shares, schedule.sizes, strict=True))
+    return sum(share * samples / size * timed[size] for size, share in stages.items())
 
 
 def label(setting: Setting, micro_batch: int = 256) -> str:
     batch = int(setting.batch)
-    if len(schedule := schedule_of(setting).sizes) > 1:
-        return f"`{setting.method}`, " + " → ".join(f"{size:,}" for size in schedule)
+    if len(stages := stages_of(setting)) > 1:
+        return f"`{setting.method}`, " + " → ".join(f"{size:,}" for size in stages)
     if setting.method != "Trainer":
         return f"`{setting.method}`, one loss over {batch:,}"
     losses = batch // micro_batch

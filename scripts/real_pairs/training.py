@@ -19,9 +19,7 @@ from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, Traine
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
-from hf_infcl.loading.batch_plan import BatchPlan
 from hf_infcl.optimizers import MuonAdamW, parameter_groups
-from hf_infcl.options.batch_schedule import BatchSchedule
 
 from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, normalised
 from .swaps import KINDS
@@ -51,7 +49,7 @@ class Run:
     Attributes:
         experiment: the name of the YAML file.
         method: a key of `TRAINERS`.
-        batch: the pairs of one optimizer step, with ``global_batch_schedule`` among the options of the last one.
+        batch: the pairs of one optimizer step.
         micro_batch: the pairs of one forward. `Trainer` computes a loss for each.
         samples: the pairs seen, in all.
         objective: "softmax" or "sigmoid".
@@ -87,16 +85,6 @@ class Run:
     options: str = ""
     sources: str = ""
     replay: str = ""
-
-    @property
-    def plan(self) -> BatchPlan:
-        """The global batches of the run."""
-        schedule = BatchSchedule((self.batch,), ())
-        if words := json.loads(self.options or "{}").get("global_batch_schedule"):
-            schedule = BatchSchedule.of(words)
-        steps = int(self.samples / schedule.mean_size() + 1e-6)
-        division = {"micro_batch": self.micro_batch, "processes": 1}
-        return BatchPlan(schedule, None, epochs=1, max_steps=steps, **division)
 
     @property
     def adamw_rate(self) -> float:
@@ -298,7 +286,7 @@ class Measure(TrainerCallback):
             row = {
                 **vars(self._run),
                 "steps": state.global_step,
-                "samples_seen": self._run.plan.samples_before(state.global_step),
+                "samples_seen": state.global_step * self._run.batch,
                 "finished": state.global_step == state.max_steps,
                 "seconds": round(self._seconds, 3),
                 "logit_scale": round(model.logit_scale.exp().item(), 4),
@@ -317,7 +305,7 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
     if run.optimizer == "muon":
         ours |= {"optimizer": "muon", "muon_learning_rate": run.learning_rate}
     ours |= json.loads(run.options or "{}")
-    steps = run.plan.steps
+    steps = run.samples // run.batch
     own = ours if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
     usual = {
         "bf16": on_gpu,
@@ -335,7 +323,7 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
     return kind(
         output_dir=folder,
         per_device_train_batch_size=run.micro_batch,
-        gradient_accumulation_steps=1 if "global_batch_schedule" in ours else run.batch // run.micro_batch,
+        gradient_accumulation_steps=run.batch // run.micro_batch,
         max_steps=steps,
         learning_rate=run.adamw_rate,
         lr_scheduler_type="cosine",

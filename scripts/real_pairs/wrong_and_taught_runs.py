@@ -120,7 +120,6 @@ def with_icons() -> dict[str, list[dict[str, Any]]]:
             *(of("adamw", batch, 0, 2 * adamw[batch]) for batch in (16_384, 4096)),
         ],
         "icons pair_ids": [of("muon", batch, 0, pair_ids=True) for batch in (16_384, 4096)],
-        "icons growing": [of("muon", 4096, s, options={"global_batch_schedule": ["1024:0.5", "4096"]}) for s in seeds],
         "icons captions": [of("muon", 1024, 0, captions=3)],
         "icons 9.4 million": [
             *(of(o, batch, 0, times=16) for o in both for batch in (1024, 4096, 16_384)),

@@ -15,7 +15,6 @@ from transformers.trainer_utils import has_length
 
 from ...data.images import ImageDataset
 from ...evaluation.metrics import METRICS, metrics_of_kind
-from ...loading.positions import make_plan
 from ...loading.replay import Replayed
 from ...micro_batches.trials import memory_is_known
 from ...options.arguments import InfCLTrainingArguments
@@ -175,7 +174,7 @@ def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
 
 
 def count_steps(args: InfCLTrainingArguments, pairs: int) -> int:
-    """The number of steps of a training whose epochs have this number of pairs, and whose batch does not grow."""
+    """The number of steps of a training whose epochs have this number of pairs."""
     if args.max_steps > 0:
         return args.max_steps
     return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))  # 0 if they fill no global batch
@@ -193,14 +192,9 @@ def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
 
 def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pairs: object) -> None:
     """Prints the options that `intervals` has chosen, and how the global batch of the training set is divided."""
-    plan = None if args.global_batch_schedule is None else make_plan(args, pairs)
-    steps = count_steps(args, len(pairs) if has_length(pairs) else 0) if plan is None else plan.steps
+    steps = count_steps(args, len(pairs) if has_length(pairs) else 0)
     if chosen and steps:  # without steps, the training refuses the batch
         print("Chosen by default:", in_steps(chosen, steps))
-    if plan is not None:
-        stages = (f"{size:,} pairs for {counted(n, 'step')}" for size, n in plan.stages())
-        print("The global batch grows:", ", ".join(stages))
-        return
     accumulation = args.gradient_accumulation_steps
     if not (args.divides_by_itself and memory_is_known(args.device)):  # otherwise it is not divided yet
         print(

@@ -24,7 +24,6 @@ from ...evaluation.metrics import score_if_measured
 from ...loading.loaders import drawn_texts
 from ...loading.replay import Replayed
 from ...options.arguments import InfCLTrainingArguments
-from ...options.batch_schedule import divided_batch
 from ...shards.opening import digest
 from ...shards.urls import Url, without_secrets
 from ...training.progress import trained_seconds
@@ -212,8 +211,6 @@ def training_facts(
     on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
     start_name, start_on_hub = source_name(start)
     best = holds_best(args, state)
-    batch = trainer.batch_plan.size(max(0, state.global_step - 1))  # a run may end before its last size
-    micro_batch, accumulation = divided_batch(batch, args.per_device_train_batch_size, args.world_size)
     drawn, negatives = drawn_texts(trainer.train_dataset)
     takes_all = drawn == 1 and negatives is None and _last(state, "texts_per_image", 1) > 1  # that an item has
     return TrainingFacts(
@@ -224,8 +221,8 @@ def training_facts(
         start_on_hub=start_on_hub,
         objective=trainer.setup.objective,
         strategy=args.strategy,
-        per_device_batch_size=micro_batch,
-        accumulation_steps=accumulation,
+        per_device_batch_size=args.per_device_train_batch_size,
+        accumulation_steps=args.gradient_accumulation_steps,
         processes=args.world_size,
         pair_id_column=pair_id_column,
         equal_ids=trainer.setup.equal_ids,
@@ -233,7 +230,7 @@ def training_facts(
         negative_caption_column=negatives,
         caption_limit=getattr(trainer.data_collator, "max_length", None),
         cut_captions=dict(trainer.caption_notices.cut),
-        replayed=trainer.train_dataset.old_pairs(batch) if isinstance(trainer.train_dataset, Replayed) else 0,
+        replayed=trainer.train_dataset.old if isinstance(trainer.train_dataset, Replayed) else 0,
         frozen=args.freeze,
         steps=state.global_step,
         planned_steps=state.max_steps if state.global_step < state.max_steps else None,
