@@ -314,11 +314,23 @@ def test_images_of_another_size_are_refused(tmp_path):
         ({"use_liger_kernel": True}, "use_liger_kernel=True: Liger has no kernels for dual encoders"),
         ({"ignore_data_skip": True}, "ignore_data_skip=True: it would train rows of an epoch again"),
         ({"include_for_metrics": ["inputs", "loss"]}, "include_for_metrics may have 'inputs' only, got 'loss'"),
-        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "eval_strategy='no' makes none"),
-        ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps=5 has no effect .* 'constant_with_"),
-        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}}, "{'a': 1} have no effect"),
+        (
+            {"save_strategy": "best", "metric_for_best_model": "loss"},
+            "eval_strategy=no exclude .*: it saves after eval",
+        ),
+        (
+            {"lr_scheduler_type": "constant", "warmup_steps": 5},
+            "type=constant exclude .*: it has no warm-up",
+        ),
+        (
+            {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}},
+            "{'a': 1} and .* exclude each other: it takes none",
+        ),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, "checkpointing_kwargs=.* has no effect without"),
-        ({"optim_target_modules": "all-linear"}, "optim_target_modules has no effect with optim='adamw_torch_fused'"),
+        (
+            {"optim_target_modules": "all-linear"},
+            "optim=adamw_torch_fused exclude each other: only GaLore",
+        ),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "changes the weights in every"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -331,10 +343,10 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
 @pytest.mark.parametrize(
     ("steps", "world_size", "message"),
     [
-        (1, 1, "texts_at_once=4 has no effect with gradient_accumulation_steps=1: a step has one micro-batch"),
-        (1, 3, "texts_at_once=4 has no effect with gradient_accumulation_steps=1: a step has one micro-batch"),
+        (1, 1, "texts_at_once=4 and gradient_accumulation_steps=1 exclude each other: a step has no texts of"),
+        (1, 3, "texts_at_once=4 and gradient_accumulation_steps=1 exclude each other: a step has no texts of"),
         (2, 1, None),
-        (2, 3, "texts_at_once=4 has no effect with gradient_accumulation_steps=2 and 3 processes: the last"),
+        (2, 3, "texts_at_once=4 and gradient_accumulation_steps=2 exclude each other: with several processes the last"),
         (3, 3, None),
     ],
 )

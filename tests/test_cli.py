@@ -51,7 +51,6 @@ from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import theirs
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.facts import facts_by_name
-from hf_infcl.options.loss_options import EQUAL_IDS
 from hf_infcl.tools import cli
 from hf_infcl.tools.cli import datasets as opening
 from hf_infcl.tools.cli import defaults, description, earlier, evaluate, train
@@ -1057,8 +1056,9 @@ def test_helps_name_the_choices_of_our_own_options():
     helps = helps_of(PARSERS["train"]())
     for name, values in (
         *(("objective", OBJECTIVES), ("strategy", STRATEGIES), ("backend", BACKENDS), ("freeze", TOWERS)),
-        ("equal_ids", EQUAL_IDS),
+        ("equal_ids", ("exclude", "positive")),
     ):
+        assert facts_by_name(InfCLTrainingArguments)[name].choices == tuple(values)
         assert all(re.search(rf"\b{value}\b", helps[name]) for value in values), name
 
 
@@ -1139,7 +1139,7 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
         ('train --model m --dataset d --accelerator_config {"nope":1}', "unexpected keyword argument 'nope'"),
         (
             "train --model m --dataset d --overwrite_output_dir --resume_from_checkpoint auto",
-            "--resume_from_checkpoint auto continues one. Omit one of them.",
+            "the other continues it. Omit one of them.",
         ),
         (
             "train --model m --dataset d --dataloader_prefetch_factor -1",
@@ -1153,13 +1153,16 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
         ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
         ("score m --dataset d", "There is no option --dataset. Did you mean --data_seed? Before the options"),
         ("train --model m --dataset a b", "Only shards that are read with --streaming can have several"),
-        ("train --model m --dataset a --lanes 2", "lanes=2 has no effect without streaming. Pass both or none."),
+        (
+            "train --model m --dataset a --lanes 2",
+            "lanes=2 has no effect without streaming: add streaming or drop",
+        ),
         (
             "train --model m --dataset a --replay_caption_column txt",
             "Write it behind the name of the set: --replay_dataset 'NAME?caption_column=VALUE'.",
         ),
         ("evaluate --model m --eval_dataset a --eval_split b", "the set: --eval_dataset 'NAME?split=VALUE'."),
-        ("train --model m --dataset a --replay_share 0.5", "--replay_share had no effect without --replay_dataset"),
+        ("train --model m --dataset a --replay_share 0.5", "--replay_share has no effect without --replay_dataset"),
         (f"{TRAIN} --per_device_train_batch_size 5000", "batch of 5,000 ("),
         (f"{TRAIN} --push_to_hub --hub_model_id me/b?d", "'me/b?d'. Name another one with hub_model_id."),
     ],

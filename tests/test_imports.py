@@ -29,9 +29,7 @@ TRAINING = ("options", "windows", "micro_batches", "loading", "training")
 
 # The modules of options that declare them.
 DECLARING = (
-    *("declaring", "facts", "theirs", "model_options"),
-    *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options", "selection_options"),
-    *("teacher_options", "tower_options", "evaluation_options"),
+    *("contrastive", "declaring", "facts", "theirs", "model_options", "teacher_options", "evaluation_options"),
 )
 
 # Of modules that read options, so that a mistyped one is answered at once.
@@ -120,9 +118,6 @@ MUST_NOT_KNOW = {
         *inside("reference", "kernels", "processes", "loss", "encoders", "data", "windows", "loading", "training"),
     ),
     **dict.fromkeys((f"hf_infcl.options.{name}" for name in DECLARING), WITHOUT_TORCH),
-    # Functions there import the tables of their choices.
-    "hf_infcl.options.loss_options": ("torch", *HUGGING_FACE, *inside("processes", "data", "windows", "training")),
-    "hf_infcl.options.tower_options": ("torch", *HUGGING_FACE, *inside("processes", "data", "windows", "training")),
     "hf_infcl.windows": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "data", "evaluation", "optimizers", "tools"),

@@ -70,7 +70,7 @@ def test_a_global_batch_is_divided(tmp_path, options, division):
         ),
         (
             {"global_batch_size": 32, "texts_at_once": 4},
-            "texts_at_once=4 has no effect with gradient_accumulation_steps=1",
+            "texts_at_once=4 and gradient_accumulation_steps=1 exclude each other",
         ),
         ({"texts_at_once": "all"}, "texts_at_once must be 'auto' or an integer of at least 1, got 'all'"),
         ({"texts_at_once": 0}, "texts_at_once must be 'auto' or an integer of at least 1, got '0'"),

@@ -34,7 +34,7 @@ class Small:
         help="Where.",
         decides=False,
         one_machine=True,
-        choices=lambda: ["cpu"],
+        choices=("cpu",),
         excludes={"side=left": "there is no room", "dose": "it works alone"},
     )
 
@@ -58,9 +58,9 @@ def test_facts_do_not_disturb_the_parser_of_transformers():
         ({"layers": 1.5}, "layers must be a whole number of at least 1, got 1.5"),
         ({"dose": 1.0, "side": "right"}, "side must be one of 'both', 'left', got 'right'"),
         ({"place": "gpu"}, "place must be one of None, 'cpu', got 'gpu'"),
-        ({"side": "left"}, "side=left has no effect without dose. Pass both or none"),
+        ({"side": "left"}, "side=left has no effect without dose: add dose or drop side"),
         ({"dose": 1.0, "side": "left", "place": "cpu"}, "place=cpu and side=left exclude each other: there is no room"),
-        ({"dose": 2.0, "place": "cpu"}, "place=cpu and dose=2 exclude each other: it works alone. Omit one of both"),
+        ({"dose": 2.0, "place": "cpu"}, "place=cpu and dose=2 exclude each other: it works alone. Omit one of them"),
     ],
 )
 def test_values_are_checked_by_what_is_declared(values, message):

@@ -16,7 +16,7 @@ from ..checkpoints.record import RunRecord
 from ..encoders.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_division import largest_micro_batch, possible_micro_batches
-from ..options.batch_options import DIVISION, SEARCHED
+from ..options.contrastive import DIVISION, SEARCHED
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, announce_failure, failures_announced
 from ..shards.values import counted

@@ -13,32 +13,14 @@ from transformers import TrainingArguments
 from ..evaluation.metrics import metric_named
 from ..processes.preemption import ended_with_launcher
 from .batch_division import divide_global_batch
-from .batch_options import SEARCHED, BatchOptions, auto_or_number
-from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
-from .course_options import CourseOptions
+from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_processes
+from .contrastive import SEARCHED, ContrastiveOptions, auto_or_number, muon_settings
 from .facts import check_values
-from .keeping_options import KeepingOptions
-from .loss_options import LossOptions
-from .rate_options import RateOptions, muon_settings
-from .selection_options import SelectionOptions, check_selection
 from .teacher_options import TeacherOptions
-from .tower_options import TowerOptions
-
-SAVE_FORMATS = ("transformers", "open_clip")
 
 
 @dataclass(repr=False)  # the method of TrainingArguments hides the token
-class InfCLTrainingArguments(
-    CourseOptions,
-    KeepingOptions,
-    TeacherOptions,
-    TowerOptions,
-    SelectionOptions,
-    RateOptions,
-    BatchOptions,
-    LossOptions,
-    TrainingArguments,
-):
+class InfCLTrainingArguments(TeacherOptions, ContrastiveOptions, TrainingArguments):
     """`transformers.TrainingArguments` for exact contrastive training.
 
     One contrastive batch, the global batch, has ``global_batch_size`` pairs, by default
@@ -90,11 +72,10 @@ class InfCLTrainingArguments(
             # Otherwise they would take a metric that rises, such as an accuracy, for one that gets worse.
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
-        check_accelerator(self)
         if self._global_batch_size is not None:
             divide_global_batch(self, self._global_batch_size, micro_batch, accumulation)
             self.check()
-        check_texts_at_once(self)
+        check_processes(self)
         accelerator: Any = self.accelerator_config
         if self.dataloader_pin_memory:
             accelerator.non_blocking = True  # the host prepares the next batch while the last one is computed
@@ -111,33 +92,17 @@ class InfCLTrainingArguments(
             divided: whether ``global_batch_size`` has been divided into micro-batches, which some checks need.
         """
         check_values(self)
-        self._check_formats_and_order()
-        if divided:
-            check_combinations(self)
-        check_support(self)
-        if self.optimizer is not None:
-            muon_settings(self.optim_args)  # raises for what Muon does not take
-        check_selection(self)
-        if divided and self._global_batch_size is not None:
-            factors = self.per_device_train_batch_size, self.gradient_accumulation_steps
-            divide_global_batch(self, self._global_batch_size, *factors)
-
-    def _check_formats_and_order(self) -> None:
-        if "transformers" not in self.save_formats or set(self.save_formats) - set(SAVE_FORMATS):
-            raise ValueError(
-                "save_formats must be transformers, or transformers and open_clip, got "
-                f"{' '.join(self.save_formats) or 'nothing'}: a training resumes from transformers' files."
-            )
-        if self.train_sampling_strategy not in ("random", "sequential"):
-            raise ValueError(
-                "train_sampling_strategy must be 'random' or 'sequential', because a contrastive batch must not be "
-                f"selected by length, got {self.train_sampling_strategy!r}."
-            )
+        for name, least in (("retain_graphs", 0), ("texts_at_once", 1)):
+            setattr(self, name, auto_or_number(name, getattr(self, name), least))
         widths = self.matryoshka_dims or [1]
         if min(widths) < 1 or sorted(set(widths)) != widths:
             raise ValueError(f"matryoshka_dims must be whole numbers from 1 on that rise, got {widths}.")
-        for name, least in (("retain_graphs", 0), ("texts_at_once", 1)):
-            setattr(self, name, auto_or_number(name, getattr(self, name), least))
+        check_combinations(self, divided=divided)
+        if self.optimizer is not None:
+            muon_settings(self.optim_args)  # raises for what Muon does not take
+        if divided and self._global_batch_size is not None:
+            factors = self.per_device_train_batch_size, self.gradient_accumulation_steps
+            divide_global_batch(self, self._global_batch_size, *factors)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without ``hub_token``, because Trainer writes a pickle of the arguments beside every model."""

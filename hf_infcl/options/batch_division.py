@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .batch_options import DIVISION
+from .contrastive import DIVISION
 
 UNTRIED = 32  # the most pairs of a micro-batch where the memory is not known, as on a CPU
 _LEAST = 0.25  # of the pairs that fit: with smaller micro-batches a device is far from its rate

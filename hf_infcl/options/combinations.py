@@ -1,95 +1,102 @@
-"""Options that contradict each other, that would have no effect, or that InfCLTrainer does not support."""
+"""Options that exclude each other, that would have no effect, or that InfCLTrainer does not support.
+
+Options that would make batches or metrics inexact are refused.
+"""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
 
-from .declaring import spelled
+from .declaring import refuse, spelled
 from .theirs import CHECKPOINTING
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
-_CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's
+
+# (an option, the value that it must have, why)
+_UNSUPPORTED = (
+    ("dataloader_drop_last", False, "it would drop rows of evaluations; training has full batches anyway"),
+    ("batch_eval_metrics", False, "metrics are those of the whole set, not of batches"),
+    ("eval_do_concat_batches", True, "metrics are those of the whole set, not of batches"),
+    ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
+    ("label_smoothing_factor", 0.0, "the contrastive loss has no labels"),
+    ("neftune_noise_alpha", None, "it adds noise to the embeddings of language models"),
+    ("dataloader_in_order", True, "evaluations would lose rows, and chance would order the training set"),
+    ("prediction_loss_only", False, "the loss of a whole set needs its embeddings, and thus gives its recalls"),
+    ("eval_use_gather_object", False, "evaluations gather tensors"),
+    ("bf16_full_eval", False, "it leaves the model's weights in bf16; bf16=True evaluates in bf16 as well"),
+    ("fp16_full_eval", False, "it leaves the model's weights in fp16; fp16=True evaluates in fp16 as well"),
+    ("ignore_data_skip", False, "it would train rows of an epoch again; a resume reads none of those before it"),
+    ("use_liger_kernel", False, "Liger has no kernels for dual encoders and would change nothing"),
+    (
+        "auto_find_batch_size",
+        False,
+        "it changes the contrastive batch; global_batch_size alone finds what fits",
+    ),
+    ("split_batches", False, "it would divide per_device_train_batch_size by the number of processes"),
+    ("dispatch_batches", False, "the main process would read all rows; every process reads its own rows"),
+    ("even_batches", True, "processes with fewer batches would end evaluations early; rows that pad are not counted"),
+)
+_ONE_TOWER = "a frozen tower has no learning rate"
+_RELATIVE = "it is relative to learning_rate; freeze leaves a tower as it is"
+_DIVIDE = "each divides the parameters in its own way"
+_NO_WARM_UP = "it has no warm-up, as constant_with_warmup has"
+# Conditions that must not hold together, and why; see `refuse`.
+_EXCLUSIVE = (
+    ("save_strategy=best eval_strategy=no", "it saves after evaluations, of which there are none"),
+    (f"warmup_steps lr_scheduler_type={'|'.join(WITHOUT_WARM_UP)}", _NO_WARM_UP),
+    ("lr_scheduler_kwargs lr_scheduler_type=constant|constant_with_warmup", "it takes none"),
+    ("optim_target_modules optim!=galore*|apollo*", "only GaLore and APOLLO project the gradients of some modules"),
+    ("optimizer=muon optim!=adamw_torch|adamw_torch_fused", "adamw_torch_fused or adamw_torch updates the rest"),
+    *((f"{tower}_learning_rate freeze={tower}", _ONE_TOWER) for tower in ("image", "text")),
+    *((f"{tower}_learning_rate learning_rate=0", _RELATIVE) for tower in ("image", "text")),
+    *((f"{tower}_learning_rate optim_target_modules", _DIVIDE) for tower in ("image", "text")),
+)
+_EXCLUSIVE_IN_STEPS = (  # of several micro-batches
+    ("ddp_static_graph gradient_accumulation_steps>1", "DDP fails in the second micro-batch of a step"),
+    ("texts_at_once!=auto|1 gradient_accumulation_steps=1", "a step has no texts of another micro-batch"),
+)
+_EXCLUSIVE_AMONG_PROCESSES = (
+    (
+        "texts_at_once!=auto|1 gradient_accumulation_steps=2",
+        "with several processes the last micro-batch of each keeps its own texts, and there is only one other",
+    ),
+)
+_ONCE = "what is frozen is computed once for all epochs"
+_EXCLUSIVE_IN_COMMANDS = (
+    ("overwrite_output_dir resume_from_checkpoint", "the one deletes the run in --output_dir, the other continues it"),
+    ("cache_features streaming", _ONCE),
+    ("cache_features augmentation!=none", _ONCE),
+    ("cache_features on_bad_sample=skip", _ONCE),
+    ("cache_features fsdp", _ONCE),
+    ("cache_features torch_compile freeze=image", _ONCE),
+    ("cache_features negative_caption_column keep_features", _ONCE),
+)
 
 
-def check_combinations(args: Any) -> None:
-    """Raises a ValueError for options that contradict each other, or of which one would have no effect."""
-    if args.max_steps == 0:
-        raise ValueError("max_steps must be more than 0, or -1 to train num_train_epochs, got 0.")
+def check_combinations(args: Any, *, divided: bool) -> None:
+    """Raises a ValueError for options that exclude each other, or of which one would have no effect.
+
+    ``divided`` says whether ``global_batch_size`` has been divided into micro-batches.
+    """
+    _check_support(args)
     if args.max_steps <= 0 and not 0 < args.num_train_epochs < math.inf:
         raise ValueError(
             "num_train_epochs or max_steps must be more than 0, otherwise nothing is trained, got "
             f"{args.num_train_epochs} and {args.max_steps}."
         )
     for kind in ("save", "eval", "logging"):
-        strategy, steps = f"{kind}_strategy", f"{kind}_steps"
-        interval = getattr(args, steps)
-        if getattr(args, strategy) == "steps" and interval is not None and not interval > 0:
-            raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
+        interval = getattr(args, f"{kind}_steps")
+        if getattr(args, f"{kind}_strategy") == "steps" and interval is not None and not interval > 0:
+            raise ValueError(f"{kind}_steps must be more than 0 with {kind}_strategy='steps', got {interval}.")
+    refuse(_EXCLUSIVE, args)
     _check_best_checkpoint(args)
     _check_cache_folder(args)
-    steps = args.gradient_accumulation_steps
-    if args.ddp_static_graph and steps > 1:
-        raise ValueError(
-            f"ddp_static_graph=True does not work with gradient_accumulation_steps={steps}: DDP fails in the second "
-            "micro-batch of a step. Leave it off."
-        )
-    # accelerate completes the plugin from the variables that `accelerate launch` sets.
-    compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-    replays = compiler.backend == DynamoBackend.CUDAGRAPHS or compiler.mode in _CUDA_GRAPH_MODES
-    if replays and steps > 1:
-        raise ValueError(
-            f"torch_compile_mode={compiler.mode!r} with the backend {compiler.backend.value.lower()!r} replays "
-            "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
-            f"{steps} micro-batches of a step. Choose 'default' or "
-            "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
-        )
-    _check_effects(args)
-    _check_parts(args)
-    _check_optimizer(args)
-
-
-def _check_best_checkpoint(args: Any) -> None:
-    """Raises a ValueError if the best checkpoint cannot be loaded, because not every checkpoint is evaluated."""
-    saved, evaluated = spelled(args.save_strategy), spelled(args.eval_strategy)
-    if not args.load_best_model_at_end or saved == "best":
-        return
-    if saved != evaluated:
-        raise ValueError(
-            f"load_best_model_at_end needs an evaluation for each checkpoint, but save_strategy is {saved!r} and "
-            f"eval_strategy {evaluated!r}. Choose the same, or save_strategy='best'."
-        )
-    saves, evaluations = args.save_steps, args.eval_steps or args.logging_steps
-    shares = (saves < 1) + (evaluations < 1)
-    if saved == "steps" and (shares == 1 or round(saves * 1e6) % max(1, round(evaluations * 1e6))):
-        raise ValueError(
-            f"load_best_model_at_end needs an evaluation for each checkpoint, but save_steps={saves} is no multiple of "
-            f"eval_steps={evaluations}."
-        )
-
-
-def _check_parts(args: Any) -> None:
-    """Checks the options that apply to parts of the model."""
-    names = [name for name in ("image_learning_rate", "text_learning_rate") if getattr(args, name) is not None]
-    for name in names:
-        if name.startswith(str(args.freeze)):
-            raise ValueError(
-                f"{name} would have no effect, because freeze={args.freeze!r} freezes that tower. Omit one of both."
-            )
-    if names and args.learning_rate == 0:
-        raise ValueError(
-            f"{' and '.join(names)} cannot be set beside learning_rate=0, to which they are relative. Set that to more "
-            "than 0; freeze leaves a tower as it is."
-        )
-    if names and args.optim_target_modules is not None:
-        raise ValueError(
-            f"{' and '.join(names)} cannot be combined with optim_target_modules, which divides the parameters in "
-            "its own way. Leave one of them out."
-        )
     for name in CHECKPOINTING if args.freeze_layers is not None else ():
         if getattr(args, name, False):
             settings = {"use_reentrant": False} | (getattr(args, f"{name}_kwargs") or {})
@@ -99,62 +106,87 @@ def _check_parts(args: Any) -> None:
                     f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False."
                 )
             setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
+    if divided:
+        refuse(_EXCLUSIVE_IN_STEPS, args)
+        _check_graphs(args)
 
 
-def _check_effects(args: Any) -> None:
-    """Raises a ValueError for options that would have no effect, because of another option."""
-    if args.texts_together > 1 and args.gradient_accumulation_steps == 1:
+def check_processes(args: Any) -> None:
+    """As `check_combinations`, when the processes are set up and the config of accelerate has been read."""
+    _refuse_unsupported(args.accelerator_config)
+    if args.world_size > 1:
+        refuse(_EXCLUSIVE_AMONG_PROCESSES, args)
+
+
+def check_command(data: Any, args: Any) -> None:
+    """As `check_combinations`, for options of `infcl train`."""
+    if len(data.dataset or ()) > 1 and not data.streaming:
+        raise ValueError("Only shards that are read with --streaming can have several --dataset.")
+    check_replay(data, args)
+    if args.cache_features and not args.keep_features and args.freeze != "image":
         raise ValueError(
-            f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=1: a step has one "
-            "micro-batch. Omit it, or choose smaller micro-batches and more of them."
+            "cache_features computes what is frozen once, but the image tower trains. Pass --freeze image, or keep the "
+            "start's with --keep_features."
         )
-    if args.save_strategy == "best" and args.eval_strategy == "no":
+    refuse(_EXCLUSIVE_IN_COMMANDS, SimpleNamespace(**{**vars(args), **vars(data)}))
+
+
+def check_replay(data: Any, args: Any) -> None:
+    """Raises a ValueError for a share of old pairs without old pairs."""
+    if args.replay_share and not data.replay_dataset:
+        raise ValueError("--replay_share has no effect without --replay_dataset: add it or drop --replay_share.")
+
+
+def _refuse_unsupported(options: Any) -> None:
+    for name, wanted, reason in _UNSUPPORTED:
+        # Older releases of transformers have not all of them.
+        if (value := getattr(options, name, wanted)) != wanted and value is not None:
+            raise ValueError(f"InfCLTrainer does not support {name}={value}: {reason}. Leave it at {wanted}.")
+
+
+def _check_support(args: Any) -> None:
+    """Raises a ValueError for options of TrainingArguments that InfCLTrainer does not support."""
+    # The variable is set by `accelerate launch` with a config of DeepSpeed.
+    if args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
-            "save_strategy='best' saves after evaluations, of which eval_strategy='no' makes none: nothing would "
-            "be saved. Choose eval_strategy='epoch' or 'steps'."
+            "InfCLTrainer does not train under DeepSpeed. To shard the parameters, use FSDP2 (--fsdp, or accelerate "
+            "launch --config_file scripts/configs/fsdp2.yaml) instead of its config."
         )
-    schedule = spelled(args.lr_scheduler_type)
-    if args.warmup_steps and schedule in WITHOUT_WARM_UP:
-        instead = " Choose 'constant_with_warmup'." if schedule == "constant" else " Leave it out."
+    _refuse_unsupported(args)
+    if "transformers" not in args.save_formats or set(args.save_formats) - {"transformers", "open_clip"}:
         raise ValueError(
-            f"warmup_steps={args.warmup_steps} has no effect with lr_scheduler_type={schedule!r}, which has no "
-            f"warm-up.{instead}"
+            "save_formats must be transformers, or transformers and open_clip, got "
+            f"{' '.join(args.save_formats) or 'nothing'}: a training resumes from transformers' files."
         )
-    if args.lr_scheduler_kwargs and schedule in ("constant", "constant_with_warmup"):
+    if unknown := set(args.include_for_metrics) - {"inputs"}:
         raise ValueError(
-            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} have no effect with lr_scheduler_type={schedule!r}, "
-            "which takes none. Leave them out, or choose another schedule."
+            f"include_for_metrics may have 'inputs' only, got {', '.join(map(repr, sorted(unknown)))}: batches "
+            "have no losses, and metrics of the whole set include its loss anyway."
+        )
+    if args.leave_out not in (None, "noisy"):
+        raise ValueError(
+            f"leave_out must be 'noisy', got {str(args.leave_out)!r}. To train without a share of the pairs, score "
+            "them with `infcl score`, and pass its ledger as `--exclude _ledger.parquet:5%`."
         )
     optimizer = spelled(args.optim)
-    if args.optim_target_modules is not None and not optimizer.startswith(("galore", "apollo")):
+    if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
         raise ValueError(
-            f"optim_target_modules has no effect with optim={optimizer!r}: only GaLore and APOLLO project the "
-            "gradients of some modules. Leave it out; requires_grad_(False) freezes parameters."
+            f"optim={optimizer!r} changes the weights in every backward, that is between the micro-batches of a "
+            "step, whose gradients would then not add up to the gradient of the global batch. Use another "
+            "optimizer, such as 'adamw_torch_fused'."
         )
 
 
-def _check_optimizer(args: Any) -> None:
-    """Checks the options that ``optimizer="muon"`` excludes."""
-    if args.optimizer is None:
-        return
-    name = spelled(args.optim)
-    if name not in ("adamw_torch", "adamw_torch_fused"):
+def _check_best_checkpoint(args: Any) -> None:
+    """Raises a ValueError if the best checkpoint cannot be loaded, because not every checkpoint is evaluated."""
+    saved, evaluated = spelled(args.save_strategy), spelled(args.eval_strategy)
+    saves, evaluations = args.save_steps, args.eval_steps or args.logging_steps
+    fits = (saves < 1) == (evaluations < 1) and not round(saves * 1e6) % max(1, round(evaluations * 1e6))
+    if args.load_best_model_at_end and saved != "best" and (saved != evaluated or (saved == "steps" and not fits)):
         raise ValueError(
-            f"optimizer='muon' updates the parameters that are no matrices with 'adamw_torch_fused' or 'adamw_torch', "
-            f"not with optim={name!r}. Leave optim or optimizer out."
-        )
-
-
-def check_texts_at_once(args: Any) -> None:
-    """Raises a ValueError if ``texts_at_once`` would have no effect among several processes.
-
-    To be called when the processes are set up, since their number is not known before.
-    """
-    if args.texts_together > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
-        raise ValueError(
-            f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=2 and "
-            f"{args.world_size} processes: the last micro-batch of a process keeps its own texts, and there is only "
-            "one other. Omit it, or choose smaller micro-batches and more of them."
+            f"load_best_model_at_end needs an evaluation for each checkpoint, but save_strategy is {saved!r}, "
+            f"eval_strategy {evaluated!r}, save_steps {saves} and eval_steps {evaluations}. Choose the same strategy "
+            "for both, with save_steps that are a multiple of eval_steps, or save_strategy='best'."
         )
 
 
@@ -171,110 +203,15 @@ def _check_cache_folder(args: Any) -> None:
         )
 
 
-def check_command(data: Any, args: Any) -> None:
-    """Raises a ValueError for options of `infcl train` that contradict each other."""
-    if data.overwrite_output_dir and args.resume_from_checkpoint:
+def _check_graphs(args: Any) -> None:
+    """Raises a ValueError if CUDA graphs would be replayed among the micro-batches of a step."""
+    # accelerate completes the plugin from the variables that `accelerate launch` sets.
+    compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+    replays = compiler.backend == DynamoBackend.CUDAGRAPHS or compiler.mode in ("reduce-overhead", "max-autotune")
+    if replays and args.gradient_accumulation_steps > 1:
         raise ValueError(
-            "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "
-            f"{args.resume_from_checkpoint} continues one. Omit one of them."
-        )
-    if len(data.dataset or ()) > 1 and not data.streaming:
-        raise ValueError("Only shards that are read with --streaming can have several --dataset.")
-    check_replay(data, args)
-    if args.cache_features is not None:
-        _check_cached(data, args)
-
-
-def check_replay(data: Any, args: Any) -> None:
-    """Raises a ValueError for a share of old pairs without old pairs."""
-    if args.replay_share and not data.replay_dataset:
-        raise ValueError("--replay_share had no effect without --replay_dataset. Pass it as well.")
-
-
-def _check_cached(data: Any, args: Any) -> None:
-    """Checks the options by which there is nothing to cache, or no two epochs have the same."""
-    keeps, freezes = bool(args.keep_features), args.freeze == "image"
-    if not keeps and not freezes:
-        raise ValueError(
-            "cache_features computes what is frozen once, but the image tower trains. Pass --freeze image, or keep the "
-            "start's with --keep_features."
-        )
-    for changes, name in (
-        (data.streaming, "streaming"),
-        (data.augmentation != "none", "augmentation"),
-        (data.on_bad_sample == "skip", "on_bad_sample"),
-        (args.fsdp, "fsdp"),
-        (args.torch_compile and freezes, "torch_compile"),
-        (data.negative_caption_column and keeps, "negative_caption_column"),
-    ):
-        if changes:
-            raise ValueError(
-                f"cache_features computes what is frozen once for all epochs, which --{name} does not allow. Omit one "
-                "of both."
-            )
-
-
-def check_support(args: Any) -> None:
-    """Raises a ValueError for options of TrainingArguments that InfCLTrainer does not support."""
-    # The variable is set by `accelerate launch` with a config of DeepSpeed.
-    if args.deepspeed is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise ValueError(
-            "InfCLTrainer does not train under DeepSpeed. To shard the parameters, use FSDP2 (--fsdp, or accelerate "
-            "launch --config_file scripts/configs/fsdp2.yaml) instead of its config."
-        )
-    for name, default, reason in (
-        ("dataloader_drop_last", False, "it would drop rows of evaluations; training has full batches anyway"),
-        ("batch_eval_metrics", False, "metrics are those of the whole set, not of batches"),
-        ("eval_do_concat_batches", True, "metrics are those of the whole set, not of batches"),
-        ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
-        ("label_smoothing_factor", 0.0, "the contrastive loss has no labels"),
-        ("neftune_noise_alpha", None, "it adds noise to the embeddings of language models"),
-        ("dataloader_in_order", True, "evaluations would lose rows, and chance would order the training set"),
-        ("prediction_loss_only", False, "the loss of a whole set needs its embeddings, and thus gives its recalls"),
-        ("eval_use_gather_object", False, "evaluations gather tensors"),
-        ("bf16_full_eval", False, "it leaves the model's weights in bf16; bf16=True evaluates in bf16 as well"),
-        ("fp16_full_eval", False, "it leaves the model's weights in fp16; fp16=True evaluates in fp16 as well"),
-        ("ignore_data_skip", False, "it would train rows of an epoch again; a resume reads none of those before it"),
-        ("use_liger_kernel", False, "Liger has no kernels for dual encoders and would change nothing"),
-    ):
-        # transformers before 5.15 has no dataloader_in_order.
-        if (value := getattr(args, name, default)) != default:
-            raise ValueError(f"InfCLTrainer does not support {name}={value}: {reason}. Leave it at {default}.")
-    if unknown := set(args.include_for_metrics) - {"inputs"}:
-        raise ValueError(
-            f"include_for_metrics may have 'inputs' only, got {', '.join(map(repr, sorted(unknown)))}: batches "
-            "have no losses, and metrics of the whole set include its loss anyway."
-        )
-    optimizer = spelled(args.optim)
-    if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
-        raise ValueError(
-            f"optim={optimizer!r} changes the weights in every backward, that is between the micro-batches of a "
-            "step, whose gradients would then not add up to the gradient of the global batch. Use another "
-            "optimizer, such as 'adamw_torch_fused'."
-        )
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size would change the contrastive batch and thus the objective. Instead, pass "
-            "global_batch_size without per_device_train_batch_size: the micro-batches that fit are found, and the "
-            "result stays the same."
-        )
-
-
-def check_accelerator(args: Any) -> None:
-    """Raises a ValueError for an ``accelerator_config`` that would change the batches."""
-    if getattr(args.accelerator_config, "split_batches", False):
-        raise ValueError(
-            "accelerator_config's split_batches=True would divide per_device_train_batch_size by the number of "
-            "processes. Leave it off."
-        )
-    if getattr(args.accelerator_config, "dispatch_batches", False):
-        raise ValueError(
-            "accelerator_config's dispatch_batches=True would let the main process read all rows. Omit it: every "
-            "process reads its own rows."
-        )
-    if not getattr(args.accelerator_config, "even_batches", True):
-        raise ValueError(
-            "accelerator_config's even_batches=False would give the processes unequal numbers of batches in "
-            "evaluations, where they wait for each other. Leave it at True: rows that only pad a batch are not "
-            "counted."
+            f"torch_compile_mode={compiler.mode!r} with the backend {compiler.backend.value.lower()!r} replays "
+            "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
+            f"{args.gradient_accumulation_steps} micro-batches of a step. Choose 'default' or "
+            "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
         )

@@ -6,8 +6,10 @@ Nothing here imports torch, so that the help and mistakes on the command line ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
+from fnmatch import fnmatch
 from numbers import Integral, Real
 from typing import Any
 
@@ -31,14 +33,7 @@ class Range:
 FROM_1 = Range(Integral, "a whole number of at least 1", lambda value: value >= 1)
 FROM_0 = Range(Integral, "a whole number of at least 0", lambda value: value >= 0)
 FINITE = Range(Real, "a finite number of at least 0", lambda value: 0 <= value < math.inf)
-POSITIVE = Range(Real, "a finite number of more than 0", lambda value: 0 < value < math.inf)
 SHARE = Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1)
-
-
-def spelled(value: object) -> str:
-    """The value of an option as on the command line."""
-    value = getattr(value, "value", value)  # of a member of an Enum
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -47,15 +42,41 @@ class Facts:
 
     decides: bool = False  # whether it decides what is trained, so that a resume with another value is a change
     one_machine: bool = False  # whether machines of one training may set it differently
-    # The values that it may have, besides its default, or a function that returns them where importing them takes long;
-    # empty for any.
-    choices: Collection[str] | Callable[[], Collection[str]] = ()
+    choices: Collection[object] = ()  # the values that it may have, besides its default; empty for any
     within: Range | None = None  # the numbers that it may be, besides None where that is the default
-    needs: str = ""  # another option without which it has no effect, as "name" or "name=value"
-    excludes: Mapping[str, str] = field(default_factory=dict)  # options, in the same form, that contradict it, and why
+    needs: str = ""  # a condition without which it has no effect, see `holds`
+    excludes: Mapping[str, str] = field(default_factory=dict)  # conditions that contradict it, and why
     # Its row in a model card, where it has another value than its default; after a colon the words of the row, with {}
     # for the value. Empty for none.
     card: str = ""
+
+
+def spelled(value: object) -> str:
+    """The value of an option as on the command line."""
+    value = getattr(value, "value", value)  # of a member of an Enum
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def holds(options: object, condition: str) -> bool:
+    """Whether an option is set ("name"), has one of several values ("name=one|other*"), none of them, or a larger one.
+
+    The latter two are "name!=one|other*" and "name>1".
+    """
+    name, sign, wanted = re.split("(!=|=|>|$)", condition, maxsplit=1)
+    value = getattr(options, name)
+    if sign == ">":
+        return value is not None and value > float(wanted)
+    is_one = any(fnmatch(spelled(value), one) for one in wanted.split("|"))
+    return bool(value) if not sign else is_one == (sign == "=")
+
+
+def refuse(rows: Iterable[tuple[str, str]], options: object) -> None:
+    """Raises a ValueError for the first row whose conditions all hold: which options contradict each other, and why."""
+    for conditions, why in rows:
+        if all(holds(options, condition) for condition in conditions.split()):
+            names = [re.split("!=|=|>", condition)[0] for condition in conditions.split()]
+            found = " and ".join(f"{name}={spelled(getattr(options, name))}" for name in names)
+            raise ValueError(f"{found} exclude each other: {why}. Omit one of them.")
 
 
 class _Metadata(dict[str, Any]):
@@ -75,15 +96,16 @@ class _Metadata(dict[str, Any]):
         return self._facts
 
 
-def option(help: str, default: object = None, *, decides: bool, **facts: Any) -> Any:
+def option(help: str, default: object = None, *, decides: bool = True, one_machine: bool = False, **facts: Any) -> Any:
     """The field of an option of the training in a dataclass.
 
     Args:
         help: what it does; a short help shows its first sentence.
         default: its default; a list is copied for each instance.
-        decides, facts: see `Facts`.
+        decides, one_machine, facts: see `Facts`. What machines may set differently decides nothing.
     """
-    return field_of(default, _Metadata(Facts(decides, **facts), help=help))
+    metadata = _Metadata(Facts(decides and not one_machine, one_machine, **facts), help=help)
+    return field_of(default, metadata)
 
 
 def command_option(help: str, default: object = None, *, aliases: Sequence[str] = (), **facts: Any) -> Any:

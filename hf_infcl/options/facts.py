@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol
 
-from .declaring import Facts, declared_facts, spelled
+from .declaring import Facts, declared_facts, holds, refuse, spelled
 from .theirs import facts_of_theirs
 
 LARGEST = 2**40  # of pairs, steps or whatever a whole number counts
@@ -38,23 +38,17 @@ def check_values(options: Options) -> None:
         if isinstance(value, Integral) and int(value) >= LARGEST and not name.endswith("seed"):
             raise ValueError(f"{name} must be less than {LARGEST:,}, which no training counts up to, got {value:,}.")
         is_default = one.default is not MISSING and value == one.default
-        if facts.choices and not is_default:
-            choices = facts.choices() if callable(facts.choices) else facts.choices
-            if value not in choices:
-                known = [*([one.default] if one.default not in choices else []), *choices]
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        if facts.choices and not is_default and value not in facts.choices:
+            known = dict.fromkeys([one.default, *facts.choices])
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         if facts.within is not None and not (value is None and one.default is None):
             facts.within.check(name, value)
         if is_default:
             continue
-        if facts.needs and not _holds(options, facts.needs):
-            message = f"{name}={spelled(value)} has no effect without {facts.needs}. Pass both or none."
-            raise ValueError(message)
-        for excluded, why in facts.excludes.items() if value else ():
-            if _holds(options, excluded):
-                other = excluded.partition("=")[0]
-                found = f"{name}={spelled(value)} and {other}={spelled(getattr(options, other))}"
-                raise ValueError(f"{found} exclude each other: {why}. Omit one of both.")
+        if facts.needs and not holds(options, facts.needs):
+            needed = facts.needs
+            raise ValueError(f"{name}={spelled(value)} has no effect without {needed}: add {needed} or drop {name}.")
+        refuse([(f"{name} {excluded}", why) for excluded, why in facts.excludes.items()], options)
 
 
 def _make_list(options: Options, declared: Field[Any]) -> None:
@@ -67,13 +61,6 @@ def _make_list(options: Options, declared: Field[Any]) -> None:
     if not all(isinstance(one, number) for one in values):
         raise ValueError(f"{declared.name} must be a list of {words}, got {value!r}.")
     setattr(options, declared.name, values)
-
-
-def _holds(options: object, condition: str) -> bool:
-    """Whether an option is set, by its "name", or has a value, as "name=value"."""
-    name, _, wanted = condition.partition("=")
-    value = getattr(options, name)
-    return spelled(value) == wanted if wanted else bool(value)
 
 
 def changed_options(options: object, declared: type[Options]) -> dict[str, Any]:

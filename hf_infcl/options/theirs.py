@@ -14,28 +14,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
-from .batch_options import BatchOptions
-from .course_options import CourseOptions
+from .contrastive import ContrastiveOptions
 from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, field_of
-from .keeping_options import KeepingOptions
-from .loss_options import LossOptions
-from .rate_options import RateOptions
-from .selection_options import SelectionOptions
 from .teacher_options import TeacherOptions
-from .tower_options import TowerOptions
 
 FILE = Path(__file__).with_name("transformers_options.json")
 # The parts of InfCLTrainingArguments, in the order of the help.
-OURS = (
-    LossOptions,
-    BatchOptions,
-    RateOptions,
-    SelectionOptions,
-    TowerOptions,
-    TeacherOptions,
-    KeepingOptions,
-    CourseOptions,
-)
+OURS = (ContrastiveOptions, TeacherOptions)
 
 # By the beginnings of their names. Other options, such as those that a later release may add, decide what is trained.
 # Those of a machine say where or how fast something is computed, and machines of one training may differ in them.
@@ -59,12 +44,14 @@ _WITHIN = {
     "adam_beta1": SHARE,
     "adam_beta2": SHARE,
     "dataloader_num_workers": FROM_0,
+    "max_steps": Range(Real, "more than 0, or -1 to train num_train_epochs", lambda value: value != 0),
     "dataloader_prefetch_factor": FROM_1,
     "ddp_timeout": Range(Real, "a number of at least 1", lambda value: value >= 1),
     "max_grad_norm": Range(Real, "a number of at least 0 (0 disables clipping)", lambda value: value >= 0),
     **dict.fromkeys(("adam_epsilon", "learning_rate", "warmup_steps", "weight_decay"), FINITE),
     **dict.fromkeys(("per_device_eval_batch_size", "save_total_limit"), FROM_1),
 }
+_CHOICES = {"train_sampling_strategy": ("random", "sequential")}  # a batch must not be selected by length
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
 
 
@@ -73,7 +60,7 @@ def facts_of_theirs(name: str) -> Facts:
     one_machine = name.startswith(_OF_A_MACHINE)
     needs = name.removesuffix("_kwargs") if name.startswith(CHECKPOINTING) and name.endswith("_kwargs") else ""
     decides = not one_machine and not name.startswith(_UNDECISIVE)
-    return Facts(decides, one_machine=one_machine, within=_WITHIN.get(name), needs=needs)
+    return Facts(decides, one_machine, _CHOICES.get(name, ()), _WITHIN.get(name), needs)
 
 
 @cache

@@ -18,7 +18,7 @@ from ..loading.loaders import check_data_seed, check_selectable, set_sizes
 from ..loading.replay import Replayed
 from ..loading.wrapped import all_parts, check_has_rows, most_captions
 from ..options.arguments import InfCLTrainingArguments
-from ..options.rate_options import RATES
+from ..options.contrastive import RATES
 from ..windows.extensions import check_extensions
 
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")

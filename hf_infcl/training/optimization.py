@@ -23,8 +23,8 @@ from ..encoders.dual_encoder import DualEncoder
 from ..optimizers import MuonAdamW, parameter_groups
 from ..optimizers.groups import divided, matching, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
+from ..options.contrastive import muon_settings
 from ..options.declaring import spelled
-from ..options.rate_options import muon_settings
 from ..processes.collectives import Processes
 from ..windows.extensions import term_parameters
 from ..windows.setup import Setup

@@ -1,0 +1,262 @@
+"""The options that contrastive training adds to those of transformers.TrainingArguments, or gives other defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from .declaring import FINITE, FROM_0, FROM_1, SHARE, Range, option
+
+DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
+SEARCHED = ("texts_at_once", "retain_graphs")  # what a training finds for its micro-batches, in this order
+# Those that an optimizer from elsewhere does not know.
+RATES = ("logit_scale_learning_rate", "image_learning_rate", "text_learning_rate")
+OPTIM_ARGS = {"momentum": float, "ns_steps": int}  # the settings of ``optimizer="muon"`` in ``optim_args``
+
+
+@dataclass
+class ContrastiveOptions:
+    # ---- The loss ----
+    objective: str | None = option(
+        "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a logit_bias. "
+        "Defaults to the one that the model was designed for.",
+        choices=("softmax", "sigmoid"),
+    )
+    strategy: str = option(
+        "How the processes share the batch: ring, disco, local or gather. All give the same loss and gradient.",
+        default="ring",
+        decides=False,
+        choices=("ring", "disco", "local", "gather"),
+    )
+    backend: str = option(
+        "Which kernels compute the loss: auto, triton or torch.",
+        default="auto",
+        one_machine=True,
+        choices=("auto", "triton", "torch"),
+    )
+    equal_ids: str | None = option(
+        "What pairs with equal pair ids are to each other: 'exclude' (neither positives nor negatives) or 'positive'. "
+        "Defaults to 'positive' with several captions per image, which require it, else to 'exclude'. It also applies "
+        "to the evaluation loss.",
+        choices=("exclude", "positive"),
+    )
+    max_logit_scale: float | None = option(
+        "Upper limit of the multiplier of the cosines, applied after each step. Defaults to 100 with softmax, as in "
+        "CLIP, and to none with sigmoid. The lower limit is then 1.",
+        within=Range(
+            Real,
+            f"a number of at least 1 ({math.inf} for no limit; it limits the multiplier, not its logarithm)",
+            lambda value: value >= 1,
+        ),
+    )
+
+    # ---- The global batch, and the memory and time that it takes ----
+    global_batch_size: int | None = option(
+        "Pairs of one optimizer step, on all processes together. This number decides the result; its division into "
+        "micro-batches only takes time and memory, and is found without per_device_train_batch_size. By default the "
+        "product of per_device_train_batch_size, gradient_accumulation_steps and the processes.",
+        decides=False,  # a checkpoint's run has it, whichever options it follows from
+        within=FROM_1,
+    )
+    per_device_train_batch_size: int = option(
+        "Pairs of a micro-batch, which a process encodes at once. By default it follows from global_batch_size, or is "
+        "8.",
+        decides=False,
+        within=FROM_1,
+    )
+    gradient_accumulation_steps: int = option(
+        "Micro-batches of ONE contrastive batch on each process: its loss compares all their pairs with each other. By "
+        "default it follows from global_batch_size, or is 1.",
+        decides=False,
+        within=FROM_1,
+    )
+    retain_graphs: str | None = option(
+        "Micro-batches of a step whose autograd graph is kept, which saves their second forward. Each takes the "
+        "activation memory of a micro-batch; 0 means 1. By default ('auto') as many as fit on a GPU. Sharded models "
+        "keep 1 by default.",
+        one_machine=True,
+    )
+    texts_at_once: str | None = option(
+        "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default ('auto') as "
+        "many as fit on a GPU, at most 4; 1 of a sharded or a compiled model.",
+        decides=False,
+    )
+    offload_inputs: bool = option(
+        "Keep the inputs of a step in host memory, and copy them to the GPU one micro-batch ahead. GPU memory then "
+        "grows with gradient_accumulation_steps only by the embeddings.",
+        default=False,
+        one_machine=True,
+    )
+    bf16_activations: bool = option(
+        "With bf16: keep all activations in bf16, also those that autocast keeps in fp32. Forwards read all weights "
+        "but the temperature rounded to bf16; the weights themselves stay fp32, and evaluations use autocast.",
+        default=False,
+    )
+
+    # ---- Learning rates and the optimizer ----
+    logit_scale_learning_rate: float | None = option(
+        "Learning rate of logit_scale and logit_bias, on the same schedule. Defaults to learning_rate.", within=FINITE
+    )
+    image_learning_rate: float | None = option(
+        "Learning rate of the image tower and its projection, by default learning_rate. It has the same schedule. The "
+        "rate of Muon's matrices changes in proportion.",
+        within=FINITE,
+        card="learning rate of the image tower",
+    )
+    text_learning_rate: float | None = option(
+        "The same for the text tower.", within=FINITE, card="learning rate of the text tower"
+    )
+    no_decay_parameters: list[str] | None = option(
+        "Regular expressions for names of parameters without weight decay. One is vision_model for a pretrained tower. "
+        "Vectors and scalars never decay.",
+        card="no weight decay of",
+    )
+    optimizer: str | None = option(
+        "'muon' trains the matrices of layers and projections by Muon (arXiv 2502.16982), and the rest by AdamW. It is "
+        "for training from random weights. By default optim, which is AdamW, trains all parameters.",
+        choices=("muon",),
+    )
+    muon_learning_rate: float | None = option(
+        "Learning rate of Muon's matrices, by default four times learning_rate. It has the same schedule.",
+        within=FINITE,
+        needs="optimizer=muon",
+    )
+    muon_parameters: list[str] | None = option(
+        "With optimizer=muon: regular expressions for names of further parameters that Muon trains.",
+        needs="optimizer=muon",
+    )
+    adamw_parameters: list[str] | None = option(
+        "With optimizer=muon: regular expressions for names of matrices that AdamW trains.", needs="optimizer=muon"
+    )
+
+    # ---- Which pairs train, and which parts of the towers ----
+    leave_out: str | None = option(
+        "Leave out pairs of a table that do not seem to belong together: 'noisy'. They are neither positives nor "
+        "negatives, but teachers and keep_features still draw them, and epochs of a shuffled table pass over them. It "
+        "leaves out none while too few pairs look wrong, and begins when the pairs have been seen three times, so it "
+        "needs several epochs.",
+        excludes={"contrastive_weight=0": "it switches off the loss from which pairs would be left out"},
+    )
+    freeze: str | None = option(
+        "Tower that does not train, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per "
+        "step, in evaluation mode.",
+        choices=("image", "text"),
+    )
+    freeze_layers: int | None = option(
+        "Layers to freeze at the beginning of each tower, with the embeddings before them; 0 for these alone. They "
+        "keep no graph, and run in evaluation mode.",
+        within=FROM_0,
+        card="frozen layers of each tower, with the embeddings",
+    )
+    image_size: int | None = option(
+        "Height and width of the images in pixels, such as 336. The position embeddings of the model are interpolated "
+        "to this size, which is saved with the model and its processor. Defaults to the size of the model.",
+        within=FROM_1,
+        card="height and width that images were resized to, for which positions were interpolated",
+    )
+    patch_dropout: float | None = option(
+        "Share of the patches of each image to leave out at random, such as 0.5 (FLIP, arXiv 2212.00794). Evaluations "
+        "see all patches.",
+        within=SHARE,
+        card="share of the patches of an image that training left out",
+        excludes={"freeze=image": "a frozen tower runs in evaluation mode, in which no patch is left out"},
+    )
+    max_text_tokens: int | None = option(
+        "Cut training captions to this many tokens, special ones included. Evaluations do not cut them. A number above "
+        "the tokenizer's limit, up to the positions of the model, raises that limit, also for evaluations and in what "
+        "is saved.",
+        within=FROM_1,
+        card="tokens to which training cut captions",
+    )
+
+    # ---- What keeps the model near its start ----
+    keep_features: float | None = option(
+        "Weight β of the squared distance to the embeddings before the training. All are normalised. The mean over the "
+        "images of the batch, summed over both towers and all captions of an image, is minimised with the loss. A "
+        "frozen copy of the model runs once per step.",
+        within=FINITE,
+        card="weight of the distance from the embeddings of the start",
+    )
+    cache_features: str | None = option(
+        "Folder for the outputs of what does not train, computed once for all epochs. That is the frozen image tower "
+        "(freeze=image), whose outputs are read instead of the images, and the start (keep_features). Images must not "
+        "be augmented. Many runs can share the folder.",
+        one_machine=True,
+    )
+    replay_share: float | None = option(
+        "With replay_dataset: share of old pairs in each global batch, by default 0.5.",
+        within=Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
+    )
+
+    # ---- Resumes, errors, the end, and what is saved ----
+    save_formats: list[str] = option(
+        "Formats of the saved models: transformers, or transformers and open_clip. OpenCLIP's files are then beside "
+        "those of transformers, in checkpoints too.",
+        default=["transformers"],
+        decides=False,
+    )
+    skip_nonfinite: int = option(
+        "Skip up to this many steps in a row if their embeddings, loss or gradient are not finite. One more ends the "
+        "training.",
+        default=0,
+        decides=False,
+        within=FROM_0,
+    )
+    resume_from_checkpoint: str | None = option(
+        "The folder of a checkpoint, or 'auto' for the newest complete one in output_dir and a new start if there is "
+        "none. 'true' is the same but without a new start; 'last-checkpoint' is one pushed with --hub_strategy "
+        "checkpoint.",
+        one_machine=True,
+    )
+    metric_for_best_model: str | None = option(
+        "Metric by which the best checkpoint is chosen, for example pairs_loss. It also ends the training "
+        "(early_stopping_patience) or lowers the learning rate.",
+        decides=False,
+    )
+    early_stopping_patience: int | None = option(
+        "End the training when so many evaluations in a row have not improved metric_for_best_model. By default, the "
+        "training runs to its end.",
+        decides=False,
+        within=FROM_1,
+        excludes={"eval_strategy=no": "there would be no evaluations to count"},
+    )
+    # A loss that is not finite stops the training, so the log must show it unfiltered.
+    logging_nan_inf_filter: bool = option(
+        "Log the average of earlier losses instead of one that is not finite.", default=False, decides=False
+    )
+    # The collator needs the raw columns of images and captions.
+    remove_unused_columns: bool = option(
+        "Drop columns that neither the model's forward nor the loss uses.", default=False
+    )
+
+
+def auto_or_number(name: str, value: object, least: int) -> str:
+    """The value of an option as text, which is ``"auto"`` or a whole number; a ValueError says that it is neither."""
+    text = str(value)
+    if text != "auto" and not (text.isdecimal() and int(text) >= least):
+        raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {text!r}.")
+    return text
+
+
+def muon_settings(text: str | None) -> dict[str, Any]:
+    """Muon's settings in ``optim_args``, "name=value,name=value".
+
+    Raises:
+        ValueError: there are other names, or values that are no numbers.
+    """
+    settings: dict[str, Any] = {}
+    for pair in (text or "").replace(" ", "").split(","):
+        name, _, value = pair.partition("=")
+        if not name:
+            continue
+        try:
+            settings[name] = OPTIM_ARGS[name](value)
+        except (KeyError, ValueError) as error:
+            known = " and ".join(f"{name} ({kind.__name__})" for name, kind in OPTIM_ARGS.items())
+            raise ValueError(
+                f"optimizer='muon' takes {known} from optim_args, as in 'momentum=0.9,ns_steps=6', got {text!r}. "
+                "Adam's options are the arguments adam_beta1, adam_beta2, adam_epsilon and weight_decay."
+            ) from error
+    return settings
