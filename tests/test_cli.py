@@ -43,7 +43,7 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset
 from hf_infcl.checkpoints.averages import interpolated
 from hf_infcl.checkpoints.lock import locked
 from hf_infcl.data.augmentation import PRESETS
-from hf_infcl.encoders.dual_encoder import TOWERS
+from hf_infcl.encoders.model_types import TOWERS
 from hf_infcl.evaluation.metrics import metrics_of_kind
 from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES

@@ -16,6 +16,7 @@ from tokenizers import models as vocabularies
 
 from hf_infcl.conversion import convert
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.encoders.model_types import AT_LARGEST
 from hf_infcl.encoders.pooling import Pooling, SameEmbeddings
 
 BEGIN, END, OTHER = 0, models.VOCABULARY - 2, models.VOCABULARY - 1  # the last was added behind the end
@@ -68,11 +69,11 @@ def test_texts_that_are_equal_for_other_reasons_are_no_fault(masked):
         ]
     )
     mask = torch.tensor([[1] * 4 + [0] * 3] * 5 + [[1, 1] + [0] * 5])
-    for found in (pooling, Pooling(2, at_largest=True)):
+    for found in (pooling, Pooling(2, AT_LARGEST)):
         SameEmbeddings(found).check(texts, mask if masked else None)
     # A padding above the end is behind it.
     padded = torch.tensor([[BEGIN, 7, END, OTHER], [BEGIN, 8, END, OTHER]])
-    SameEmbeddings(Pooling(2, at_largest=True)).check(padded, torch.tensor([[1, 1, 1, 0]] * 2) if masked else None)
+    SameEmbeddings(Pooling(2, AT_LARGEST)).check(padded, torch.tensor([[1, 1, 1, 0]] * 2) if masked else None)
 
 
 def processor() -> Any:

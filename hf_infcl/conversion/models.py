@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
+from ..encoders.model_types import pads_texts
 from ..encoders.pooling import Pooling
 from ..hub import asks_hub_once
 from ..readable import give_usual_modes
@@ -263,7 +264,7 @@ def _to_transformers(
     processor.save_pretrained(target)
     if base is None:
         kind, length = model.config.model_type, processor.tokenizer.model_max_length
-        padding = "max_length" if kind == "siglip" else "longest"
+        padding = "max_length" if pads_texts(model.config) else "longest"
         write_sentence_files(target, kind, processor, max_length=length, padding=padding)
     else:
         for name in SENTENCE_FILES:  # which a training writes beside adapters as well

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from ..encoders.model_types import pads_texts, text_positions
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:
@@ -25,14 +26,6 @@ _NO_LIMIT = 10**6
 _KINDS = ("caption", "pair_id", "skipped", "label", "image_features", "at_start")
 # Tokenizing a megabyte takes seconds, although only max_length tokens are used. A token has about 4 characters of text.
 _CHARACTERS_PER_TOKEN = 64
-# Text towers that count positions as RoBERTa does: they begin behind the index of the padding.
-_LIKE_ROBERTA = set(
-    """
-    roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl camembert altclip_text_model data2vec-text esm ibert
-    longformer mpnet xmod
-    """.split()
-)
-
 
 DataCollator = Callable[[list[Any]], Any]  # makes a batch of the items of a micro-batch, as Trainer's does
 
@@ -117,8 +110,7 @@ class ContrastiveCollator:
         if positions is not None:
             stated = getattr(getattr(processor, "tokenizer", None), "model_max_length", None)
             length = int(min(positions, stated or positions))
-        is_siglip = str(getattr(config, "model_type", "")).startswith("siglip")
-        collator = cls(processor, max_length=length, fixed_length=True if is_siglip else None, uint8=uint8)
+        collator = cls(processor, max_length=length, fixed_length=pads_texts(config) or None, uint8=uint8)
         collator.positions = positions or collator.max_length
         return collator
 
@@ -335,12 +327,3 @@ def _as_array(image: object) -> np.ndarray | None:
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3:
         return image
     return None
-
-
-def text_positions(config: PretrainedConfig | None) -> int | None:
-    """The largest number of tokens of a text, special ones included; None if the config states none."""
-    text: Any = getattr(config, "text_config", None)
-    rows: int | None = getattr(text, "max_position_embeddings", None)
-    if rows is None or getattr(text, "model_type", None) not in _LIKE_ROBERTA:
-        return rows
-    return rows - 1 - (text.pad_token_id or 0)

@@ -1,4 +1,4 @@
-"""How deep a parameter is in its tower: frozen layers and averages go by it."""
+"""How deep a parameter is in its tower, by which the first layers are frozen."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from torch import nn
 
 _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")  # the outermost numbered module of a parameter
-
-
-class Place(NamedTuple):
-    """Where a parameter is."""
-
-    tower: str  # "image" or "text"
-    depth: int  # see `depths`. A projection is as deep as what comes after the layers
-    layers: int  # the number of layers of the tower
 
 
 def depths(names: Iterable[str]) -> tuple[dict[str, int], int]:

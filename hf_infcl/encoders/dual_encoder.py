@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,73 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..refusals import check_tokens
-from .depth import Place, depths, frozen_begin
+from .depth import depths, frozen_begin
 from .in_bf16 import errors_in_bf16, is_in_bf16
+from .model_types import IMAGE_TOWERS, ONE_SIZE, TOWERS, type_of_model
 from .pooling import Pooling, SameEmbeddings
 from .tower_outputs import PlaceholderText, embeds_of, part_of, pooled, remembered, return_dict_for
-
-
-@dataclass(frozen=True)
-class ModelType:
-    """A type of dual encoder."""
-
-    objective: str = "softmax"  # that its models were designed for
-    # The name of the temperature's parameter: "logit_scale", the logarithm of the multiplier, or "temperature", a
-    # divisor; and its shape in transformers.
-    temperature: str = "logit_scale"
-    temperature_shape: tuple[int, ...] = ()
-    # The model_type of its vision tower, if that has an embedding for each patch of an image of one size.
-    tower_of_one_size: str | None = None
-    unused: str | None = None  # a part of the names of parameters on which no embedding depends
-    joined: bool = False  # whether its towers come from two checkpoints, of which its temperature says nothing
-
-    def looks_random(self, temperature: float, config: Mapping[str, Any]) -> bool:
-        """Whether weights seem random: by this config, random ones begin with this temperature."""
-        first = config.get(f"{self.temperature}_init_value", 0.0)  # SigLIP's config has none
-        possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
-        return not self.joined and any(abs(temperature - one) < 1e-6 for one in possible)
-
-
-# The model types of transformers whose logits are a scaled product of one image vector and one text vector.
-MODEL_TYPES = {
-    "aimv2": ModelType(tower_of_one_size="aimv2_vision_model"),
-    "align": ModelType(temperature="temperature", unused="text_model.pooler."),  # its output is not used
-    "altclip": ModelType(tower_of_one_size="altclip_vision_model"),
-    "blip": ModelType(tower_of_one_size="blip_vision_model", unused=".crossattention."),  # from text to images
-    "chinese_clip": ModelType(tower_of_one_size="chinese_clip_vision_model"),
-    "clip": ModelType(tower_of_one_size="clip_vision_model"),
-    "clipseg": ModelType(),
-    "groupvit": ModelType(tower_of_one_size="groupvit_vision_model"),
-    "metaclip_2": ModelType(tower_of_one_size="metaclip_2_vision_model"),
-    "owlv2": ModelType(tower_of_one_size="owlv2_vision_model"),
-    "owlvit": ModelType(tower_of_one_size="owlvit_vision_model"),
-    "siglip": ModelType("sigmoid", temperature_shape=(1,), tower_of_one_size="siglip_vision_model"),
-    "siglip2": ModelType("sigmoid", temperature_shape=(1,)),
-    "tipsv2": ModelType(temperature="temperature", unused=".mask_token"),
-    # With any vision tower, such as a ViT or a DINOv2, whose pretraining needs a mask token.
-    "vision-text-dual-encoder": ModelType(tower_of_one_size="vit", unused=".mask_token", joined=True),
-}
-# Other models of transformers that encode two kinds of input, and why they do not fit.
-REFUSED = {
-    "blip-2": "an image has 32 vectors, of which the loss takes the one nearest to the text, and it has no scale",
-    "bridgetower": "its towers see each other, and it has three embeddings and three losses",
-    "clap": "it has a scale for each direction, and encodes sounds",
-    "clvp": "it encodes speech tokens",
-    "flava": "its features are those of all patches, and its contrastive head is in FlavaForPreTraining",
-    "pe_audio": "its embeddings are not normalised, and its logit_scale is no logarithm",
-    "pe_audio_video": "it has several pairs and scales",
-    "pe_video": "its embeddings are not normalised, and its logit_scale is no logarithm",
-    "videoprism": "it has no scale",
-    "xclip": "its text embeddings depend on the video",
-}
-OF_ONE_IMAGE_SIZE = {kind.tower_of_one_size for kind in MODEL_TYPES.values() if kind.tower_of_one_size is not None}
-
-# The modules that `freeze` freezes: the tower itself, and its projection if the model has one.
-TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
 
 IMAGE_FEATURES = "image_features"  # in a batch, instead of images: the output of a frozen image tower for each
 IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
@@ -87,43 +27,11 @@ NO_TEXTS = "no_texts"  # in a batch whose texts are encoded with those of anothe
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
-def known_type(model: nn.Module) -> ModelType | None:
-    """The type of a dual encoder of transformers or of one's own, or None.
-
-    One's own is a module with ``get_image_features`` and ``get_text_features``, a scalar parameter ``logit_scale`` and,
-    if its objective is sigmoid, ``logit_bias``, whose forward returns ``image_embeds`` and ``text_embeds`` of length 1,
-    as attributes of an object or in a dict.
-    """
-    name = getattr(getattr(model, "config", None), "model_type", "")
-    base = getattr(model, "get_base_model", lambda: model)()
-    needed = ("get_image_features", "get_text_features", "logit_scale")
-    if type(base).__module__.startswith("transformers.") or name in MODEL_TYPES:
-        return MODEL_TYPES.get(name) if hasattr(model, needed[0]) else None
-    if not all(hasattr(model, attribute) for attribute in needed):
-        return None
-    return ModelType("softmax" if getattr(model, "logit_bias", None) is None else "sigmoid")
-
-
-def check_type_of_config(config: PretrainedConfig, checkpoint: str) -> None:
-    """Raises a ValueError for the config of a model of transformers that is no dual encoder."""
-    if type(config).__module__.startswith("transformers.") and config.model_type not in MODEL_TYPES:
-        raise _refusal(f"The model of {checkpoint!r}", config.model_type)
-
-
-def _refusal(what: str, model_type: str | None) -> ValueError:
-    reason = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
-    return ValueError(
-        f"{what} (model_type {model_type!r}) is not a dual encoder that contrastive training can split into image and "
-        f"text embeddings{reason}. Use the full model (such as CLIPModel) of one of the types "
-        f"{', '.join(MODEL_TYPES)}, or your own towers in a TwoTowers."
-    )
-
-
 class DualEncoder:
     """A view of a model as two towers, a logit_scale and possibly a logit_bias.
 
     Args:
-        model: a dual encoder of transformers or one's own (see `known_type`), without DDP around it; PEFT adapters
+        model: a dual encoder of transformers or one's own (see `type_of_model`), without DDP around it; PEFT adapters
             inside are fine.
 
     Raises:
@@ -132,9 +40,7 @@ class DualEncoder:
     """
 
     def __init__(self, model: nn.Module, dims: int | None = None) -> None:
-        kind = known_type(model)
-        if kind is None:
-            raise _refusal(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None))
+        kind = type_of_model(model)
         # Only these three attributes reveal a split, one for each of the options below.
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         sharded = getattr(model, "is_distributed_loading_by_transformers", False)
@@ -148,13 +54,12 @@ class DualEncoder:
         self.dims = dims  # how many of their first dimensions `encode_images` and `encode_texts` return; None for all
         # The model without PEFT adapters around it, whose attributes can be set.
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
-        self._kind, self._unused = kind, kind.unused
+        self._kind = kind
         self.objective = kind.objective  # that it was designed for
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._return_dict = return_dict_for(self.base)
         self._divides = kind.temperature == "temperature"
-        text_tower = self._towers().get("text")
-        projection = getattr(model, TOWERS["text"][1], None)
+        text_tower, projection = self._towers().get("text"), getattr(model, TOWERS["text"][1], None)
         self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
         self.pooling = Pooling.of_tower(text_tower)
         self._same_embeddings = SameEmbeddings(self.pooling)
@@ -172,7 +77,7 @@ class DualEncoder:
     def check_images(self, batch: Mapping[str, Tensor]) -> None:
         """Raises a ValueError if the image tower has no embeddings for the patches of images of this size."""
         config, pixel_values = self._config("vision_config"), batch.get("pixel_values")
-        if config is None or config.model_type not in OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
+        if config is None or IMAGE_TOWERS.get(config.model_type) != ONE_SIZE or not isinstance(config.image_size, int):
             return
         if pixel_values is None or pixel_values.ndim != 4:
             return
@@ -213,7 +118,10 @@ class DualEncoder:
         """Whether the weights seem random by their temperature; collective under FSDP."""
         scale = self.temperature_parameters[0]
         value = (scale.full_tensor() if isinstance(scale, DTensor) else scale).item()
-        return self._kind.looks_random(value, vars(self.base.config))
+        # By this config, random weights begin with this temperature; SigLIP's config has none.
+        first = vars(self.base.config).get(f"{self.temperature_name}_init_value", 0.0)
+        possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
+        return not self._kind.joined and any(abs(value - one) < 1e-6 for one in possible)
 
     @torch.no_grad()
     def clamp_temperature(self, maximum: float) -> None:
@@ -308,48 +216,43 @@ class DualEncoder:
                 f"freeze={tower!r} freezes {TOWERS[tower][0]}, which {type(self.model).__name__} does not have. Give "
                 "its towers these names, or freeze parameters by requires_grad_(False)."
             )
-        for name in () if tower is None else TOWERS[tower]:
-            if (module := getattr(self.model, name, None)) is not None:
-                module.requires_grad_(False)
+        for module in () if tower is None else self.parts()[tower]:
+            module.requires_grad_(False)
         for name, parameter in self.model.named_parameters():
-            if self._unused is not None and self._unused in name:
+            if self._kind.unused is not None and self._kind.unused in name:
                 parameter.requires_grad_(False)
 
-    def places(self) -> dict[nn.Parameter, Place]:
-        """Where each parameter of the towers and projections is; the temperature is in none.
+    def parts(self, *, named: bool = False) -> dict[str, list[nn.Module]]:
+        """The modules of the image side and of the text side: each tower, and its projection if there is one.
 
         Raises:
-            ValueError: a module of one's own does not name its towers.
+            ValueError: the towers should be ``named`` as those of transformers, and are not.
         """
-        places: dict[nn.Parameter, Place] = {}
-        for name, (tower_name, projection) in TOWERS.items():
-            if (tower := getattr(self.model, tower_name, None)) is None:
+        for side, (tower, _) in TOWERS.items() if named else ():
+            if side not in self._towers():
                 raise ValueError(
-                    f"{type(self.base).__name__} has no {tower_name}, so its {name} tower cannot have a rate or frozen "
+                    f"{type(self.base).__name__} has no {tower}, so its {side} tower cannot have a rate or frozen "
                     "layers of its own. Name its towers as `TwoTowers` does, or leave these options out."
                 )
-            depth_of, layers = depths(dict(tower.named_parameters()))
-            places |= {p: Place(name, depth_of[n], layers) for n, p in tower.named_parameters()}
-            if (module := getattr(self.model, projection, None)) is not None:
-                places |= {p: Place(name, layers + 1, layers) for p in module.parameters()}
-        return places
+        modules = {side: [getattr(self.model, name, None) for name in names] for side, names in TOWERS.items()}
+        return {side: [module for module in both if module is not None] for side, both in modules.items()}
 
     def freeze_layers(self, count: int) -> None:
         """Freezes the first layers of both towers, and the embeddings before them; with 0 these alone.
 
         Raises:
-            ValueError: a tower that trains has fewer layers.
+            ValueError: a tower that trains has fewer layers, or one's own does not name its towers.
         """
-        places = self.places()
-        for tower, layers in {place.tower: place.layers for p, place in places.items() if p.requires_grad}.items():
-            if count > layers:
+        for side, (tower, *projection) in self.parts(named=True).items():
+            depth_of, layers = depths(dict(tower.named_parameters()))
+            if count > layers and not all(map(_is_frozen, (tower, *projection))):
                 raise ValueError(
-                    f"freeze_layers={count}, but the {tower} tower has {layers} layers. Freeze at most as many, or the "
-                    f"whole tower with freeze={tower!r}."
+                    f"freeze_layers={count}, but the {side} tower has {layers} layers. Freeze at most as many, or the "
+                    f"whole tower with freeze={side!r}."
                 )
-        for parameter, place in places.items():
-            if place.depth <= count:
-                parameter.requires_grad_(False)
+            for name, parameter in tower.named_parameters():
+                if depth_of[name] <= count:
+                    parameter.requires_grad_(False)
 
     def stop_gradients_at_frozen_layers(self) -> None:
         """Undoes what transformers adds with gradient checkpointing: embeddings whose output requires a gradient.
@@ -359,18 +262,17 @@ class DualEncoder:
         if hasattr(self.base, "disable_input_require_grads"):  # of transformers
             self.base.disable_input_require_grads()
 
-    def frozen_towers(self) -> dict[str, nn.Module]:
-        """The frozen towers by name, whether or not their projections train."""
-        return {name: tower for name, tower in self._towers().items() if _is_frozen(tower)}
-
     def _towers(self) -> dict[str, nn.Module]:
-        """The towers by name. One's own model may give them other names; then none of them can be frozen."""
-        return {name: getattr(self.model, names[0]) for name, names in TOWERS.items() if hasattr(self.model, names[0])}
+        """The towers by their sides. One's own model may give them other names; then none of them can be frozen."""
+        return {side: getattr(self.model, names[0]) for side, names in TOWERS.items() if hasattr(self.model, names[0])}
+
+    def frozen_towers(self) -> dict[str, nn.Module]:
+        """The frozen towers by their sides, whether or not their projections train."""
+        return {side: tower for side, tower in self._towers().items() if _is_frozen(tower)}
 
     def frozen_parts(self) -> list[nn.Module]:
         """The frozen towers and projections, and what is frozen up to a layer of a tower that trains."""
-        parts = [getattr(self.model, name, None) for names in TOWERS.values() for name in names]
-        frozen = [m for m in parts if m is not None and _is_frozen(m)]
+        frozen = [module for modules in self.parts().values() for module in modules if _is_frozen(module)]
         trained = [tower for tower in self._towers().values() if tower not in frozen]
         return frozen + [part for tower in trained for part in frozen_begin(tower)]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import QuickGELUActivation
 
-from .dual_encoder import MODEL_TYPES
+from .model_types import MODEL_TYPES
 
 
 def can_fuse(device: torch.device, backend: str = "auto") -> bool:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from .dual_encoder import TOWERS, DualEncoder
-from .patch_dropout import WITH_PATCHES
+from .dual_encoder import DualEncoder
+from .model_types import IMAGE_TOWERS, TOWERS
 
 
 def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
@@ -45,7 +45,7 @@ def resize_images(encoder: DualEncoder, size: int) -> None:
     if getattr(config, "image_size", None) == size:
         return
     kind = getattr(config, "model_type", None)
-    if kind not in WITH_PATCHES:
+    if kind not in IMAGE_TOWERS:
         _check_has_no_positions(encoder, tower, kind)
     else:
         _check_multiple(config, size)
@@ -86,7 +86,7 @@ def _check_has_no_positions(encoder: DualEncoder, tower: nn.Module, kind: str | 
         )
     raise ValueError(
         f"{name} has position embeddings that cannot be interpolated to another image_size. Leave image_size out, or "
-        f"train a tower of the types {', '.join(WITH_PATCHES)}, or one without positions."
+        f"train a tower of the types {', '.join(IMAGE_TOWERS)}, or one without positions."
     )
 
 

@@ -7,22 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dual_encoder import OF_ONE_IMAGE_SIZE, TOWERS, DualEncoder
-
-# Vision towers that attend to all tokens alike, whose module ``embeddings`` returns the tokens of images with their
-# positions: those with an embedding for each patch, and three that interpolate the embeddings of positions.
-WITH_PATCHES = sorted(OF_ONE_IMAGE_SIZE | {"clipseg_vision_model", "dinov2", "tipsv2_vision_model"})
+from .dual_encoder import DualEncoder
+from .model_types import IMAGE_TOWERS, TOWERS
 
 
 def check_patches(encoder: DualEncoder) -> None:
     """Raises a ValueError if the image tower has no patches to drop, or does not take a part of them."""
     tower = getattr(encoder.model, TOWERS["image"][0], None)
     kind = getattr(getattr(tower, "config", None), "model_type", None)
-    if kind not in WITH_PATCHES:
+    if kind not in IMAGE_TOWERS:
         reason = "marks its patches with a mask" if kind == "siglip2_vision_model" else "is not known to take a part"
         raise ValueError(
             f"patch_dropout leaves patches of images out, and the image tower of {type(encoder.base).__name__} (type "
-            f"{kind!r}) {reason}. Leave patch_dropout out, or train a tower of the types {', '.join(WITH_PATCHES)}."
+            f"{kind!r}) {reason}. Leave patch_dropout out, or train a tower of the types {', '.join(IMAGE_TOWERS)}."
         )
 
 

@@ -8,12 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from .model_types import AT_END, AT_END_IF_PADDED, AT_END_OR_LARGEST, AT_LARGEST, TEXT_TOWERS
+
 LOOKED_AT = 10_000  # texts
-# Causal towers that take the first `eos_token_id` of a text. Among the first three 2 means the largest token, since it
-# was wrong in the configs of old checkpoints. The other towers always take the largest token.
-_AT_END = ("clip_text_model", "clipseg_text_model", "groupvit_text_model", "metaclip_2_text_model", "aimv2_text_model")
-_OLD = _AT_END[:3]
-_AT_LARGEST = ("owlvit_text_model", "owlv2_text_model")
 
 
 class Reading(NamedTuple):
@@ -28,10 +25,13 @@ class Pooling:
     """The token at which a causal text tower takes the embedding, so that nothing behind it is read."""
 
     stated: int  # the eos_token_id of the tower. Its first place in a text is taken, or that of the first token
-    at_largest: bool = False  # whether the first place of the largest token is taken instead
-    by_type: bool = False  # whether that is so for any eos_token_id
-    if_padded: bool = False  # whether the tower is causal only in batches with padding, as AIMv2 in transformers
+    place: str = AT_END  # one of these names of `model_types`
     padding: int | None = None  # the pad_token_id of the tower's config, unless it is ``stated``
+
+    @property
+    def at_largest(self) -> bool:
+        """Whether the first place of the largest token is taken instead."""
+        return self.place == AT_LARGEST or (self.place == AT_END_OR_LARGEST and self.stated == 2)
 
     @classmethod
     def of_config(cls, config: object, stated: int | None = None) -> Pooling | None:
@@ -40,15 +40,12 @@ class Pooling:
         Args:
             stated: the ``eos_token_id`` with which the tower was built, if it is there.
         """
-        kind = getattr(config, "model_type", None)
+        place = TEXT_TOWERS.get(getattr(config, "model_type", ""))
         stated = getattr(config, "eos_token_id", None) if stated is None else stated
-        if kind not in (*_AT_END, *_AT_LARGEST) or not isinstance(stated, int):
+        if place is None or not isinstance(stated, int):
             return None
-        by_type = kind in _AT_LARGEST
-        at_largest = by_type or (kind in _OLD and stated == 2)
         padding = getattr(config, "pad_token_id", None)
-        padding = None if padding == stated else padding
-        return cls(stated, at_largest, by_type, if_padded=kind == "aimv2_text_model", padding=padding)
+        return cls(stated, place, None if padding == stated else padding)
 
     @classmethod
     def of_tower(cls, tower: nn.Module | None) -> Pooling | None:
@@ -77,7 +74,7 @@ class Pooling:
     def fault(self, first: Reading, texts: tuple[str, str]) -> str:
         """Why two texts have one embedding, and what to do."""
         end, taken = first.text[-1], first.read[-1]
-        if self.by_type:
+        if self.place == AT_LARGEST:
             why = "A model of this type takes the embedding of a text at its largest token"
             cure = f"Take a tokenizer that has no token above {end}."
         else:
@@ -110,7 +107,7 @@ class SameEmbeddings:
         """
         if self._pooling is None or self._looked_at >= LOOKED_AT:
             return
-        if self._pooling.if_padded and (attention_mask is None or bool(attention_mask.all())):
+        if self._pooling.place == AT_END_IF_PADDED and (attention_mask is None or bool(attention_mask.all())):
             return
         self._looked_at += len(input_ids)
         for tokens, last, ends in _rows(input_ids, attention_mask, self._pooling.padding):

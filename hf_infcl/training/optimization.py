@@ -288,7 +288,7 @@ def _rates_of_towers(
     rates = {"image": args.image_learning_rate, "text": args.text_learning_rate}
     if set(rates.values()) == {None}:
         return
-    for parameter, place in encoder.places().items():
-        rate = rates[place.tower]
-        if parameter.requires_grad:
-            yield parameter, (f"{place.tower} tower", 1.0 if rate is None else rate / args.learning_rate)
+    for side, modules in encoder.parts(named=True).items():
+        rate = rates[side]
+        for parameter in (p for module in modules for p in module.parameters() if p.requires_grad):
+            yield parameter, (f"{side} tower", 1.0 if rate is None else rate / args.learning_rate)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from ..encoders.dual_encoder import TOWERS, DualEncoder
+from ..encoders.dual_encoder import DualEncoder
 from ..passes.grad_cache import Features
 from ..processes.collectives import Processes
 from .extensions import StepObserver
@@ -23,13 +23,9 @@ class TowerNorms(StepObserver):
     name = "tower_norms"
 
     def __init__(self, encoder: DualEncoder) -> None:
-        modules = {
-            tower: [module for name in names if (module := getattr(encoder.model, name, None)) is not None]
-            for tower, names in TOWERS.items()
-        }
         self._parameters = {
             tower: [p for module in parts for p in module.parameters() if p.requires_grad]
-            for tower, parts in modules.items()
+            for tower, parts in encoder.parts().items()
         }
         self._norms: dict[str, Tensor] = {}
 

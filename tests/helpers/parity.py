@@ -13,7 +13,8 @@ from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
-from hf_infcl.encoders.dual_encoder import TOWERS, DualEncoder
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.encoders.model_types import TOWERS
 from hf_infcl.encoders.patch_dropout import PatchDropout
 from hf_infcl.loss import OBJECTIVES
 

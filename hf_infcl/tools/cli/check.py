@@ -15,8 +15,8 @@ from torch.utils.data import ConcatDataset
 from ...checkpoints.lock import check_writable
 from ...conversion.models import load_readers
 from ...data import ContrastiveCollator, ImageTextDataset, ImageTextStream
-from ...encoders.dual_encoder import check_type_of_config
 from ...encoders.image_size import config_for_images
+from ...encoders.model_types import check_type_of_config
 from ...encoders.pooling import Pooling
 from ...evaluation.metrics import CEILING
 from ...evaluation.retrieval import recall_ceilings

@@ -12,7 +12,8 @@ from typing import Any
 
 from ...conversion.models import load, load_config
 from ...data import ImageTextDataset, ZeroShotDataset
-from ...encoders.dual_encoder import DualEncoder, check_type_of_config
+from ...encoders.dual_encoder import DualEncoder
+from ...encoders.model_types import check_type_of_config
 from ...evaluation import Difference, Found, differences
 from ...shards.values import counted
 from ...training.trainer import InfCLTrainer

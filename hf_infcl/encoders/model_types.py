@@ -1,0 +1,133 @@
+"""Which models are dual encoders, and all facts that differ between their types and those of their towers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+# The modules of a tower: the tower itself, and its projection if the model has one.
+TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
+
+# Image towers that attend to all tokens alike, whose module ``embeddings`` returns the tokens of images with their
+# positions: of images of one size, or, with interpolated positions, of any.
+ONE_SIZE, ANY_SIZE = "patches of one size", "patches of any size"
+# Causal text towers take the embedding of a text at its first ``eos_token_id``; where that is 2, which was wrong in the
+# configs of old checkpoints, the first of them at the largest token; the last ones always do that. AIMv2's is causal
+# only in batches with padding.
+AT_END_OR_LARGEST, AT_END, AT_END_IF_PADDED, AT_LARGEST = "end or largest", "end", "end, if padded", "largest"
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A type of dual encoder in transformers."""
+
+    objective: str = "softmax"  # that its models were designed for
+    # The name of the temperature's parameter: "logit_scale", the logarithm of the multiplier, or "temperature", a
+    # divisor; and its shape in transformers.
+    temperature: str = "logit_scale"
+    temperature_shape: tuple[int, ...] = ()
+    images: str | None = None  # of its image tower: `ONE_SIZE` or `ANY_SIZE`
+    texts: str | None = None  # of its text tower: where that takes the embedding of a text, see above
+    pads_texts: bool = False  # whether it reads padding like text, so that all texts are padded to one length
+    unused: str | None = None  # a part of the names of parameters on which no embedding depends
+    joined: bool = False  # whether its towers come from two checkpoints, of which its temperature says nothing
+
+
+# The model types of transformers whose logits are a scaled product of one image vector and one text vector.
+MODEL_TYPES = {
+    "aimv2": ModelType(images=ONE_SIZE, texts=AT_END_IF_PADDED),
+    "align": ModelType(temperature="temperature", unused="text_model.pooler."),  # its output is not used
+    "altclip": ModelType(images=ONE_SIZE),
+    "blip": ModelType(images=ONE_SIZE, unused=".crossattention."),  # from text to images
+    "chinese_clip": ModelType(images=ONE_SIZE),
+    "clip": ModelType(images=ONE_SIZE, texts=AT_END_OR_LARGEST),
+    "clipseg": ModelType(images=ANY_SIZE, texts=AT_END_OR_LARGEST),
+    "groupvit": ModelType(images=ONE_SIZE, texts=AT_END_OR_LARGEST),
+    "metaclip_2": ModelType(images=ONE_SIZE, texts=AT_END),
+    "owlv2": ModelType(images=ONE_SIZE, texts=AT_LARGEST),
+    "owlvit": ModelType(images=ONE_SIZE, texts=AT_LARGEST),
+    "siglip": ModelType("sigmoid", temperature_shape=(1,), images=ONE_SIZE, pads_texts=True),
+    "siglip2": ModelType("sigmoid", temperature_shape=(1,), pads_texts=True),
+    "tipsv2": ModelType(temperature="temperature", images=ANY_SIZE, unused=".mask_token"),
+    # With any vision tower, such as a ViT or a DINOv2, whose pretraining needs a mask token.
+    "vision-text-dual-encoder": ModelType(unused=".mask_token", joined=True),
+}
+# By the model_type of a tower. The last ones are of a "vision-text-dual-encoder".
+IMAGE_TOWERS = {f"{name}_vision_model": kind.images for name, kind in MODEL_TYPES.items() if kind.images}
+IMAGE_TOWERS |= {"dinov2": ANY_SIZE, "vit": ONE_SIZE}
+TEXT_TOWERS = {f"{name}_text_model": kind.texts for name, kind in MODEL_TYPES.items() if kind.texts}
+# Text towers whose positions begin behind the index of the padding, as RoBERTa's.
+_LIKE_ROBERTA = set(
+    """
+    roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl camembert altclip_text_model data2vec-text esm ibert
+    longformer mpnet xmod
+    """.split()
+)
+# Other models of transformers that encode two kinds of input, and why they do not fit.
+_REFUSED = {
+    "blip-2": "an image has 32 vectors, of which the loss takes the one nearest to the text, and it has no scale",
+    "bridgetower": "its towers see each other, and it has three embeddings and three losses",
+    "clap": "it has a scale for each direction, and encodes sounds",
+    "clvp": "it encodes speech tokens",
+    "flava": "its features are those of all patches, and its contrastive head is in FlavaForPreTraining",
+    "pe_audio": "its embeddings are not normalised, and its logit_scale is no logarithm",
+    "pe_audio_video": "it has several pairs and scales",
+    "pe_video": "its embeddings are not normalised, and its logit_scale is no logarithm",
+    "videoprism": "it has no scale",
+    "xclip": "its text embeddings depend on the video",
+}
+
+
+def type_of_model(model: nn.Module) -> ModelType:
+    """The type of a dual encoder of transformers or of one's own.
+
+    One's own is a module with ``get_image_features`` and ``get_text_features``, a scalar parameter ``logit_scale`` and,
+    if its objective is sigmoid, ``logit_bias``, whose forward returns ``image_embeds`` and ``text_embeds`` of length 1,
+    as attributes of an object or in a dict.
+
+    Raises:
+        ValueError: the model is neither.
+    """
+    name = getattr(getattr(model, "config", None), "model_type", "")
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    needed = ("get_image_features", "get_text_features", "logit_scale")
+    if type(base).__module__.startswith("transformers.") or name in MODEL_TYPES:
+        if name in MODEL_TYPES and hasattr(model, needed[0]):
+            return MODEL_TYPES[name]
+    elif all(hasattr(model, attribute) for attribute in needed):
+        return ModelType("softmax" if getattr(model, "logit_bias", None) is None else "sigmoid")
+    raise _refusal(type(model).__name__, name or None)
+
+
+def check_type_of_config(config: PretrainedConfig, checkpoint: str) -> None:
+    """Raises a ValueError for the config of a model of transformers that is no dual encoder."""
+    if type(config).__module__.startswith("transformers.") and config.model_type not in MODEL_TYPES:
+        raise _refusal(f"The model of {checkpoint!r}", config.model_type)
+
+
+def _refusal(what: str, model_type: str | None) -> ValueError:
+    reason = f": {_REFUSED[model_type]}" if model_type in _REFUSED else ""
+    return ValueError(
+        f"{what} (model_type {model_type!r}) is not a dual encoder that contrastive training can split into image and "
+        f"text embeddings{reason}. Use the full model (such as CLIPModel) of one of the types "
+        f"{', '.join(MODEL_TYPES)}, or your own towers in a TwoTowers."
+    )
+
+
+def pads_texts(config: PretrainedConfig | None) -> bool:
+    """Whether all texts have to be padded to one length."""
+    kind = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    return kind is not None and kind.pads_texts
+
+
+def text_positions(config: PretrainedConfig | None) -> int | None:
+    """The largest number of tokens of a text, special ones included; None if the config states none."""
+    text: Any = getattr(config, "text_config", None)
+    rows: int | None = getattr(text, "max_position_embeddings", None)
+    if rows is None or getattr(text, "model_type", None) not in _LIKE_ROBERTA:
+        return rows
+    return rows - 1 - (text.pad_token_id or 0)
