@@ -40,7 +40,7 @@ from hf_infcl.processes.preemption import SIGNALS, Preempted, Preemption
 OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 FIRST_IS_BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
 FIRST_IS_BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}  # which falls
-RECORD = RunRecord({"model": "model"}, epoch=0, windows=1)
+RECORD = RunRecord({"model": "model"})
 
 
 def trainer(folder: Any, seed: int = 0, **options: Any) -> Any:

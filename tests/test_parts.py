@@ -160,8 +160,7 @@ def test_values_are_replaced_until_the_context_ends():
 def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    history = [{"loss": 1.0, "train_seconds": 3.0}, {"loss": 1.0, "train_seconds": 5.0}, {"eval_loss": 1.0}]
-    state = TrainerState(log_history=history)
+    state = TrainerState(stateful_callbacks={"train_seconds": 5.0})
     part = Progress(10, 8, trained_seconds(state))
     assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 80, "train_seconds": 5.0}
     now[0] += 4

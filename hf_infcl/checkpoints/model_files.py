@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import is_sharded, stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from ..readable import give_usual_modes
-from .files import Checkpoint, Checkpoints, rotate
-from .lock import locked
-from .record import RunRecord
+from .files import Checkpoint, Checkpoints
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 _SINCE_LOG = "loss_since_log"
@@ -93,12 +90,6 @@ def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, process
     open_clip_config(model.config, processor)
 
 
-def locked_for(args: InfCLTrainingArguments) -> AbstractContextManager[None]:
-    """The context in which no other run trains in ``output_dir``; see `locked`."""
-    shared = args.save_strategy != SaveStrategy.NO and not args.save_only_model
-    return locked(str(args.output_dir), locks=args.should_save, shared=shared)
-
-
 def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator) -> Checkpoints:
     """The checkpoints that a training writes."""
     return Checkpoints(
@@ -108,43 +99,31 @@ def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator) -> 
     )
 
 
-def save_checkpoint(
-    checkpoints: Checkpoints,
-    output_dir: str,
-    record: RunRecord,
-    states: Mapping[str, object],
+def write_checkpoint(
+    save: Callable[[], None],
     state: TrainerState,
     args: InfCLTrainingArguments,
-    save: Callable[[], None],
-    push: Callable[[str], None],
-    uploading: Callable[[], Sequence[Path]],
+    states: Mapping[str, object],
+    checkpoint: Checkpoint,
 ) -> None:
-    """Writes Trainer's checkpoint completely or not at all, removes old ones and pushes it; collective.
+    """Writes Trainer's checkpoint and the ``states`` of the extensions of the step, equal on all processes.
 
-    See `Checkpoints.save`.
-
-    Args:
-        states: of the extensions of the step, equal on all processes.
-        state: Trainer's, which names the best checkpoint.
-        uploading: returns the checkpoints that are being pushed, which stay until they have arrived.
+    Meanwhile Trainer does not look for the best checkpoint: it would wait for the other processes, and look in the
+    partial folder. Its folder is noted afterwards.
     """
-
-    def write(checkpoint: Checkpoint) -> None:
-        with best_checkpoint_kept(state, args, checkpoint):
-            save()
-        if states and args.should_save:
-            torch.save(dict(states), checkpoint.partial / STATES_NAME)
-
-    best_before = state.best_model_checkpoint
-    saved = checkpoints.save(output_dir, state.global_step, record, write)
-    if saved is None:
-        state.best_model_checkpoint = best_before
-        return
-    best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
-    if args.should_save:
-        rotate(output_dir, args.save_total_limit, [saved.folder, *uploading(), *best])
-    if args.push_to_hub:  # last, as the Hub's client looks into all folders
-        push(str(saved.folder))
+    best_step, state.best_global_step = state.best_global_step, None
+    try:
+        save()
+    finally:
+        state.best_global_step = best_step
+    if best_step and args.save_strategy != SaveStrategy.NO:
+        best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")
+        if best == checkpoint.folder or best.is_dir():
+            state.best_model_checkpoint = str(best)
+        if args.should_save:
+            state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
+    if states and args.should_save:
+        torch.save(dict(states), checkpoint.partial / STATES_NAME)
 
 
 def _restore_end_of_text(encoder: DualEncoder) -> None:
@@ -175,25 +154,6 @@ def go_on_with_losses(trainer: Any) -> None:
         loss, trainer._globalstep_last_logged = trainer.state.stateful_callbacks.pop(_SINCE_LOG)
         trainer._tr_loss += loss
         trainer._total_loss_scalar -= loss  # of which the mean of this training's own steps is made at its end
-
-
-@contextmanager
-def best_checkpoint_kept(state: TrainerState, args: InfCLTrainingArguments, checkpoint: Checkpoint) -> Iterator[None]:
-    """A context in which Trainer writes a checkpoint without looking for the best one; then its folder is noted.
-
-    Trainer would wait for the other processes, and look for the best checkpoint in the partial folder.
-    """
-    best_step, state.best_global_step = state.best_global_step, None
-    try:
-        yield
-    finally:
-        state.best_global_step = best_step
-    if best_step and args.save_strategy != SaveStrategy.NO:
-        best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")
-        if best == checkpoint.folder or best.is_dir():
-            state.best_model_checkpoint = str(best)
-        if args.should_save:
-            state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
 
 
 def saves_shards(accelerator: Accelerator) -> bool:

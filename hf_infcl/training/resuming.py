@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -17,19 +16,15 @@ from ..checkpoints.pushes import checkpoint_of_hub_if_named
 from ..checkpoints.record import RECORD_NAME, RunRecord, differences
 from ..checkpoints.run_options import as_json, options_of_arguments, options_of_data, options_of_model
 from ..loading.replay import Replayed, is_own
-from ..loading.training_data import TrainingData
 from ..loading.wrapped import all_parts, content_fingerprint, most_captions, negative_caption_columns
-from ..micro_batches.finding import recorded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled
 from ..options.facts import facts_by_name
 from ..processes.collectives import Processes
 from ..shards.values import counted
 from ..windows.setup import Setup
-from ..windows.step import WindowStep
 from .ending import why_complete
 from .loop_events import Decisions
-from .optimization import Optimization
 
 logger = logging.get_logger(__name__)
 
@@ -60,24 +55,6 @@ def make_run(setup: Setup) -> dict[str, Any]:
         **as_json({name: value for part in setup.extensions for name, value in part.options.items()}),
     }
     return {**run, **options, **run}
-
-
-def make_record(
-    setup: Setup,
-    data: TrainingData,
-    window_step: WindowStep,
-    optimization: Optimization,
-) -> RunRecord:
-    """What a checkpoint says of the run and of its progress; collective."""
-    return RunRecord(
-        make_run(setup),
-        **data.position(),
-        **window_step.checks.skipped.record(),
-        processes=setup.args.world_size,
-        only_model=setup.args.save_only_model,
-        optimizer=optimization.options,
-        micro_batches=recorded(setup.args),
-    )
 
 
 def _described(data: object, args: InfCLTrainingArguments) -> str:
@@ -159,7 +136,7 @@ class Resumption:
                 "of this run."
             )
         else:
-            self._refuse(differences(record.run, run))
+            self._refuse(record.run, run)
         if isinstance(data, IterableDataset) and is_own(data) and not (record and record.stream):
             raise ValueError(
                 f"{checkpoint} holds no position in a stream, because it was not written by a training on such data. "
@@ -171,41 +148,18 @@ class Resumption:
                 "The global batches stay the same, but dropout draws different masks."
             )
 
-    def _refuse(self, different: str) -> None:
-        if different:
+    def check_optimizer(self, options: Mapping[str, Any]) -> None:
+        """Raises a ValueError if the optimizer and the schedule of the checkpoint had other options than these."""
+        self._refuse({} if self.record is None else self.record.optimizer, options)
+
+    def _refuse(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        if different := differences(before, now):
             raise ValueError(
                 f"{self.checkpoint} is of another run: {different}. Restore the earlier values, or start anew from its "
                 f"weights: --model {self.checkpoint}"
             )
 
-    @contextmanager
-    def optimizer_loaded(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """The context in which the states of an optimizer and a schedule with these options are loaded.
-
-        Raises:
-            ValueError: those of the checkpoint had other options, or a state does not fit.
-        """
-        self._refuse(differences({} if self.record is None else self.record.optimizer, options))
-        try:
-            yield
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"The optimizer's state in {self.checkpoint} does not fit this run ({error}). Start anew from its "
-                f"weights: --model {self.checkpoint}"
-            ) from error
-
-    def ends_with_evaluation(
-        self,
-        state: TrainerState,
-        args: InfCLTrainingArguments,
-        control: TrainerControl,
-        decisions: Decisions,
-        epoch: int,
-        kwargs: Mapping[str, object],
-        *,
-        evaluate: Callable[[object, object], dict[str, float]],
-        determine_best: Callable[[dict[str, float], object], bool],
-    ) -> bool:
+    def ends_with_evaluation(self, trainer: Any, decisions: Decisions, epoch: int, kwargs: Mapping[str, Any]) -> bool:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
         The last epoch of a complete run begins again for this evaluation alone, after which the training ends.
@@ -213,6 +167,7 @@ class Resumption:
         The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
         logged before it was cut off is dropped. ``kwargs`` are the arguments of Trainer's method for an epoch.
         """
+        state, args, control = trainer.state, trainer.args, trainer.control
         if epoch != kwargs["epochs_trained"] or not self._lacks_evaluation(state, args):
             return False
         state.log_history = [
@@ -221,7 +176,8 @@ class Resumption:
             if entry["step"] < state.global_step or not any(name.startswith("eval_") for name in entry)
         ]
         with decisions.shared(control):
-            is_best = determine_best(evaluate(kwargs["trial"], kwargs["ignore_keys_for_eval"]), kwargs["trial"])
+            metrics = trainer._evaluate(kwargs["trial"], kwargs["ignore_keys_for_eval"])
+            is_best = trainer._determine_best_metric(metrics, kwargs["trial"])
         if is_best and (args.save_strategy == "best" or self._is_complete):  # otherwise the next checkpoint notes it
             state.best_model_checkpoint = self.checkpoint
         return control.should_training_stop or self._is_complete
@@ -265,6 +221,5 @@ class Resumption:
         names = [f"{kind}_steps" for kind in kinds]
         before = {name: getattr(state, name) for name in names}
         state.compute_steps(args, steps)
-        now = {name: getattr(state, name) for name in names}
-        if changed := [f"{name} was {before[name]} and is {now[name]}" for name in names if before[name] != now[name]]:
-            logger.warning(f"{self.checkpoint} is resumed with other intervals: {', '.join(changed)}.")
+        if changed := differences(before, {name: getattr(state, name) for name in names}):
+            logger.warning(f"{self.checkpoint} is resumed with other intervals: {changed}.")

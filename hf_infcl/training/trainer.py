@@ -17,6 +17,9 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoints import model_files as files
 from ..checkpoints import pushes
+from ..checkpoints.files import rotate
+from ..checkpoints.lock import locked
+from ..checkpoints.record import RunRecord
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
@@ -24,7 +27,7 @@ from ..loading.notices import CaptionNotices
 from ..loading.replay import is_own
 from ..loading.training_data import TrainingData
 from ..loading.wrapped import check_has_rows
-from ..micro_batches.finding import find_micro_batches
+from ..micro_batches.finding import find_micro_batches, recorded
 from ..micro_batches.repeating import run_repeating
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
@@ -40,7 +43,7 @@ from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, decaying, switch_weights, with_terms
 from .preparation import prepare_model
 from .progress import Progress, trained_seconds
-from .resuming import Resumption, make_record, make_resumption
+from .resuming import Resumption, make_resumption, make_run
 from .teaching import make_teachers
 
 
@@ -126,7 +129,9 @@ class InfCLTrainer(Trainer):
         """
         if self.compute_metrics is None and type(self).evaluate is Trainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
-        with files.locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
+        shared = self.args.save_strategy != "no" and not self.args.save_only_model
+        alone = locked(str(self.args.output_dir), locks=self.args.should_save, shared=shared)
+        with alone, self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
             self.resumption = make_resumption(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = files.make_checkpoints(self.args, self.accelerator)
@@ -159,9 +164,7 @@ class InfCLTrainer(Trainer):
         return self.window_step, self.training_data, self.progress
 
     def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: Any) -> None:
-        kept = self.state, self.args, self.control, self._decisions
-        methods: Any = {"evaluate": self._evaluate, "determine_best": self._determine_best_metric}
-        if not self.resumption.ends_with_evaluation(*kept, epoch, kwargs, **methods):
+        if not self.resumption.ends_with_evaluation(self, self._decisions, epoch, kwargs):
             trained = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
             self.training_data.begin_epoch(epoch, trained // self.args.gradient_accumulation_steps)
             super()._run_epoch(model, epoch, *args, **kwargs)
@@ -224,9 +227,8 @@ class InfCLTrainer(Trainer):
         return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            with self.resumption.optimizer_loaded(self.optimization.options):
-                super()._load_optimizer_and_scheduler(checkpoint)
+        self.resumption.check_optimizer(self.optimization.options)
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
 
@@ -344,17 +346,30 @@ class InfCLTrainer(Trainer):
     # ---- Checkpoints ----
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
-        self.interruptions.phases.enter("saving", self.state.global_step)
+        """Writes Trainer's checkpoint completely or not at all, removes old ones and pushes it; collective."""
+        args, state, output_dir = self.args, self.state, super()._get_output_dir(trial)
+        self.interruptions.phases.enter("saving", state.global_step)
         files.keep_losses_since_log(self)
-        record = make_record(self.setup, self.training_data, self.window_step, self.optimization)
-        files.save_checkpoint(
-            *(self.checkpoints, super()._get_output_dir(trial), record),
-            *(self.window_step.state_dict(), self.state, self.args),
-            save=partial(super()._save_checkpoint, model, trial),
-            push=self._push_from_checkpoint,
-            uploading=self._pushes.uploading,
+        record = RunRecord(
+            make_run(self.setup),
+            **self.training_data.position(),
+            **self.window_step.checks.skipped.record(),
+            processes=args.world_size,
+            only_model=args.save_only_model,
+            optimizer=self.optimization.options,
+            micro_batches=recorded(args),
         )
+        save, best_before = partial(super()._save_checkpoint, model, trial), state.best_model_checkpoint
+        write = partial(files.write_checkpoint, save, state, args, self.window_step.state_dict())
+        saved = self.checkpoints.save(output_dir, state.global_step, record, write)
+        if saved is None:
+            state.best_model_checkpoint = best_before
+            return
+        best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
+        if args.should_save:
+            rotate(output_dir, args.save_total_limit, [saved.folder, *self._pushes.uploading(), *best])
+        if args.push_to_hub:  # last, as the Hub's client looks into all folders
+            self._push_from_checkpoint(str(saved.folder))
 
     def _get_output_dir(self, trial: object) -> str:
         return self.checkpoints.partial_dir or super()._get_output_dir(trial)
