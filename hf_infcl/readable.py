@@ -1,14 +1,40 @@
-"""The usual modes for files of safetensors, which version 0.6 and newer let only their owner read."""
+"""Files that are written whole, with a checksum and the usual modes."""
 
 from __future__ import annotations
 
 import os
 import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A path to write a file to, which then gets its name: it is there completely or not at all.
+
+    Like all that begins with an underscore, it is not pushed if the process ends before.
+    """
+    partial = path.with_name(f"_{os.getpid()}.{path.name}")
+    yield partial
+    os.replace(partial, path)
+
+
+def describe(path: Path) -> dict[str, int]:
+    """The size and the checksum of a file."""
+    checksum, size = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum, size = zlib.crc32(block, checksum), size + len(block)
+    return {"bytes": size, "crc32": checksum}
+
+
 def give_usual_modes(place: str | Path) -> None:
-    """Gives a file of safetensors, or those in a folder, the mode that the umask gives to all other files."""
+    """Gives a file of safetensors, or those in a folder, the mode that the umask gives to all other files.
+
+    Version 0.6 of safetensors and newer let only their owner read them.
+    """
     umask = os.umask(0o077)  # cannot be read without being set; meanwhile files are those of their owner
     os.umask(umask)
     place, usual = Path(place), 0o666 & ~umask

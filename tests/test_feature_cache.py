@@ -16,7 +16,7 @@ from helpers.trainers import arguments, parameters, trainer_for
 
 from hf_infcl import ImageTextDataset
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading import feature_cache
+from hf_infcl.loading import feature_cache, sources
 from hf_infcl.processes.preemption import Preempted
 from hf_infcl.windows import start
 
@@ -54,7 +54,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch):
-    monkeypatch.setattr(feature_cache, "ROWS_OF_SHARD", 8)
+    monkeypatch.setattr(sources, "ROWS_OF_PART", 8)
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
@@ -80,6 +80,10 @@ def test_the_start_runs_once_per_row(tmp_path, monkeypatch, options):
         def embed(self, model: Any, inputs: Any, *others: Any) -> Any:
             runs.append(len(inputs["input_ids"]))
             return super().embed(model, inputs, *others)
+
+        def encode_texts(self, batch: Any, **options: Any) -> Any:
+            runs.append(len(batch["input_ids"]))
+            return super().encode_texts(batch, **options)
 
     monkeypatch.setattr(start, "DualEncoder", Counted)  # of the copy
 
@@ -142,11 +146,11 @@ def test_a_run_is_resumed_from_a_checkpoint(tmp_path):
 def test_an_interrupted_run_goes_on_with_the_next_shard(tmp_path):
     Run(tmp_path).trainer.get_train_dataloader()
     (place,) = (tmp_path / "features").iterdir()
-    shards = sorted(place.glob("*.arrow"))
-    assert [shard.name for shard in shards] == [f"00000{n}-of-000003.arrow" for n in range(3)]
+    shards = sorted(place.glob("images-*.npy"))
+    assert [shard.name for shard in shards] == [f"images-0000{n}-of-00003.npy" for n in range(3)]
     kept = shards[0].read_bytes()
     shards[1].unlink()
-    (place / "000001-of-000003.77.partial").write_bytes(b"half")
+    (place / "_77.images-00001-of-00003.npy").write_bytes(b"half")
     again = Run(tmp_path)
     again.trainer.get_train_dataloader()
     assert sum(again.seen) == 8
@@ -159,16 +163,16 @@ def test_a_signal_ends_the_run_after_the_shard(tmp_path):
     embeddings.register_forward_hook(lambda *call: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Preempted, match="143"):
         run.trainer.train()
-    assert len(list((tmp_path / "features").glob("*/*.arrow"))) == 1
+    assert len(list((tmp_path / "features").glob("*/images-*.npy"))) == 1
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "without its checksum"])
 def test_a_damaged_shard_is_computed_again(tmp_path, damage, caplog):
     Run(tmp_path).trainer.get_train_dataloader()
-    shard = next((tmp_path / "features").glob("*/000001-*.arrow"))
+    shard = next((tmp_path / "features").glob("*/images-00001-*.npy"))
     content = shard.read_bytes()
     if damage == "changed":
-        shard.write_bytes(content[:-300] + bytes(300))
+        shard.write_bytes(content[:-100] + bytes(100))
     elif damage == "cut":
         shard.write_bytes(content[:300])
     else:
@@ -177,7 +181,7 @@ def test_a_damaged_shard_is_computed_again(tmp_path, damage, caplog):
     again.trainer.get_train_dataloader()
     assert sum(again.seen) == 8
     assert shard.read_bytes() == content
-    assert "000001-of-000003.arrow is damaged, or has no checksum. It is computed again." in caplog.text
+    assert "images-00001-of-00003.npy is damaged, or has no checksum. It is computed again." in caplog.text
 
 
 CHANGES = ["weights", "hidden_act", "layer_norm_eps", "module", "processor", "rows", "order", "decoding"]
@@ -252,7 +256,7 @@ def test_what_cannot_be_cached_is_refused(tmp_path, options, message):
 
 def _cached_by(rank: int, world_size: int, folder: str) -> tuple[list[int], str]:
     """The images that this process has encoded, and the error for a second data set with a bad row in its shard 1."""
-    feature_cache.ROWS_OF_SHARD = 8
+    sources.ROWS_OF_PART = 8
     run = Run(Path(folder), per_device_train_batch_size=2)
     run.trainer.train()
     images = {"image": [None if n == 9 else picture(n) for n in range(20)], "caption": ["a"] * 20}

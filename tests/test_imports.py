@@ -136,7 +136,8 @@ MUST_NOT_KNOW = {
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "loss", "evaluation", "optimizers", "tools"),
     ),
-    "hf_infcl.loading.feature_cache": (*MODELS, *TRAINER, *inside("loss", "kernels", "windows")),
+    "hf_infcl.loading.feature_cache": (*MODELS, *TRAINER, *inside("loss", "kernels")),
+    "hf_infcl.loading.sources": (*MODELS, *TRAINER, *DISTRIBUTED, *inside("loss", "kernels", "windows", "processes")),
     "hf_infcl.loading.data_wait": ("hf_infcl", *HUGGING_FACE),
     "hf_infcl.loading.training_loader": ("transformers", *inside("loss", "windows")),
     "hf_infcl.loading.batch_checks": ("transformers", *inside("loss", "windows")),
@@ -148,10 +149,6 @@ MUST_NOT_KNOW = {
     **dict.fromkeys(
         (f"hf_infcl.checkpoints.{name}" for name in ("files", "lock", "record")),
         ("transformers.Trainer", *MODELS, *inside("kernels", "loss", "passes", "encoders", "options", "conversion")),
-    ),
-    "hf_infcl.tools.embedding": (
-        *(*TRAINER, *MODELS, *DISTRIBUTED),
-        *inside("reference", "kernels", "loss", "windows", "training", "tools"),
     ),
     "hf_infcl.tools.scoring": (*TRAINER, *MODELS, *DISTRIBUTED, *inside("reference", "kernels", "training", "tools")),
     "hf_infcl.training": inside("reference", "tools"),

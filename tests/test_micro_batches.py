@@ -194,8 +194,8 @@ def batch_of_captions() -> dict[str, Any]:
         "attention_mask": torch.ones(9, 1),
         "caption_image": belongs,
         "pair_ids": torch.tensor([5, 6, 7]),
-        "teacher_0_images": torch.arange(3.0) * 2,
-        "teacher_0_texts": torch.arange(9.0) * 3,
+        "teacher_images": torch.arange(3.0) * 2,
+        "teacher_texts": torch.arange(9.0) * 3,
         "new_images": 2,
         "return_loss": True,
     }
@@ -207,13 +207,13 @@ def test_a_batch_is_split_with_its_captions(largest):
     parts = split_batches([whole, whole], largest)
     assert [len(part["pixel_values"]) for part in parts] == ([1, 1, 1] if largest == 1 else [2, 1]) * 2
     parts = parts[: len(parts) // 2]
-    for name in ("pixel_values", "pair_ids", "teacher_0_images"):
+    for name in ("pixel_values", "pair_ids", "teacher_images"):
         assert torch.equal(torch.cat([part[name] for part in parts]), whole[name]), "images keep their order"
     assert sum(part["new_images"] for part in parts) == 2
     assert all(part["return_loss"] for part in parts)
     negatives, captions, first = [], {}, 0
     for part in parts:
-        assert torch.equal(part["teacher_0_texts"], part["input_ids"].flatten() * 3.0)
+        assert torch.equal(part["teacher_texts"], part["input_ids"].flatten() * 3.0)
         assert len(part["attention_mask"]) == len(part["input_ids"]) == len(part["caption_image"])
         for text, image in zip(part["input_ids"].flatten().tolist(), part["caption_image"].tolist(), strict=True):
             if image < 0:

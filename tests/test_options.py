@@ -72,9 +72,9 @@ def test_values_are_checked_by_what_is_declared(values, message):
 
 
 def test_a_single_value_of_a_list_is_a_list_of_one(tmp_path):
-    one = {"teacher_embeddings": "outputs/t", "matryoshka_dims": 8, "optimizer": "muon", "muon_parameters": "head"}
+    one = {"matryoshka_dims": 8, "optimizer": "muon", "muon_parameters": "head"}
     args = arguments(tmp_path, **one, save_formats="transformers", no_decay_parameters=("head", "tail"))
-    assert (args.teacher_embeddings, args.matryoshka_dims, args.muon_parameters) == (["outputs/t"], [8], ["head"])
+    assert (args.matryoshka_dims, args.muon_parameters) == ([8], ["head"])
     assert (args.save_formats, args.no_decay_parameters) == (["transformers"], ["head", "tail"])
     with pytest.raises(ValueError, match=r"matryoshka_dims must be a list of whole numbers, got '8 16'"):
         arguments(tmp_path, matryoshka_dims="8 16")

@@ -50,7 +50,7 @@ def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict
     changed |= {name: pairs for name in ("replay_dataset", "guard_dataset") if name in recipe}
     if "teacher_embeddings" in recipe:
         changed["teacher_embeddings"] = tmp_path / "teacher"
-        words = ["--use_cpu", "--format", "npy", "--output_dir", tmp_path / "teacher"]
+        words = ["--use_cpu", "--output_dir", tmp_path / "teacher"]
         infcl("embed", model, pairs, *words)
     if "cache_features" in recipe:
         changed["cache_features"] = tmp_path / "features"

@@ -130,7 +130,7 @@ def test_old_pairs_stay_what_they_are(tmp_path, once, options, streams, number, 
 @pytest.mark.parametrize(("number", "backward"), [(1, False), (4, True), (6, False)])
 def test_stored_teachers(tmp_path, once, captions, number, backward):
     folder = store(table_source(rows()), tmp_path / "stored")
-    made = {"teacher_embeddings": [folder], "processing_class": clip_processor(), "data_collator": None}
+    made = {"teacher_embeddings": folder, "processing_class": clip_processor(), "data_collator": None}
 
     def run(train: Any, *place: Any, **more: Any) -> InfCLTrainer:
         data = ImageTextDataset(rows(), captions_per_image=captions)

@@ -1,4 +1,4 @@
-"""Teachers: their distance as a term of the loss, compared with plain autograd; online, stored, and through a map."""
+"""Teachers: their distance as a term of the loss, compared with plain autograd; stored, and through a map."""
 
 import json
 from pathlib import Path
@@ -19,38 +19,34 @@ from helpers.pictures import LETTERS, file_of, picture
 from helpers.pictures import lettered as rows
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, write_tar
-from helpers.trainers import FullPrecision, StopAt, parameters, trained, trainer_for, whole_weights
+from helpers.teachers import Reading, Running, taught_by
+from helpers.trainers import FullPrecision, StopAt, arguments, parameters, trained, trainer_for, whole_weights
 from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer, reference
 from hf_infcl.conversion.models import load
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading.stored_embeddings import described_shards
-from hf_infcl.tools.embedding import sources
-from hf_infcl.tools.embedding.embedding import embed
-from hf_infcl.tools.embedding.sources import ShardSource, TableSource, source_of_training
+from hf_infcl.loading import sources
+from hf_infcl.loading.embedding import embed
+from hf_infcl.loading.sources import ShardSource, TableSource, described_shards, source_of_training
+from hf_infcl.tools.cli.embed import table_source as source_of_table
 from hf_infcl.tools.publishing.settings import training_settings
-from hf_infcl.windows.terms import TeacherDistance
+from hf_infcl.windows.terms import SIDES, TeacherDistance
 
 BETA, RATE, ROWS = 3.0, 5e-3, 48
 PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
-PLAIN |= {"max_logit_scale": 1e6, "teacher_weight": BETA}
+PLAIN |= {"max_logit_scale": 1e6}
 
 
 def build(name: str) -> nn.Module:
     return {"softmax": models.clip, "sigmoid": models.siglip}[name]()
 
 
-def teachers(name: str) -> list[nn.Module]:
+def chosen(name: str, which: str) -> nn.Module:
     """One of the width of the student, or of another (siglip has 16 dimensions, clip 12)."""
     same, other = {"softmax": (models.clip, models.siglip), "sigmoid": (models.siglip, models.clip)}[name]
-    return [same(seed=1), other(seed=2)]
-
-
-def chosen(name: str, which: str) -> list[nn.Module]:
-    same, other = teachers(name)
-    return {"same": [same], "map": [other], "two": [same, other]}[which]
+    return same(seed=1) if which == "same" else other(seed=2)
 
 
 def data_of(repeats: int) -> models.Pairs:
@@ -72,18 +68,16 @@ def expected(
     sides = (0, 1) if side == "both" else (("image", "text").index(side),)
     told = []
     for _ in range(2):
-        embeds, left, terms = encoder.embed(model, batch), list(maps), []
-        for teacher in chosen(name, which):
-            with torch.no_grad():
-                wanted = DualEncoder(teacher.eval()).embed(teacher, batch)
-            distance = torch.zeros(())
-            for place in sides:
-                student = embeds[place]
-                if wanted[place].shape[1] != student.shape[1]:
-                    student = F.normalize(student @ left.pop(0).T, dim=-1)
-                distance = distance + (student - wanted[place]).square().sum(1).mean()
-            terms.append(BETA * distance)
-        term = torch.stack(terms).mean()
+        embeds, left, distance = encoder.embed(model, batch), list(maps), torch.zeros(())
+        teacher = chosen(name, which).eval()
+        with torch.no_grad():
+            wanted = DualEncoder(teacher).embed(teacher, batch)
+        for place in sides:
+            student = embeds[place]
+            if wanted[place].shape[1] != student.shape[1]:
+                student = F.normalize(student @ left.pop(0).T, dim=-1)
+            distance = distance + (student - wanted[place]).square().sum(1).mean()
+        term = BETA * distance
         loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), objective=name, pair_ids=data.ids).sum()
         (weight * loss + term).backward()
         told.append((loss.item(), term.item()))
@@ -95,8 +89,10 @@ def rank_taught(
     rank: int, world_size: int, folder: str, name: str, which: str, steps: int, repeats: int, options: dict[str, Any]
 ) -> tuple[Any, ...]:
     batch = {"per_device_train_batch_size": ROWS // world_size // steps, "gradient_accumulation_steps": steps}
-    options = {**PLAIN, **batch, "teacher": chosen(name, which), **options}
-    trainer = trainer_for(folder, build(name), data_of(repeats), **options)
+    student, side = build(name), options.pop("teacher_side", "both")
+    teacher = Running(chosen(name, which), SIDES if side == "both" else (side,))
+    options = {**PLAIN, **batch, **taught_by(teacher, student, BETA), **options}
+    trainer = trainer_for(folder, student, data_of(repeats), **options)
     (term,) = trainer.setup.extensions
     begin = start_of_maps(term)
     trainer.train()
@@ -122,7 +118,7 @@ def check(found: tuple[Any, ...], name: str, which: str, **options: Any) -> None
         assert not torch.equal(one, before)
 
 
-@pytest.mark.parametrize("which", ["same", "map", "two"])
+@pytest.mark.parametrize("which", ["same", "map"])
 @pytest.mark.parametrize(("name", "world_size", "steps"), [("softmax", 1, 4), ("softmax", 3, 2), ("sigmoid", 2, 2)])
 def test_steps_with_teachers_are_those_of_autograd(ranks, tmp_path, name, which, world_size, steps):
     for found in ranks.run(rank_taught, world_size, str(tmp_path), name, which, steps, 0, {}, always_ring=True):
@@ -142,7 +138,7 @@ def test_steps_with_teachers_are_those_of_autograd(ranks, tmp_path, name, which,
     ids=["image", "text and pair ids", "half", "alone", "texts at once", "offloaded"],
 )
 def test_sides_and_weights(tmp_path, which, repeats, options):
-    found = rank_taught(0, 1, str(tmp_path), "softmax", which, 4, repeats, options)
+    found = rank_taught(0, 1, str(tmp_path), "softmax", which, 4, repeats, dict(options))
     given = {"side": options.get("teacher_side", "both"), "weight": options.get("contrastive_weight", 1.0)}
     check(found, "softmax", which, **given, repeats=repeats)
 
@@ -150,8 +146,10 @@ def test_sides_and_weights(tmp_path, which, repeats, options):
 def rank_clipped(rank: int, world_size: int, folder: str, most: float) -> tuple[Tensor, float]:
     """One step of plain descent with rate 1: the weights' change and the maps', and the logged norm of the gradient."""
     batch = {"per_device_train_batch_size": ROWS // world_size // 2, "gradient_accumulation_steps": 2}
-    options = {**PLAIN, **batch, "teacher": chosen("softmax", "two"), "max_steps": 1, "learning_rate": 1.0}
-    trainer = trainer_for(folder, build("softmax"), data_of(0), **options | {"max_grad_norm": most})
+    student = build("softmax")
+    taught = taught_by(Running(chosen("softmax", "map"), SIDES), student, BETA)
+    options = {**PLAIN, **batch, **taught, "max_steps": 1, "learning_rate": 1.0}
+    trainer = trainer_for(folder, student, data_of(0), **options | {"max_grad_norm": most})
     start = [one.detach().clone() for one in (*trainer.model.parameters(), *start_of_maps_of(trainer))]
     trainer.train()
     trained = *whole_weights(trainer.model).values(), *start_of_maps_of(trainer)
@@ -177,26 +175,21 @@ def rank_sharded(rank: int, world_size: int, folder: str, which: str) -> tuple[A
 def test_sharded_parameters_have_the_same_steps_and_no_map(fresh_ranks, tmp_path):
     for found in fresh_ranks.run(rank_sharded, 2, str(tmp_path), "same"):
         check(found, "softmax", "same")
+    store(table_source(rows()), tmp_path / "stored")
     with pytest.raises(Exception, match="needs a linear map beside the model, whose optimizer FSDP shards"):
-        fresh_ranks.run(rank_sharded, 2, str(tmp_path), "map")
+        fresh_ranks.run(rank_resumed, 2, str(tmp_path), True)
 
 
-def rank_resumed(rank: int, world_size: int, folder: str, sharded: bool) -> list[tuple[Tensor, list[float]]]:
-    return [resumed(world_size, folder, kind, sharded) for kind in ("stored", "online")]
-
-
-def resumed(world_size: int, folder: str, kind: str, sharded: bool) -> tuple[Tensor, list[float]]:
+def rank_resumed(rank: int, world_size: int, folder: str, sharded: bool) -> tuple[Tensor, list[float]]:
     """Stops after two of four steps and resumes; in fp32, also on GPUs."""
     given: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 12 // world_size // 2}
     given |= {"learning_rate": 2e-3, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
     given |= {"fsdp": True, "use_cpu": False} if sharded else {}
-    out, callback = Path(folder, f"{kind} {sharded}"), FullPrecision()
+    out, callback = Path(folder, f"run {sharded}"), FullPrecision()
+    given["teacher_embeddings"] = f"{folder}/stored"
 
     def made(*callbacks: Any) -> InfCLTrainer:
-        teacher = {"teacher_embeddings": [f"{folder}/stored"]}
-        if kind == "online":
-            teacher = {"teacher": (models.clip(seed=1, end=END), clip_processor())}
-        return taught(out, ImageTextDataset(rows()), callbacks=[callback, *callbacks], **given, **teacher)
+        return taught(out, ImageTextDataset(rows()), callbacks=[callback, *callbacks], **given)
 
     made(StopAt(2)).train()
     trainer = trained(made(), resume=True)
@@ -207,24 +200,23 @@ def resumed(world_size: int, folder: str, kind: str, sharded: bool) -> tuple[Ten
 @needs_fsdp
 def test_a_resumed_training_of_sharded_parameters_has_the_steps_of_ddp(fresh_ranks, ranks, tmp_path, backend):
     store(table_source(rows()), tmp_path / "stored", models.clip(seed=1, end=END), clip_processor())
-    found, expected = (
+    (sharded, losses), (whole, expected_losses) = (
         group.run(rank_resumed, 2, str(tmp_path), group is fresh_ranks, backend=backend)[0]
         for group in (fresh_ranks, ranks)
     )
     start = nn.utils.parameters_to_vector(models.clip(end=END).parameters()).detach()
-    for (sharded, losses), (whole, expected_losses) in zip(found, expected, strict=True):
-        # The gradient of a key's bias is only rounding, which Adam turns into steps.
-        assert (sharded - whole).norm() <= 0.1 * (whole - start).norm()
-        assert len(losses) == 4
-        assert losses == pytest.approx(expected_losses, rel=1e-4)
-        assert losses[0] > losses[-1] > 0
+    # The gradient of a key's bias is only rounding, which Adam turns into steps.
+    assert (sharded - whole).norm() <= 0.1 * (whole - start).norm()
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert losses[0] > losses[-1] > 0
 
 
 def test_a_teacher_of_the_start_is_keep_features(tmp_path):
-    """To the bit but for rounding: the one sees the texts of the loader, the other as they are encoded."""
-    kept = trained(trainer_for(tmp_path, **{**PLAIN, "teacher_weight": 1.0}, keep_features=BETA))
-    taught = trained(trainer_for(tmp_path, **PLAIN, teacher=models.clip()))
-    alone = trained(trainer_for(tmp_path, **{**PLAIN, "teacher_weight": 1.0}))
+    student = models.clip()
+    kept = trained(trainer_for(tmp_path, **PLAIN, keep_features=BETA))
+    taught = trained(trainer_for(tmp_path, student, **PLAIN, **taught_by(Running(models.clip(), SIDES), student, BETA)))
+    alone = trained(trainer_for(tmp_path, **PLAIN))
     assert (parameters(alone) - parameters(kept)).abs().max() > 1e-4
     # Rounding depends on the processor: on one of them, which fails with 1e-8, one of 9,377 differs by 1.7e-8.
     torch.testing.assert_close(parameters(taught), parameters(kept), rtol=1e-6, atol=1e-7)
@@ -259,18 +251,26 @@ def store(
     model = (large_teacher() if teacher is None else teacher).eval()
     collator = ContrastiveCollator.for_model(large_processor() if processor is None else processor, model.config)
     trainer = trainer_for(folder, model, data_collator=collator, per_device_eval_batch_size=4)
-    embed(source, folder, trainer, format=format, half=half)
+    embed(source, folder, trainer.setup, format=format, half=half)
     return str(folder)
 
 
 def table_source(table: Dataset, **options: Any) -> TableSource:
-    return sources.table_source(table, "image", "caption", None, "", **options)
+    return source_of_table(table, "image", "caption", None, "", **options)
 
 
 def taught(folder: Path, data: Any, *, model: Any = None, **options: Any) -> InfCLTrainer:
     given = {**PLAIN, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 4}
     given |= {"processing_class": clip_processor(), "data_collator": None}
+    given |= {"teacher_weight": BETA} if options.keys() & {"teacher", "teacher_embeddings"} else {}
     return trainer_for(folder, models.clip(end=END) if model is None else model, data, **given | options)
+
+
+def reading(items: Any, student: nn.Module | None = None) -> dict[str, Any]:
+    """The options of a training whose teacher runs beside the student, and reads these items with its own processor."""
+    every = [{"image": np.array(item["image"]), "caption": item["caption"]} for item in items]
+    teacher = Reading(large_teacher(), large_processor(), every, clip_processor())
+    return taught_by(teacher, models.clip(end=END) if student is None else student, BETA, seed=42)
 
 
 def moved(trainer: InfCLTrainer) -> Tensor:
@@ -289,14 +289,15 @@ def moved(trainer: InfCLTrainer) -> Tensor:
 def test_stored_equals_online_on_images_that_are_not_augmented(tmp_path, options, half):
     data = ImageTextDataset(rows(), **options)
     folder = store(table_source(rows()), tmp_path / "stored", half=half)
-    online = trained(taught(tmp_path / "a", data, teacher=(large_teacher(), large_processor())))
-    stored = trained(taught(tmp_path / "b", data, teacher_embeddings=[folder], dataloader_num_workers=1))
-    plain = trained(taught(tmp_path / "c", data, teacher_weight=1.0))
+    online = trained(taught(tmp_path / "a", data, **reading(rows())))
+    stored = trained(taught(tmp_path / "b", data, teacher_embeddings=folder, dataloader_num_workers=1))
+    plain = trained(taught(tmp_path / "c", data))
     error = (moved(online) - moved(stored)).norm() / (moved(online) - moved(plain)).norm()
     assert error < (2e-3 if half else 1e-4)
+    parts = [f"-{part:05}-of-00003{suffix}" for part in range(3) for suffix in (".json", ".npy")]
     assert [path.name for path in sorted(Path(folder).glob("*"))] == [
         "embeddings.json",
-        *(f"{kind}{name}.npy" for kind in ("images", "texts") for name in (".hashes", "", ".rows")),
+        *(f"{kind}{name}" for kind in ("images", "texts") for name in (*parts, ".index.npy")),
     ]
 
 
@@ -311,107 +312,65 @@ def shards_of(folder: Path, count: int = 24) -> str:
     return str(folder / "shards/*.tar")
 
 
-@pytest.mark.parametrize("kind", ["table", "stream"])
-def test_stored_views_are_the_crops_of_the_training(tmp_path, kind):
-    """Online, the teacher sees the student's crops. Two passes are trained."""
-
-    def data(**options: Any) -> Any:
-        options = {"augmentation": "flip_crop", "seed": 3, **options}
-        if kind == "table":
-            return ImageTextDataset(rows(), **options)
-        return ImageTextStream(shards_of(tmp_path), **options, shuffle_buffer=4, lanes=2)
-
-    views = store(source_of_training(data(), 2), tmp_path / "views")
-    plain = store(source_of_training(data(augmentation="none")), tmp_path / "plain")
-    online = trained(taught(tmp_path / "a", data(), teacher=(large_teacher(), large_processor())))
-    stored = trained(taught(tmp_path / "b", data(), teacher_embeddings=[views], dataloader_num_workers=1))
-    other = trained(taught(tmp_path / "c", data(), teacher_embeddings=[plain]))
-    error = (moved(online) - moved(stored)).norm() / (moved(online) - moved(other)).norm()
-    assert error < 1e-3
-    with pytest.raises(ValueError, match="holds other embeddings"):
-        store(source_of_training(data(seed=4), 2), tmp_path / "views")
-    for name, value in ("seed", 4), ("augmentation", "crop"), ("min_side", 8):
-        with pytest.raises(ValueError, match=f"must be those of the training.*one has {name} .*, here {value!r}. Em"):
-            taught(tmp_path, data(**{name: value}), teacher_embeddings=[views])
-    with pytest.raises(ValueError, match="the same for all teachers of a set, but one has the images as they are"):
-        taught(tmp_path, data(), teacher_embeddings=[views, plain])
-
-
-@pytest.mark.parametrize("views", [None, 2])
-def test_embeddings_of_a_whole_table_are_found_where_rows_were_excluded(tmp_path, views):
-    """Each row by its number in the whole table, and its crops are those that it has there."""
-    options: dict[str, Any] = {"augmentation": "flip_crop", "seed": 3} if views else {}
-    whole, kept = ImageTextDataset(rows(), **options), np.array([0, 2, *range(5, 24)])
+def test_embeddings_of_a_whole_table_are_found_where_rows_were_excluded(tmp_path):
+    """Each row by its number in the whole table."""
+    whole, kept = ImageTextDataset(rows()), np.array([0, 2, *range(5, 24)])
 
     def part() -> ImageTextDataset:
-        data = ImageTextDataset(rows().select(kept), **options)
+        data = ImageTextDataset(rows().select(kept))
         data.whole, data.numbers = whole, kept
         return data
 
-    folder = store(source_of_training(whole, views), tmp_path / "whole")
-    stored = taught(tmp_path / "a", part(), teacher_embeddings=[folder], dataloader_num_workers=1, max_steps=2)
-    online = taught(tmp_path / "b", part(), teacher=(large_teacher(), large_processor()), max_steps=2)
-    online.train_dataset.places_of_whole = views is not None  # so that both see the same crops
-    plain = taught(tmp_path / "c", part(), teacher_weight=1.0, max_steps=2)
+    folder = store(source_of_training(whole), tmp_path / "whole")
+    stored = taught(tmp_path / "a", part(), teacher_embeddings=folder, dataloader_num_workers=1, max_steps=2)
+    online = taught(tmp_path / "b", part(), **reading(rows()), max_steps=2)
+    plain = taught(tmp_path / "c", part(), max_steps=2)
     for trainer in (stored, online, plain):
         trainer.train()
     assert (moved(online) - moved(stored)).norm() < 1e-3 * (moved(online) - moved(plain)).norm()
-    own = store(source_of_training(part(), views), tmp_path / "part")
-    assert not taught(tmp_path, part(), teacher_embeddings=[own]).train_dataset.places_of_whole, "its own are found too"
+    own = store(source_of_training(part()), tmp_path / "part")
+    assert not taught(tmp_path, part(), teacher_embeddings=own).train_dataset.places_of_whole, "its own are found too"
     with pytest.raises(ValueError, match="rows of the set were 24 and are 21"):
-        taught(tmp_path, ImageTextDataset(rows().select(kept), **options), teacher_embeddings=[folder])
+        taught(tmp_path, ImageTextDataset(rows().select(kept)), teacher_embeddings=folder)
 
 
-def test_views_come_again_after_their_number():
-    data = ImageTextDataset(rows(), augmentation="crop")
-
-    def crops() -> list[tuple[Any, np.ndarray]]:
-        found = []
-        for epoch in range(5):
-            data.set_epoch(epoch)
-            item = data[5]
-            found.append((item["place"], item["image"]))
-        return found
-
-    data.name_places(1)
-    assert len({place[2] for place, _ in crops()}) == 5
-    data.name_places(1, 2)
-    (_, first), (_, second), (place, third), *_ = crops()
-    assert place == (1, "5", "0 0 5 augmentation")
-    np.testing.assert_array_equal(first, third)
-    assert first.shape != second.shape or (first != second).any()
+def written(model: Any, processor: Any, folder: Path) -> str:
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
 
 
-def test_a_teacher_with_the_student_s_preprocessing_reads_what_the_student_reads(tmp_path):
-    data = ImageTextDataset(rows(), augmentation="flip_crop")
-    shared = taught(tmp_path, data, teacher=(models.clip(seed=1, end=END), clip_processor()))
-    batch = next(iter(shared.get_train_dataloader()))
-    assert {name for name in batch if name.startswith("teacher_")} == {
-        "teacher_0_input_ids",
-        "teacher_0_attention_mask",
-    }
-    own = taught(tmp_path, data, teacher=[(large_teacher(), large_processor())])
-    batch = next(iter(own.get_train_dataloader()))
-    assert batch["teacher_0_pixel_values"].shape == (4, 3, 32, 32)
-    assert batch["teacher_0_pixel_values"].dtype == torch.uint8
-    for side in "image", "text":  # for the other part it does not need images of its own
-        one_side = taught(tmp_path, data, teacher=(large_teacher(), large_processor()), teacher_side=side)
-        assert ("teacher_0_pixel_values" in next(iter(one_side.get_train_dataloader()))) == (side == "image")
-    shared.train()
-    alone = trained(taught(tmp_path, data, teacher=models.clip(seed=1, end=END)))
-    assert torch.equal(parameters(shared), parameters(alone))
-
-
-def test_a_teacher_is_loaded_by_its_name_and_named_in_the_card(tmp_path):
-    large_teacher().save_pretrained(tmp_path / "large")
-    large_processor().save_pretrained(tmp_path / "large")
+@pytest.mark.parametrize("kind", ["table", "stream", "replay"])
+def test_a_teacher_embeds_the_training_set_once(tmp_path, kind):
+    """Into output_dir, where a second start finds the embeddings, and computes what is missing."""
+    name = written(large_teacher(), large_processor(), tmp_path / "large")
     (tmp_path / "large" / "README.md").write_text("---\nlicense: mit\n---\n")
-    data = ImageTextDataset(rows().add_column("wrong", ["z y"] * 24), negative_caption_column="wrong")
-    named = trained(taught(tmp_path / "a", data, teacher=[str(tmp_path / "large")], max_steps=2))
-    given = trained(taught(tmp_path / "b", data, teacher=(large_teacher(), large_processor()), max_steps=2))
-    assert torch.equal(parameters(named), parameters(given))
+
+    def data() -> dict[str, Any]:
+        if kind == "stream":
+            return {"data": ImageTextStream(shards_of(tmp_path), shuffle_buffer=4, lanes=2)}
+        old = {"replay_dataset": ImageTextDataset(rows(30, 50), augmentation="crop")} if kind == "replay" else {}
+        return {"data": ImageTextDataset(rows(), augmentation="crop"), **old}
+
+    named = trained(taught(tmp_path / "a", **data(), teacher=name, max_steps=2))
+    folders = sorted((tmp_path / "a" / "_teacher").iterdir())
+    assert len(folders) == (2 if kind == "replay" else 1)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "a" / "_teacher").rglob("*-0000*.npy")}
+    first = next(iter(files))
+    others = [path for path in files if path.parent != first.parent or path.name[-18:] != first.name[-18:]]
+    first.unlink()
+    again = trained(taught(tmp_path / "a", **data(), teacher=name, max_steps=2))
+    assert {path: path.stat().st_mtime_ns for path in others} == {path: files[path] for path in others}
+    assert first.exists()
+    folder = tmp_path / "stored"
+    new, *old = data().values()
+    for number, source in enumerate([new, *old]):
+        store(source_of_training(source), folder / str(number))
+    given = trained(taught(tmp_path / "b", **data(), teacher_embeddings=str(folder), max_steps=2))
+    assert torch.equal(parameters(again), parameters(named))
+    torch.testing.assert_close(parameters(given), parameters(named), rtol=1e-5, atol=1e-6)
     rows_of_card = training_settings(named)
-    assert rows_of_card["teacher"] == "large (licence mit)"
+    assert rows_of_card["teacher"] == "large (licence mit), whose embeddings were stored"
     logged = [entry["teacher_loss"] / BETA for entry in named.state.log_history if "teacher_loss" in entry]
     expected_row = f"{logged[0]:.3g} in the first log, {logged[-1]:.3g} in the last"
     assert rows_of_card["distance to the teacher"] == expected_row
@@ -419,17 +378,20 @@ def test_a_teacher_is_loaded_by_its_name_and_named_in_the_card(tmp_path):
         "squared distance of the image and text embeddings to the teacher's, weight 3, through a linear map that was "
         "trained and is not saved"
     )
+    # ---- Another teacher has a folder of its own ----
+    other = written(models.clip(seed=5, end=END), clip_processor(), tmp_path / "other")
+    taught(tmp_path / "a", **data(), teacher=other)
+    assert len([*(tmp_path / "a" / "_teacher").iterdir()]) == 2 * len(folders)
 
 
 def test_a_teacher_of_open_clip_reads_with_its_own_tokenizer(tmp_path):
-    folder = folder_of("CLIP", tmp_path / "open_clip")
+    folder = folder_of("end of text", tmp_path / "open_clip")
     model, processor, _ = load(str(folder))
-    data = ImageTextDataset(rows())
-    named = trained(taught(tmp_path / "a", data, teacher=[str(folder)], max_steps=2))
-    given = trained(taught(tmp_path / "b", data, teacher=[(model, processor)], max_steps=2))
+    stored = store(table_source(rows()), tmp_path / "stored", model, processor)
+    named = trained(taught(tmp_path / "a", ImageTextDataset(rows()), teacher=str(folder), max_steps=2))
+    given = trained(taught(tmp_path / "b", ImageTextDataset(rows()), teacher_embeddings=stored, max_steps=2))
     assert torch.equal(parameters(named), parameters(given))
-    images, _ = named.setup.extensions[0].teachers[0].embed(next(iter(named.get_train_dataloader())), {})
-    assert images.shape == (4, 16)
+    assert named.setup.extensions[0].teacher.width == 16
 
 
 def rank_stored(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> Tensor:
@@ -444,7 +406,7 @@ def rank_stored(rank: int, world_size: int, folder: str, kind: str, options: dic
 
 @pytest.mark.parametrize("kind", ["stream", "replay", "table"])
 def test_embeddings_are_found_in_every_kind_of_data_on_any_number_of_processes(ranks, tmp_path, kind):
-    """The same steps as with the teacher itself: of two folders of one teacher, both share the map."""
+    """The same steps as with the teacher itself."""
     if kind == "stream":
         for shard in range(2):
             members = [m for n in range(12) for m in pair(12 * shard + n, caption=[LETTERS[n], LETTERS[n + 1]])]
@@ -452,15 +414,20 @@ def test_embeddings_are_found_in_every_kind_of_data_on_any_number_of_processes(r
         new: Any = ShardSource(ImageTextStream(str(tmp_path / "shards/*.tar")))
     else:
         new = table_source(rows())
-    folders = [store(new, tmp_path / "new")]
-    online: dict[str, Any] = {"teacher": [(large_teacher(), large_processor())]}
+    store(new, tmp_path / "stored" / "new")
+    items = [*rows()]
+    if kind == "stream":
+        stream = ImageTextStream(str(tmp_path / "shards/*.tar"), captions_per_image=2, lanes=2, shuffle_buffer=2)
+        items = [item for _, item in zip(range(48), stream, strict=False)]
     if kind == "replay":
-        folders.append(store(table_source(rows(30, 50)), tmp_path / "old"))
-    (one,) = ranks.run(rank_stored, 1, str(tmp_path), kind, {"teacher_embeddings": folders})
-    for found in ranks.run(rank_stored, 2, str(tmp_path), kind, {"teacher_embeddings": folders}):
+        store(table_source(rows(30, 50)), tmp_path / "stored" / "old")
+        items += [*rows(30, 50)]
+    given = {"teacher_embeddings": str(tmp_path / "stored")}
+    (one,) = ranks.run(rank_stored, 1, str(tmp_path), kind, given)
+    for found in ranks.run(rank_stored, 2, str(tmp_path), kind, given):
         torch.testing.assert_close(found, one, rtol=1e-4, atol=2e-6)
-    (other,) = ranks.run(rank_stored, 1, str(tmp_path), kind, {"teacher_weight": 1.0})
-    with_model = rank_stored(0, 1, str(tmp_path), kind, online)
+    (other,) = ranks.run(rank_stored, 1, str(tmp_path), kind, {})
+    with_model = rank_stored(0, 1, str(tmp_path), kind, reading(items))
     start = nn.utils.parameters_to_vector(models.clip(end=END).parameters())
     assert (one - with_model).norm() <= 1e-4 * (one - start).norm()
     assert (one - other).norm() > 0.05 * (one - start).norm()
@@ -468,27 +435,27 @@ def test_embeddings_are_found_in_every_kind_of_data_on_any_number_of_processes(r
 
 def test_captions_of_an_image_add_up():
     features, wanted = ([F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5)] for _ in range(2))
-    value = TeacherDistance([_Fixed(torch.ones(3).bool())], BETA).value(tuple(features), tuple(wanted))
+    value = TeacherDistance(_Fixed(torch.ones(3).bool()), BETA).value(tuple(features), tuple(wanted))
     distances = [(f - w).square().sum() for f, w in zip(features, wanted, strict=True)]
     torch.testing.assert_close(value, BETA * (distances[0] + distances[1]) / 3)
 
 
 def test_pairs_without_an_embedding_are_left_to_the_contrastive_loss(tmp_path):
     """The mean is that over the others: the gradient of the term does not shrink with the share of new pairs."""
-    term = TeacherDistance([_Fixed(torch.tensor([True, True, False]))], BETA, partial=True)
+    term = TeacherDistance(_Fixed(torch.tensor([True, True, False])), BETA, partial=True)
     features = tuple(F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5))
     inputs = {"wanted": tuple(F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5))}
     inputs["texts"] = torch.tensor([True, True, True, False, False])
     value = term.value(features, term.reference(inputs, {}))
     distances = [(f - w).square().sum(1) for f, w in zip(features, inputs["wanted"], strict=True)]
     torch.testing.assert_close(value, BETA * (distances[0][:2].sum() + distances[1][:3].sum()) / 2)
-    none = TeacherDistance([_Fixed(torch.zeros(3, dtype=torch.bool))], BETA, partial=True)
+    none = TeacherDistance(_Fixed(torch.zeros(3, dtype=torch.bool)), BETA, partial=True)
     inputs["texts"] = torch.zeros(5, dtype=torch.bool)
     assert none.value(features, none.reference(inputs, {})) == 0
 
 
 class _Fixed:
-    width, options, inputs = None, {}, None
+    width, options, words = None, {}, "fixed"
 
     def __init__(self, images: Tensor) -> None:
         self._images = images
@@ -501,27 +468,29 @@ class _Fixed:
 
 
 def damaged(folder: str, change: Any) -> None:
-    values = np.load(Path(folder, "images.npy"))
-    np.save(Path(folder, "images.npy"), change(values))
+    """Changes the embeddings of the images of the rows 0 to 7."""
+    path = Path(folder, "images-00000-of-00003.npy")
+    np.save(path, change(np.load(path)))
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
         ("moved", "has no embeddings.json, so it holds no embeddings of `infcl embed`. Was it moved"),
-        ("parquet", "are in the format 'parquet', which cannot be mapped into memory"),
+        ("parquet", "are in the format 'parquet', in which a training cannot look up single ones"),
         ("other data", "are of other data than the training set: images were"),
         ("fewer rows", r"data than the training set: rows of the set were 24 and are 20\. Embed"),
         ("other order", "are of other data than the training set: images were"),
-        ("missing rows", r"no stored embedding of a teacher: 1 of the 24 rows of the dataset with columns"),
-        ("no old", r"no stored embedding of a teacher: 30 of the 30 rows of the dataset with columns"),
+        ("missing rows", r"no stored embedding of the teacher: 1 of the 24 rows of the dataset with columns"),
+        ("no old", r"no stored embedding of the teacher: 30 of the 30 rows of the dataset with columns"),
         ("nan", r"The embedding of '\d+' in .* \(images\) is not finite, so the file is damaged"),
         ("zero", r"The embedding of '\d+' in .* \(images\) is zero, so the file is damaged"),
-        ("index", r"The index of images in .* is damaged \(index 99 is out of bounds"),
+        ("index", r"The files of images in .* are damaged \(index 99 is out of bounds"),
         ("record", r"embeddings\.json is damaged: it lacks fingerprint, weights"),
         ("list", r"embeddings\.json is damaged: it holds no mapping"),
         ("width", "have several widths: {'images': 19, 'texts': 20}"),
-        ("cut", "do not belong together: 24 keys and embeddings of the shape"),
+        ("another model", "The sets were embedded by several models: .* Embed all of them with one teacher"),
+        ("cut", r"The files of images in .* are damaged \(index 7 is out of bounds"),
         ("emptied", "The files of images in .* are damaged"),
         ("unfinished", "The embeddings of images in .* are not complete"),
         ("only texts", "has no embeddings of images"),
@@ -551,13 +520,14 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
     elif case == "no old":
         options["replay_dataset"] = ImageTextDataset(rows(30, 50))
     elif case == "nan":
-        damaged(folder, lambda values: np.where(np.arange(24)[:, None] == 7, np.nan, values))
+        damaged(folder, lambda values: np.where(np.arange(8)[:, None] == 7, np.nan, values))
     elif case == "zero":
-        damaged(folder, lambda values: np.where(np.arange(24)[:, None] == 7, 0, values))
+        damaged(folder, lambda values: np.where(np.arange(8)[:, None] == 7, 0, values))
     elif case == "emptied":
-        Path(folder, "images.npy").write_bytes(b"")
+        Path(folder, "images-00001-of-00003.npy").write_bytes(b"")
     elif case == "index":
-        np.save(Path(folder, "images.rows.npy"), np.full(24, 99, np.uint32))
+        index = np.load(Path(folder, "images.index.npy"))
+        np.save(Path(folder, "images.index.npy"), np.stack((index[0], np.full(24, 99, np.uint64))))
     elif case == "record":
         record = json.loads(Path(folder, "embeddings.json").read_text())
         del record["weights"], record["fingerprint"]
@@ -565,15 +535,20 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
     elif case == "list":
         Path(folder, "embeddings.json").write_text("[]")
     elif case == "width":
-        damaged(folder, lambda values: values[:, 1:])
+        for path in Path(folder).glob("images-*.npy"):
+            np.save(path, np.load(path)[:, 1:])
+    elif case == "another model":
+        options["replay_dataset"] = ImageTextDataset(rows(30, 50))
+        store(table_source(rows(30, 50)), tmp_path / "both/old", models.clip(seed=1, end=END), clip_processor())
+        folder = str(Path(folder).rename(tmp_path / "both/new").parent)
     elif case == "cut":
         damaged(folder, lambda values: values[1:])
     elif case == "unfinished":
-        Path(folder, "images.npy").unlink()
+        Path(folder, "images.index.npy").unlink()
     elif case == "other rows":
         data = models.Pairs(24)
     with pytest.raises(ValueError, match=message):
-        taught(tmp_path / "run", data, teacher_embeddings=[folder], **options).train()
+        taught(tmp_path / "run", data, teacher_embeddings=folder, **options).train()
 
 
 @pytest.mark.parametrize("holds", ["bytes", "paths"])
@@ -598,7 +573,7 @@ def test_two_rows_that_changed_places_are_noticed_among_many(tmp_path, kind, hol
         record = json.loads(Path(folder, "embeddings.json").read_text())
         del record["data"]["image sizes" if holds == "bytes" else "image names"]
         Path(folder, "embeddings.json").write_text(json.dumps(record))
-    given = {"teacher_embeddings": [folder], "teacher_side": "image"}
+    given = {"teacher_embeddings": folder, "teacher_side": "image"}
     if kind != "swapped":
         taught(tmp_path, ImageTextDataset(table), **given)
         return
@@ -612,17 +587,12 @@ def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path
         write_tar(tmp_path / f"shards/{shard}.tar", members)
     shards = str(tmp_path / "shards")
     folder = store(ShardSource(ImageTextStream(f"{shards}/{{0..1}}.tar")), tmp_path / "stored")
-    given = {"teacher_embeddings": [folder], "teacher_weight": 1.0}
+    given = {"teacher_embeddings": folder}
     taught(tmp_path, ImageTextStream(f"{shards}/1.tar"), **given)
-    with pytest.raises(ValueError, match="stored embedding of a teacher: 1 of the 3 shards"):
+    with pytest.raises(ValueError, match="stored embedding of the teacher: 1 of the 3 shards"):
         taught(tmp_path, ImageTextStream(f"{shards}/*.tar"), **given)
     with pytest.raises(ValueError, match="of its 1 shard, none is one of the 2"):
         taught(tmp_path, ImageTextStream(f"{shards}/2.tar"), **given)
-    both = store(ShardSource(ImageTextStream(f"{shards}/2.tar")), tmp_path / "third")
-    run = taught(tmp_path, ImageTextStream(f"{shards}/*.tar"), **{**given, "teacher_embeddings": [folder, both]})
-    batch = next(iter(run.get_train_dataloader()))
-    known = torch.stack([batch[f"teacher_{n}_known_images"] for n in (0, 1)])
-    assert torch.equal(known.sum(0), torch.ones(4, dtype=torch.int64)), "one folder has each pair"
 
 
 def test_samples_of_a_shard_that_has_changed_have_no_stored_embedding(tmp_path):
@@ -638,10 +608,10 @@ def test_samples_of_a_shard_that_has_changed_have_no_stored_embedding(tmp_path):
     folder = store(ShardSource(data), tmp_path / "stored")
     write(1, 24)
     data = ImageTextStream(str(tmp_path / "shards/*.tar"), lanes=2, shuffle_buffer=2)
-    given = {"teacher_embeddings": [folder], "teacher_missing": "contrastive"}
+    given = {"teacher_embeddings": folder, "teacher_missing": "contrastive"}
     run = taught(tmp_path / "run", data, **given)
     items = [item for _, item in zip(range(32), data, strict=False)]
-    known = run.setup.extensions[0].teachers[0].inputs(items, {"input_ids": items})["teacher_0_known_images"]
+    known = run.setup.extensions[0].teacher.inputs(items, {"input_ids": items})["teacher_known_images"]
     assert [item["place"][1].startswith("0/") for item in items] == known.tolist()
     assert known.sum() == 8
 
@@ -654,15 +624,16 @@ def test_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
     assert [*tags] == ["a/0.tar", "b/0.tar", "1"]
     folder = store(ShardSource(ImageTextStream(f"{tmp_path}/old/**/*.tar")), tmp_path / "stored")
     (tmp_path / "old").rename(tmp_path / "new")
-    changes = []
-    for teaches in {"teacher_embeddings": [folder]}, {"teacher": (large_teacher(), large_processor())}:
+    changes, every = [], ImageTextStream(f"{tmp_path}/new/**/*.tar", lanes=3, shuffle_buffer=2)
+    items = [item for _, item in zip(range(48), every, strict=False)]
+    for teaches in {"teacher_embeddings": folder}, reading(items):
         stream = ImageTextStream(
             [f"{tmp_path}/new/b/*.tar", f"{tmp_path}/new/a/*.tar"], lanes=2, shuffle_buffer=4, weights=[2, 1]
         )
         changes.append(moved(trained(taught(tmp_path / "run", stream, **teaches, dataloader_num_workers=1))))
     assert (changes[0] - changes[1]).norm() < 1e-3 * changes[0].norm()
     alone = ImageTextStream(f"{tmp_path}/new/b/1.tar")
-    taught(tmp_path / "run", alone, teacher_embeddings=[folder])
+    taught(tmp_path / "run", alone, teacher_embeddings=folder)
 
 
 def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp_path):
@@ -676,13 +647,13 @@ def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp
     write(LETTERS[:23] + "z")
     data = ImageTextStream(str(tmp_path / "0.tar"), lanes=2, shuffle_buffer=2)
     with pytest.raises(ValueError, match="has no embedding of 0/000023 or of its caption, although it was made from"):
-        taught(tmp_path / "run", data, teacher_embeddings=[folder]).train()
+        taught(tmp_path / "run", data, teacher_embeddings=folder).train()
     write(LETTERS[:24])
-    values = np.load(Path(folder, "texts.npy"))
+    values = np.load(Path(folder, "texts-00000-of-00001.npy"))
     values[5] = np.inf
-    np.save(Path(folder, "texts.npy"), values)
+    np.save(Path(folder, "texts-00000-of-00001.npy"), values)
     with pytest.raises(ValueError, match=r"The embedding of '0/000005.*f' in .* \(texts\) is not finite"):
-        taught(tmp_path / "run", data, teacher_embeddings=[folder]).train()
+        taught(tmp_path / "run", data, teacher_embeddings=folder).train()
 
 
 def test_captions_that_have_changed_since_are_counted_before_the_first_step(tmp_path):
@@ -692,11 +663,11 @@ def test_captions_that_have_changed_since_are_counted_before_the_first_step(tmp_
     captions: Any = list(table["caption"])
     captions[1], captions[4] = [captions[1][0], "new"], ["other"]
     changed = table.remove_columns("caption").add_column("caption", captions)
-    given = {"teacher_embeddings": [folder]}
-    with pytest.raises(ValueError, match="no stored embedding of a teacher: 2 of the 80 rows"):
+    given = {"teacher_embeddings": folder}
+    with pytest.raises(ValueError, match="no stored embedding of the teacher: 2 of the 80 rows"):
         taught(tmp_path, ImageTextDataset(changed), **given)
     run = taught(tmp_path, ImageTextDataset(changed), **given, teacher_missing="contrastive")
-    known = torch.cat([batch["teacher_0_known_images"] for batch in run.get_train_dataloader()])
+    known = torch.cat([batch["teacher_known_images"] for batch in run.get_train_dataloader()])
     assert 1 <= (~known).sum() <= 2
     taught(tmp_path, ImageTextDataset(changed), **given, teacher_side="image")
 
@@ -712,7 +683,7 @@ def test_images_of_one_name_are_not_stored(tmp_path):
 def test_missing_rows_may_be_left_out(tmp_path):
     folder = store(table_source(rows()), tmp_path / "stored")
     old = {"replay_dataset": ImageTextDataset(rows(30, 50)), "teacher_missing": "contrastive"}
-    run = trained(taught(tmp_path, ImageTextDataset(rows()), teacher_embeddings=[folder], **old))
+    run = trained(taught(tmp_path, ImageTextDataset(rows()), teacher_embeddings=folder, **old))
     logs = [entry["teacher_loss"] for entry in run.state.log_history if "loss" in entry]
     assert all(0 < loss < BETA * 8 for loss in logs)
 
@@ -793,13 +764,12 @@ def test_every_other_option_trains_alike_with_the_teacher_and_with_its_embedding
     options = dict(options)
     build_model = options.pop("model", lambda: models.clip(end=END))
     folder = store(table_source(rows()), tmp_path / "stored")
-    online = {"teacher": (large_teacher(), large_processor())}
     found = [
         change_of(tmp_path / name, build_model(), teaches, options)
-        for name, teaches in (("a", online), ("b", {"teacher_embeddings": [folder]}))
+        for name, teaches in (("a", reading(rows())), ("b", {"teacher_embeddings": folder}))
     ]
     eager = {name: value for name, value in options.items() if not name.startswith("torch_compile")}
-    without = change_of(tmp_path / "c", build_model(), {"teacher_weight": 1.0}, eager)
+    without = change_of(tmp_path / "c", build_model(), {}, eager)
     # AdamW turns the rounding of gradients that are zero, such as those of a key's bias, into steps.
     tolerance = 0.05 if "optimizer" in options else 1e-3
     assert (found[0] - found[1]).norm() <= tolerance * found[0].norm()
@@ -814,7 +784,7 @@ def test_every_other_option_trains_alike_with_the_teacher_and_with_its_embedding
 @pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "optim": "adamw_torch"}], ids=str)
 def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
     folder = store(table_source(rows()), tmp_path / "stored")
-    given = {"teacher_embeddings": [folder], "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    given = {"teacher_embeddings": folder, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
     given |= {"optim": "adamw_torch", **options}
     data = ImageTextDataset(rows(), augmentation="crop")
     whole = trained(taught(tmp_path / "whole", data, **given))
@@ -827,61 +797,50 @@ def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
     saved = safetensors.torch.load_file(tmp_path / "part" / "checkpoint-5" / "model.safetensors")
     assert saved.keys() == models.clip(end=END).state_dict().keys()
     other = store(table_source(rows()), tmp_path / "other", models.clip(seed=5, end=END), clip_processor())
-    with pytest.raises(ValueError, match=r"teacher 1: fingerprint was '\w+' and is '\w+'"):
-        taught(tmp_path / "part", data, **{**given, "teacher_embeddings": [other], "max_steps": 6}).train(True)
-
-
-@pytest.mark.parametrize("before", [["map", "same"], ["wide"]], ids=str)
-def test_a_map_to_another_teacher_is_not_taken_over(tmp_path, before):
-    def run(teachers: list[str], **options: Any) -> InfCLTrainer:
-        known = {"map": (large_teacher(), large_processor()), "same": (models.clip(seed=1, end=END), clip_processor())}
-        known["wide"] = models.siglip(seed=1), clip_processor()
-        data, given = ImageTextDataset(rows()), {"save_strategy": "steps", "save_steps": 2, **options}
-        given["teacher"] = [known[name] for name in teachers]
-        return taught(tmp_path, data, **given)
-
-    run(before, callbacks=[StopAt(2)]).train()
-    with pytest.raises(ValueError, match=r"checkpoint-2 is of another run: teacher 1: weights was '\w+' and is '\w+'"):
-        run(["same", "map"] if len(before) == 2 else ["map"]).train(resume_from_checkpoint=True)
-
-
-def few_words() -> Any:
-    return models.clip_with({"vocab_size": 32, "eos_token_id": 31}, {})
+    with pytest.raises(ValueError, match=r"teacher: fingerprint was '\w+' and is '\w+'"):
+        taught(tmp_path / "part", data, **{**given, "teacher_embeddings": other, "max_steps": 6}).train(True)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"teacher_weight": 2.0}, "teacher_weight=2.0 would have no effect without a teacher"),
-        ({"teacher": nn.Linear(1, 1)}, "is not a dual encoder"),
-        ({"teacher": few_words}, "has embeddings of 32 tokens, and the student has 64"),
-        ({"teacher": lambda: (few_words(), clip_processor()), "cache_features": "c"}, "cache_features reads features"),
-        ({"teacher": "clip"}, "A teacher must be a dual encoder, or a pair of one and its processor, got a str"),
+        ({"teacher": "t", "teacher_embeddings": "e"}, "exclude each other: these are of a teacher already"),
+        (
+            {"data": models.Stream(40), "teacher": "clip"},
+            "the samples of the shards of an ImageTextStream, but .* a Stream",
+        ),
         ({"teacher_side": "all"}, "teacher_side must be one of 'both', 'image', 'text', got 'all'"),
         ({"contrastive_weight": 0.0}, "leaves nothing to learn without a teacher"),
         ({"contrastive_weight": 2.0}, "contrastive_weight must be a number from 0 to 1, got 2.0"),
-        ({"teacher_missing": "contrastive"}, "has no effect without teacher_embeddings"),
+        ({"teacher_missing": "contrastive"}, "teacher_missing='contrastive' would have no effect without a teacher"),
         (
-            {"teacher_missing": "contrastive", "teacher_embeddings": ["x"], "contrastive_weight": 0.0},
+            {"teacher_missing": "contrastive", "teacher_embeddings": "x", "contrastive_weight": 0.0},
             "exclude each other: it switches off the loss to which such pairs would be left",
         ),
         (
-            {"teacher": models.clip, "matryoshka_dims": [4], "contrastive_weight": 0.0},
+            {"teacher": "x", "matryoshka_dims": [4], "contrastive_weight": 0.0},
             "exclude each other: it switches off the loss that is computed at each of these",
         ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, options, message):
-    options = {"teacher_weight": 1.0, **options}
-    if callable(make := options.get("teacher")) and not isinstance(make, nn.Module):
-        options["teacher"] = make()
+    options = {"teacher_weight": 1.0, "data": ImageTextDataset(rows()), **options}
     with pytest.raises(ValueError, match=message):
-        taught(tmp_path, ImageTextDataset(rows()), **options)
+        taught(tmp_path, **options)
+
+
+def test_a_model_that_runs_beside_the_student_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"Name it in the arguments, InfCLTrainingArguments\(teacher=\.\.\.\), which embeds"
+    ):
+        InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=models.Pairs(8), teacher=models.clip())
 
 
 def test_a_passed_optimizer_does_not_know_the_map(tmp_path):
     model = models.clip()
     optimizers = torch.optim.SGD(model.parameters(), lr=0.1), None
-    trainer = trainer_for(tmp_path, model, teacher=models.siglip(), teacher_weight=1.0, optimizers=optimizers)
+    taught = taught_by(Running(models.siglip(), SIDES), model, BETA)
+    trainer = trainer_for(tmp_path, model, **taught, optimizers=optimizers)
     with pytest.raises(ValueError, match="linear map to a teacher of another width, which it does not update"):
         trainer.train()

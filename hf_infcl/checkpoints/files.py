@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..processes.collectives import Processes
+from ..readable import describe
 from .record import RECORD_NAME, RunRecord
 
 MANIFEST_NAME = "infcl_manifest.json"
@@ -176,15 +176,6 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def describe(path: Path) -> dict[str, int]:
-    """The size and the checksum of a file."""
-    checksum, size = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            checksum, size = zlib.crc32(block, checksum), size + len(block)
-    return {"bytes": size, "crc32": checksum}
 
 
 def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-import numpy as np
 import torch
 
 from ..shards.readers import Columns
@@ -40,7 +39,6 @@ class PairSource:
     caption_column: Any
     _all_captions = False
     _number: int | None = None
-    _views: int | None = None
     _LACKS: ClassVar[str]  # what a message says of a sample without a part, "caption" or "pair id", in its column
 
     def _keep(
@@ -81,17 +79,13 @@ class PairSource:
                 "holds one string for each image. Name a column of lists of strings, or leave captions_per_image out."
             )
 
-    def name_places(self, number: int, views: int | None = None) -> None:
-        """Adds a ``place`` to the items: where each is from, and the seed of its augmentation.
-
-        It has the number of this set and that of the row, or the names of shard and sample.
+    def name_places(self, number: int) -> None:
+        """Adds a ``place`` to the items: the number of this set, and that of the row or the names of shard and sample.
 
         Args:
             number: of this set among those that are combined.
-            views: the number of epochs, or passes over a stream, after which the augmentations come again; None for new
-                ones in each.
         """
-        self._number, self._views = number, views
+        self._number = number
 
     def plain(self: Source) -> Source:
         """A copy that leaves images as they are, and raises an error for a bad pair."""
@@ -133,18 +127,6 @@ class PairSource:
                 raise ValueError(self._LACKS.format("pair id", self.pair_id_column))
             texts["pair_id"] = as_pair_id(pair_id)
         return texts
-
-    def views(self, image: np.ndarray, sample: object, count: int) -> dict[str, dict[str, Any]]:
-        """An image as the first ``count`` epochs augment it: what `augment` returns, by its seed.
-
-        Args:
-            sample: what names it: the row, or in a stream the names of shard and sample with a space between them.
-        """
-        seeds = [self._seed_of_view(sample, epoch) for epoch in range(count)]
-        return {seed: augment(image, self._augmentation, seed) for seed in seeds}
-
-    def _seed_of_view(self, sample: object, epoch: int) -> str:
-        return self._seed_for(sample, "augmentation", epoch % self._views if self._views else epoch)
 
     def _random(self, sample: object, purpose: str, epoch: int) -> random.Random:
         return random.Random(self._seed_for(sample, purpose, epoch))  # seeded with the SHA-512 of the text
@@ -204,7 +186,7 @@ class ImageTextDataset(PairSource, ImageDataset):
 
     _LACKS = "column {1!r}: no {0}"
     whole: ImageTextDataset | None = None  # with `numbers`, the table from which the rows were selected
-    places_of_whole = False  # whether the items have the places and the augmentations of the whole table's
+    places_of_whole = False  # whether the items have the places of the whole table's
 
     def __init__(
         self,
@@ -271,12 +253,6 @@ class ImageTextDataset(PairSource, ImageDataset):
         """Sets the epoch, which determines the drawn captions. Call it in every process before the epoch starts."""
         self._epoch.fill_(epoch)
 
-    def _place(self, row: int) -> int:
-        return self.number(row) if self.places_of_whole else row
-
-    def _seed_of_view(self, sample: Any, epoch: int) -> str:
-        return super()._seed_of_view(self._place(sample), epoch)
-
     def sample_captions(self, count: int) -> list[list[str]]:
         """The usable captions of up to ``count`` rows, drawn at random but always the same, without their images."""
         rows = random.Random(0).sample(range(len(self)), min(count, len(self)))
@@ -302,7 +278,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         if self.on_bad_sample == "skip" and not self.pair_id_column:
             item["pair_id"] = content_pair_id(encoded, usable_captions(value[self.caption_column]))
         image = self._decoded(row, encoded)
-        return augment(image, self._augmentation, self._seed_of_view(row, self._now)) | item
+        return augment(image, self._augmentation, self._seed_for(row, "augmentation", self._now)) | item
 
     def captions(self, row: int) -> list[str]:
         """The captions of a row from which an epoch may draw."""
@@ -321,7 +297,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         except ValueError as error:
             raise self._bad_sample(row, str(error)) from error
         if self._number is not None:
-            item["place"] = (self._number, str(self._place(row)), self._seed_of_view(row, self._now))
+            item["place"] = (self._number, str(self.number(row) if self.places_of_whole else row))
         return item
 
     @property

@@ -240,11 +240,10 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             encoded, item = self._encoded(url, row), self._draw_texts(row, full_name, passes)
             if self.pair_id_column is None:
                 item["pair_id"] = content_pair_id(encoded, usable_captions(row[self.caption_column]))
-            view = self._seed_of_view(full_name, passes)
             if self._number is not None:
-                item["place"] = (self._number, self.place(shard, key), view)
+                item["place"] = (self._number, self.place(shard, key))
             image = decode_rgb(encoded, self._min_side)
-            return augment(image, self._augmentation, view) | item
+            return augment(image, self._augmentation, self._seed_for(full_name, "augmentation", passes)) | item
 
     def image_and_captions(self, shard: int, key: str, sample: Sample) -> tuple[np.ndarray | None, list[str]]:
         """The image of a raw sample and all its captions, of which it need not have any.

@@ -10,129 +10,117 @@ these changes, so does the folder.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
-from transformers.utils import logging
+from torch.utils.data import Dataset
 
-from ..checkpoints.files import describe
 from ..checkpoints.lock import check_writable
-from ..checkpoints.run_options import options_of_model
 from ..data import ContrastiveCollator, ImageTextDataset
-from ..options.arguments import InfCLTrainingArguments
-from ..processes.collectives import Processes, failures_announced
-
-if TYPE_CHECKING:
-    import datasets
-
-logger = logging.get_logger(__name__)
-
-ROWS_OF_SHARD = 4096
+from ..data.store import Store, of_caption
+from ..encoders.sharding import is_sharded
+from ..passes.random_state import random_state_kept
+from ..processes.collectives import failures_announced
+from ..processes.preemption import Interruptions
+from ..windows.setup import Setup
+from .computing import Encode, compute, fingerprint
+from .embedding import normalised_by
+from .replay import Replayed
+from .sources import TableSource
 
 
 class CachedItems(Dataset[dict[str, Any]]):
     """The items of an `ImageTextDataset` with what a frozen model has returned for them.
 
     Args:
-        images: the features of a frozen tower, by row. An item then has ``image_features`` [H] fp32 in place of
-            ``image``, which is not read.
-        start: the embeddings of the start of a training, by row: of its image and of all its captions. An item then
-            also has ``at_start`` [1 + captions, D] fp32, of its image and of its own captions.
+        features: those of a frozen tower. An item then has ``image_features`` [H] fp32 in place of ``image``, which is
+            not read.
+        start: the embeddings of the start of a training, by "images" and "texts". An item then also has ``at_start``
+            [1 + captions, D] fp32, of its image and of its captions.
     """
 
     def __init__(
-        self, pairs: ImageTextDataset, images: datasets.Dataset | None = None, start: datasets.Dataset | None = None
+        self, pairs: ImageTextDataset, features: Store | None = None, start: Mapping[str, Store] | None = None
     ) -> None:
-        self.dataset, self._images, self._start = pairs, images, start
+        self.dataset, self._features, self._start = pairs, features, start
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        item = self.dataset[row] if self._images is None else self.image_input(row) | self.dataset.without_image(row)
+        if self._features is None:
+            item = self.dataset[row]
+        else:
+            item = {"image_features": _read(self._features, [str(row)])[0]} | self.dataset.without_image(row)
         if self._start is None:
             return item
-        captions = self.dataset.captions(row)
-        embeds = _read(self._start, row).view(1 + len(captions), -1)
-        return {**item, "at_start": embeds[[0, *(1 + captions.index(caption) for caption in item["caption"])]]}
-
-    def image_input(self, row: int) -> dict[str, Any]:
-        """What the image tower, or what follows on it, gets for a row."""
-        if self._images is None:
-            return {"image": self.dataset.image(row)}
-        return {"image_features": _read(self._images, row)}
+        captions = [of_caption(str(row), caption) for caption in item["caption"]]
+        both = _read(self._start["images"], [str(row)]), _read(self._start["texts"], captions)
+        return {**item, "at_start": torch.cat(both)}
 
 
-def cached(
-    content: str,
-    inputs: FeatureInputs,
-    args: InfCLTrainingArguments,
-    tower: nn.Module,
-    encode: Callable[[dict[str, Tensor]], Sequence[Tensor]],
-    collator: ContrastiveCollator,
-    dtype: str,
-    agree: Callable[[], object],
-) -> datasets.Dataset:
-    """Computes the features that the folder ``cache_features`` does not contain yet. Collective.
+def _read(store: Store, keys: Sequence[str]) -> Tensor:
+    values, known = store.find(keys)
+    if not known.all():
+        raise ValueError(f"{store.folder} lacks the features of {keys[int((~known).argmax())]!r}. Delete that folder.")
+    return torch.from_numpy(values)
 
-    The processes divide the shards among themselves. A shard gets its name once it is complete, so a run after an
-    interruption only computes the missing shards. A shard that differs from its checksum is computed again.
 
-    Args:
-        content: a fingerprint of the inputs.
-        args: ``cache_features`` is a folder that all processes can read. Any number of datasets and models share it:
-            `fingerprint` tells them apart.
-        tower: what is frozen.
-        encode: maps a batch of the collator to the features of its rows, in host memory.
-        dtype: of the tower's computation.
-        agree: called before each shard of a process and at the end; collective. It raises an error on all processes if
-            one has failed, and may end the training.
+def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
+    """The training set with what ``args.cache_features`` has, if it is set, and computes what it lacks; collective.
 
-    Returns:
-        A dataset of the bytes of the features, in fp32, by row.
+    These are the outputs of a frozen image tower instead of the images, and with ``keep_features`` the embeddings of
+    the start. Any number of datasets and models share the folder, which all processes can read.
 
     Raises:
-        ValueError: an image cannot be decoded, or the folder is not writable. The other processes raise an
-            OtherRankFailedError.
+        ValueError: the features of the images are not the same at every step, or cannot be used; the folder is not
+            writable.
     """
-    import datasets
+    pairs, args, collator = setup.data, setup.args, setup.collator
+    if pairs is None or args.cache_features is None:
+        return pairs
+    if isinstance(pairs, Replayed):
+        new, old = (with_cached_features(replace(setup, data=part), interruptions) for part in pairs.datasets)
+        return Replayed(new, old, args)
+    interruptions.phases.enter("computing features")
+    tower: Any = setup.encoder.frozen_towers().get("image")
+    start = setup.start if args.keep_features else None
+    of_run = {"sharded": is_sharded(setup.accelerator), "compiled": args.torch_compile}
+    check_cacheable(pairs, tower, collator, keeps=start is not None, **of_run)
 
-    place = Path(str(args.cache_features), fingerprint(content, tower, collator, dtype))
-    count = -(-len(inputs) // ROWS_OF_SHARD)
-    shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
-    with failures_announced():
-        check_writable(place, "cache_features")
+    def encoded(encode: Encode, inputs: dict[str, Tensor]) -> Tensor:
+        interruptions.phases.note_progress()
+        return encode(inputs).float()
 
-    def compute(number: int) -> None:
-        rows = range(number * ROWS_OF_SHARD, min(len(inputs), (number + 1) * ROWS_OF_SHARD))
-        logger.info(f"Computing the features of rows {rows.start} to {rows.stop - 1} of {len(inputs)}.")
-        options: Any = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
-        loader = DataLoader(Subset(inputs, rows), args.per_device_train_batch_size, collate_fn=collator, **options)
-        _write(shards[number], [row for batch in loader for row in encode(batch)])
-
-    for_each_missing(count, lambda number: _is_whole(shards[number]), compute, agree)
-    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(shard)) for shard in shards])
-
-
-def for_each_missing(
-    count: int, is_there: Callable[[int], bool], compute: Callable[[int], None], agree: Callable[[], object]
-) -> None:
-    """Computes what is missing of the numbers below ``count``; the processes take turns. Collective; see `cached`."""
-    processes = Processes()
-    for first in range(0, count, processes.world_size):
-        agree()
-        number = first + processes.rank
+    def stores(model: nn.Module, encoders: Mapping[str, Encode]) -> dict[str, Store]:
+        of_texts = "texts" in encoders
+        source = TableSource(pairs.table, pairs, pairs.caption_column if of_texts else None)
+        content = source.fingerprint() + (collator.text_fingerprint() if of_texts else "")
+        dtype = setup.accelerator.mixed_precision
+        place = Path(str(args.cache_features), fingerprint(content, model, collator, dtype))
         with failures_announced():
-            if number < count and not is_there(number):
-                compute(number)
-    agree()  # waits until all are computed
+            check_writable(place, "cache_features")
+        found = {kind: Store(place, kind, source.parts) for kind in encoders}
+        each = {kind: partial(encoded, encode) for kind, encode in encoders.items()}
+        how: Any = {"batch_size": args.per_device_train_batch_size, "agree": interruptions.agree}
+        compute(source, setup, each, found, **how)
+        return found
+
+    features, of_start = None, None
+    with random_state_kept(args.device):  # the training is the same if the features are there already
+        if tower is not None:
+            features = stores(tower.eval(), {"images": setup.encoder.image_features})["images"]
+        if start is not None:
+            encoder = start.encoder
+            assert encoder is not None
+            both = {"images": encoder.encode_images, "texts": encoder.encode_texts}
+            of_start = stores(start.model, {kind: partial(normalised_by, encode) for kind, encode in both.items()})
+    return CachedItems(pairs, features, of_start)
 
 
 def check_cacheable(
@@ -159,60 +147,3 @@ def check_cacheable(
         reason = "torch_compile is on, which would compile the model again without the tower. Leave it off"
     if reason:
         raise ValueError(f"cache_features computes what is frozen once, but {reason}.")
-
-
-def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
-    """A hash, 32 hexadecimal digits, of all that features of a dataset with this ``image_fingerprint`` depend on."""
-    digest = hashlib.sha256(f"2 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
-    # The config has what the weights do not show, and the printed modules show what was changed after loading.
-    digest.update(f"{json.dumps(options_of_model(tower), sort_keys=True)} {tower}\n".encode())
-    digest.update(collator.processor.image_processor.to_json_string().encode())
-    digest.update(content.encode())
-    for name, value in tower.state_dict().items():
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:32]
-
-
-class FeatureInputs(Dataset[dict[str, Any]]):
-    """What features are computed from: the images of a dataset, or images and all their captions."""
-
-    def __init__(self, items: CachedItems, *, captions: bool) -> None:
-        self._items, self._captions = items, captions
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        captions = {"caption": self._items.dataset.captions(row)} if self._captions else {}
-        return self._items.image_input(row) | captions
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a shard exists and is unchanged."""
-    try:
-        whole: bool = json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) == describe(path)
-    except (OSError, ValueError):
-        whole = False
-    if not whole and path.exists():
-        logger.warning(f"{path} is damaged, or has no checksum. It is computed again.")
-    return whole
-
-
-def _read(features: datasets.Dataset, row: int) -> Tensor:
-    return torch.frombuffer(bytearray(features[row]["features"]), dtype=torch.float32)
-
-
-def _write(path: Path, rows: list[Tensor]) -> None:
-    """Writes the checksum of a shard, and then the shard completely or not at all."""
-    import datasets
-    from datasets.arrow_writer import ArrowWriter
-
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    schema = datasets.Features(features=datasets.Value("binary"))
-    with ArrowWriter(path=str(partial), features=schema) as writer:
-        for row in rows:
-            writer.write({"features": row.float().numpy().tobytes()})
-        writer.finalize()
-    path.with_suffix(".json").write_text(json.dumps(describe(partial)), encoding="utf-8")
-    os.replace(partial, path)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,16 +17,16 @@ from transformers.utils import logging
 from ..checkpoints.record import RunRecord
 from ..data import ContrastiveCollator, ImageTextStream
 from ..data.collator import DataCollator
-from ..data.keyed import PlainRows
-from ..encoders.sharding import is_sharded
+from ..data.keyed import KeyedItem, PlainRows
 from ..options.arguments import InfCLTrainingArguments
-from ..passes.random_state import random_state_kept
-from ..processes.preemption import Interruptions, heed_parent_alone
+from ..processes.preemption import heed_parent_alone
+from ..refusals import check_tokens
+from ..windows.extensions import of_kind
 from ..windows.setup import Setup
+from ..windows.terms import TeacherDistance
 from .batch_checks import check_batch
-from .feature_cache import CachedItems, FeatureInputs, cached, check_cacheable
 from .replay import Replayed
-from .teacher_inputs import TrainingCollator
+from .stored_teachers import StoredTeacher
 from .training_loader import TrainingLoader, worker_options
 from .wrapped import has_epochs, most_captions, negative_caption_columns
 
@@ -53,6 +52,32 @@ def set_sizes(collator: object, args: InfCLTrainingArguments) -> None:
         collator.set_image_size(args.image_size)
     if args.max_text_tokens is not None:
         collator.lengthen(args.max_text_tokens)
+
+
+class TrainingCollator:
+    """The data collator of a training, which runs in the loader's workers: its batches also have what a teacher needs.
+
+    It checks the tokens against the model's vocabulary while they are in host memory. Of items with keys, the batch
+    gets ``pair_keys`` [images] int64.
+    """
+
+    def __init__(self, collate: DataCollator, setup: Setup) -> None:
+        of_terms = [term.teacher for term in of_kind(setup.extensions, TeacherDistance)]
+        self._teachers = [teacher for teacher in of_terms if isinstance(teacher, StoredTeacher)]
+        self._collate, self._vocabulary = collate, setup.encoder.vocabulary
+
+    def __call__(self, items: list[Any]) -> Any:
+        keyed = isinstance(items[0], KeyedItem)
+        plain = [one.item for one in items] if keyed else items
+        batch = self._collate(plain)
+        if not isinstance(batch, Mapping):
+            return batch  # which is refused later
+        if isinstance(tokens := batch.get("input_ids"), Tensor):
+            check_tokens(tokens, self._vocabulary)
+        added = {name: value for one in self._teachers for name, value in one.inputs(plain, batch).items()}
+        if keyed:
+            added["pair_keys"] = torch.tensor([one.key for one in items])
+        return {**batch, **added} if added else batch
 
 
 def training_collator(collator: DataCollator, args: InfCLTrainingArguments) -> DataCollator:
@@ -203,53 +228,3 @@ def with_lasting_workers(dataloader: DataLoader) -> DataLoader:
     loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's, or torch's
     loader.worker_init_fn = heed_parent_alone
     return dataloader
-
-
-def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
-    """The training set with what ``args.cache_features`` has, if it is set, and computes what it lacks; collective.
-
-    These are the outputs of a frozen image tower instead of the images, and with ``keep_features`` the embeddings of
-    the start.
-
-    Raises:
-        ValueError: the features of the images are not the same at every step, or cannot be used.
-    """
-    pairs = setup.data
-    if pairs is None or setup.args.cache_features is None:
-        return pairs
-    if isinstance(pairs, Replayed):
-        new, old = (with_cached_features(replace(setup, data=part), interruptions) for part in pairs.datasets)
-        return Replayed(new, old, setup.args)
-    collator = training_collator(setup.collator, setup.args)
-    encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
-    interruptions.phases.enter("computing features")
-    tower: Any = encoder.frozen_towers().get("image")
-    start = setup.start if args.keep_features else None
-    of_run = {"sharded": is_sharded(accelerator), "compiled": args.torch_compile}
-    check_cacheable(pairs, tower, collator, keeps=start is not None, **of_run)
-    assert isinstance(collator, ContrastiveCollator)
-
-    def images(batch: dict[str, Tensor]) -> list[Tensor]:
-        interruptions.phases.note_progress()
-        with torch.no_grad(), accelerator.autocast():
-            return list(encoder.image_features(setup.prepare_inputs(batch)).cpu())
-
-    def embeddings(batch: dict[str, Tensor]) -> list[Tensor]:
-        interruptions.phases.note_progress()
-        assert start is not None
-        of_images, of_texts = (one.cpu() for one in start.embed(setup.prepare_inputs(batch), {}))
-        counts = torch.bincount(batch.get("caption_image", torch.arange(len(of_images)))).tolist()
-        return [torch.cat((image[None], texts)) for image, texts in zip(of_images, of_texts.split(counts), strict=True)]
-
-    how: Any = {"collator": collator, "dtype": accelerator.mixed_precision, "agree": interruptions.agree}
-    items, content, of_tower = CachedItems(pairs), pairs.image_fingerprint(), None
-    with random_state_kept(args.device):  # the training is the same if the features are there already
-        if tower is not None:
-            inputs = FeatureInputs(items, captions=False)
-            of_tower = cached(content, inputs, args, tower.eval(), images, **how)
-            items = CachedItems(pairs, of_tower)
-        if start is not None:
-            content += f" {pairs.caption_column} {collator.text_fingerprint()}"
-            inputs = FeatureInputs(items, captions=True)
-            items = CachedItems(pairs, of_tower, cached(content, inputs, args, start.model, embeddings, **how))
-    return items

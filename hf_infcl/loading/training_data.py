@@ -17,7 +17,6 @@ from ..micro_batches.rows import split_batches
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes, announce_failure
 from ..processes.preemption import Interruptions
-from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
@@ -215,4 +214,4 @@ class TrainingData:
 
 def _without_images(batch: Mapping[str, object]) -> dict[str, object]:
     """A batch for Trainer's loop, which counts it and holds it during the step; images would take memory."""
-    return {name: v for name, v in batch.items() if name != "pixel_values" and not name.startswith(OF_TEACHERS)}
+    return {name: value for name, value in batch.items() if name != "pixel_values"}

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..encoders.dual_encoder import TEXT_INPUTS, images_of
-from ..windows.terms import OF_TEACHERS
 
 # What a batch has for each text. Every other tensor has a row for each image.
-_OF_TEXTS = (*TEXT_INPUTS, "start_texts", "texts", "known_texts")
+_OF_TEXTS = (*TEXT_INPUTS, "start_texts", "teacher_texts", "teacher_known_texts")
 
 
 def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) -> list[Any]:
@@ -68,7 +67,7 @@ def take_rows(batch: Mapping[str, Tensor], images: Tensor, negatives: Tensor) ->
         elif name == "caption_image":
             assert caption_image is not None
             inputs[name] = caption_image.to(value.device)
-        elif isinstance(value, Tensor) and _plain(name) in _OF_TEXTS:
+        elif isinstance(value, Tensor) and name in _OF_TEXTS:
             inputs[name] = _taken(value, texts)
         elif isinstance(value, Tensor) and value.dim() and len(value) == count:
             inputs[name] = _taken(value, images)
@@ -82,8 +81,3 @@ def _taken(value: Tensor, rows: Tensor) -> Tensor:
     if len(rows) and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows))):
         return value[int(rows[0]) : int(rows[0]) + len(rows)]
     return value[rows.to(value.device)]
-
-
-def _plain(name: str) -> str:
-    """The name of a tensor without the prefix of a teacher, such as ``teacher_0_``."""
-    return name.removeprefix(OF_TEACHERS).partition("_")[2] if name.startswith(OF_TEACHERS) else name

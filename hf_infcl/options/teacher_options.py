@@ -1,4 +1,4 @@
-"""Teachers, and embeddings that can be cut."""
+"""A teacher, and embeddings that can be cut."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from .declaring import FINITE, FROM_1, Range, option
 
 @dataclass
 class TeacherOptions:
-    teacher: list[str] | None = option(
-        "Models whose embeddings the student learns: Hub ids or folders, also of OpenCLIP. Each is frozen, has its own "
-        "processor, tokenizer and image size, and runs once per step.",
+    teacher: str | None = option(
+        "Model whose embeddings the student learns: a Hub id or a folder, also of OpenCLIP. It embeds the training set "
+        "once, as `infcl embed` does, into a folder in output_dir where a second start finds them.",
         decides=True,
+        excludes={"teacher_embeddings": "these are of a teacher already"},
     )
-    teacher_embeddings: list[str] | None = option(
-        "Folders with embeddings of teachers, written by `infcl embed --dataset`. They are read beside the pairs, for "
-        "the images as they are or for their augmented views, and cost no more than the reading.",
+    teacher_embeddings: str | None = option(
+        "Folder with a teacher's embeddings, written by `infcl embed --dataset`. They are read beside the pairs, "
+        "of the images as they are, and cost no more than the reading.",
         decides=False,
         one_machine=True,
     )
     teacher_weight: float = option(
         "Weight β of the squared distance to the embeddings of the teacher. All are normalised. The mean over the "
-        "images of the batch and over several teachers, summed over both towers and all captions of an image, is "
-        "minimised with the loss.",
+        "images of the batch, summed over both towers and all captions of an image, is minimised with the loss.",
         default=1.0,
         decides=True,
         within=FINITE,
     )
     teacher_side: str = option(
-        "Which embeddings the teachers teach: both, image or text.",
+        "Which embeddings the teacher teaches: both, image or text.",
         default="both",
         decides=True,
         choices=("both", "image", "text"),
@@ -41,11 +41,10 @@ class TeacherOptions:
         default="refuse",
         decides=True,
         choices=("refuse", "contrastive"),
-        needs="teacher_embeddings",
         excludes={"contrastive_weight=0": "it switches off the loss to which such pairs would be left"},
     )
     contrastive_weight: float = option(
-        "Weight of the contrastive loss beside the teachers. With 0 only they teach, also images and texts that do not "
+        "Weight of the contrastive loss beside the teacher. With 0 it alone teaches, also images and texts that do not "
         "belong together.",
         default=1.0,
         decides=True,

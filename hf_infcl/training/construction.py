@@ -48,6 +48,12 @@ def checked_arguments(
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
     check_extensions(kwargs.get("extensions", ()))
+    if "teacher" in kwargs:
+        raise ValueError(
+            "A teacher does not run beside the student: its embeddings of the training set are stored. Name it in the "
+            "arguments, InfCLTrainingArguments(teacher=...), which embeds the set once, or teacher_embeddings=..., a "
+            "folder of `infcl embed`."
+        )
     kwargs = _with_replay(args, kwargs)
     _check_processes(args)
     if model is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..checkpoints.record import RunRecord
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
+from ..loading.feature_cache import with_cached_features
 from ..loading.notices import CaptionNotices
 from ..loading.replay import is_own
 from ..loading.training_data import TrainingData
@@ -65,9 +67,8 @@ class InfCLTrainer(Trainer):
             image, -1 for a text that belongs to no image; without it, text i belongs to image i.
         **kwargs: ``replay_dataset``, old pairs to mix into every global batch: an `ImageTextStream` or a dataset with a
             length (see `hf_infcl.loading.replay.Replayed`, which then is the attribute ``train_dataset``);
-            ``teacher``, a model or a pair of it and its processor, or a list (see `make_teachers`); ``extensions`` of
-            the step (see `hf_infcl.windows.extensions`); and the other arguments of `transformers.Trainer`, of which
-            ``compute_metrics`` receives what `Evaluator.embed` describes.
+            ``extensions`` of the step (see `hf_infcl.windows.extensions`); and the other arguments of
+            `transformers.Trainer`, of which ``compute_metrics`` receives what `Evaluator.embed` describes.
 
     Attributes:
         setup, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
@@ -96,12 +97,12 @@ class InfCLTrainer(Trainer):
         self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
         self._pushes, self.optimization = pushes.Pushes(args), Optimization(args, lambda: self.resumption.checkpoint)
-        teacher, self._extensions = kwargs.pop("teacher", None), tuple(kwargs.pop("extensions", ()))
+        self._extensions = tuple(kwargs.pop("extensions", ()))
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
         self.data_collator = make_collator(self.model, self.processing_class, data_collator, self.data_collator, args)
-        self._extensions += make_teachers(self.setup, teacher, remakes_model=model is None)
+        self._extensions += make_teachers(self.setup, remakes_model=model is None)
         add_own_callbacks(self.callback_handler, args, self._begin_training)
         self.checkpoints = files.make_checkpoints(args, self.accelerator)
         self._begin_training()
@@ -234,13 +235,13 @@ class InfCLTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """A new training loader, which begins where the training does, and may be looked into."""
-        pairs = loaders.with_cached_features(self.setup, self.interruptions)
+        collator = loaders.training_collator(self.data_collator, self.args)
+        pairs = with_cached_features(replace(self.setup, collator=collator), self.interruptions)
         if pairs is None:
             return super().get_train_dataloader()  # which raises
         if not is_own(pairs):
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
             return loaders.loader_of_stream(pairs, collate, self.setup)
-        collator = loaders.training_collator(self.data_collator, self.args)
         if hasattr(pairs, "remove_columns"):  # a table of datasets
             pairs = self._remove_unused_columns(pairs, "training")
         elif not isinstance(pairs, IterableDataset):

@@ -26,7 +26,6 @@ class Start:
 
     width: int | None = None  # that of the student
     options: Mapping[str, Any] = {}  # the run knows the start
-    inputs = None
     words = "the model before the training"
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, *, keeps: bool) -> None:

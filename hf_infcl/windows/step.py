@@ -44,7 +44,7 @@ from .selection import WithoutNoisyPairs, tell_if_too_short
 from .setup import Setup
 from .skipping import SkippedWindows
 from .temperature import Temperature
-from .terms import OF_TEACHERS, KeptFeatures
+from .terms import KeptFeatures
 from .window import MicroBatch, Window, WindowLoss
 
 
@@ -220,8 +220,6 @@ class WindowStep:
         if micro_batch.references is None:
             terms = of_kind(self.extensions, LossTerm)
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in terms]
-            for name in [name for name in micro_batch.inputs if name.startswith(OF_TEACHERS)]:
-                del micro_batch.inputs[name]  # images may take much memory
         return embeds
 
     @contextmanager

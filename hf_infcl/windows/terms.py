@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +15,7 @@ from .extensions import LossTerm
 from .start import Start
 
 SIDES = ("image", "text")
-# inputs(items, batch): what a data collator adds to a batch for a teacher, by names that begin with `OF_TEACHERS`.
-Inputs = Callable[[Sequence[Any], Mapping[str, Any]], dict[str, Tensor]]
-OF_TEACHERS = "teacher_"  # what the names of a batch's tensors for teachers begin with
+OF_TEACHER = "teacher_"  # what the names of a batch's tensors for the teacher begin with
 
 
 class Teacher(Protocol):
@@ -29,11 +27,7 @@ class Teacher(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What a resumed training has to share with it; teachers of equal ``weights`` share a linear map."""
-
-    @property
-    def inputs(self) -> Inputs | None:
-        """What a data collator adds to a batch for it; None for nothing."""
+        """What a resumed training has to share with it."""
 
     @property
     def words(self) -> str:
@@ -51,17 +45,15 @@ class Teacher(Protocol):
 class TeacherDistance(LossTerm):
     """β times the mean over the global batch of ‖v − v_T‖² + ‖t − t_T‖², the squared distances to a teacher's.
 
-    Several captions of an image add up, and so do negative captions: the batch is its images.
-
-    Of several teachers it is the mean of their distances. Pairs that no teacher knows are left out of the mean. A
-    teacher of another width is compared with a linear map of the student's embeddings (without bias, then normalised),
-    which is trained with the model and not saved with it. CLIP-KD (arXiv 2307.12732) found this the best single term.
+    Several captions of an image add up, and so do negative captions: the batch is its images. Pairs that the teacher
+    does not know are left out of the mean. A teacher of another width is compared with a linear map of the student's
+    embeddings (without bias, then normalised), which is trained with the model and not saved with it. CLIP-KD (arXiv
+    2307.12732) found this the best single term.
 
     Args:
-        teachers: at least one; equally many on all processes.
         sides: of `SIDES`, those that are taught.
-        partial: whether a teacher may not know all pairs; equal on all processes.
-        width: that of the student's embeddings, where that of a teacher may differ.
+        partial: whether the teacher may not know all pairs; equal on all processes.
+        width: that of the student's embeddings, where that of the teacher may differ.
         seed: of the maps' first weights.
     """
 
@@ -70,7 +62,7 @@ class TeacherDistance(LossTerm):
 
     def __init__(
         self,
-        teachers: Sequence[Teacher],
+        teacher: Teacher,
         weight: float,
         sides: Sequence[str] = SIDES,
         *,
@@ -79,84 +71,56 @@ class TeacherDistance(LossTerm):
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        self.teachers = list(teachers)
-        self._weight, self._sides, self._partial = weight, list(sides), partial
+        self.teacher, self._weight, self._sides, self._partial = teacher, weight, list(sides), partial
         generator = torch.Generator().manual_seed(seed)
-        self._maps: dict[tuple[int, str], nn.Parameter] = {}
-        known = [
-            (teacher.options.get("weights", number), teacher.width) for number, teacher in enumerate(self.teachers)
-        ]
-        self._first = [known.index(one) for one in known]  # the teachers whose maps are used
-        for number, teacher in enumerate(self.teachers):
-            if teacher.width is None or width is None or teacher.width == width or self._first[number] < number:
-                continue
+        self._maps: dict[str, nn.Parameter] = {}
+        if teacher.width is not None and width is not None and teacher.width != width:
             for side in self._sides:  # as nn.Linear begins
                 drawn = torch.empty(teacher.width, width).uniform_(-(width**-0.5), width**-0.5, generator=generator)
-                self._maps[number, side] = nn.Parameter(drawn.to(device))
+                self._maps[side] = nn.Parameter(drawn.to(device))
 
     @property
     def options(self) -> dict[str, Any]:
-        return {f"teacher {n}: {key}": v for n, one in enumerate(self.teachers, 1) for key, v in one.options.items()}
+        return {f"teacher: {name}": value for name, value in self.teacher.options.items()}
 
     @property
     def card(self) -> Mapping[str, str]:
         taught = "image and text" if len(self._sides) == 2 else self._sides[0]
         through = ", through a linear map that was trained and is not saved" if self._maps else ""
         what = f"squared distance of the {taught} embeddings to the teacher's, weight {self._weight:g}{through}"
-        return {
-            "teacher" if len(self.teachers) == 1 else "teachers": "; ".join(t.words for t in self.teachers),
-            "taught by": what,
-        }
+        return {"teacher": self.teacher.words, "taught by": what}
 
     def parameters(self) -> Sequence[nn.Parameter]:
         return list(self._maps.values())
 
     def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        features: list[Tensor] = []
-        for teacher in self.teachers:
-            features += teacher.embed(inputs, frozen_outputs)
-            if self._partial:
-                features += teacher.known(inputs)
-        return tuple(features)
+        features = self.teacher.embed(inputs, frozen_outputs)
+        return (*features, *self.teacher.known(inputs)) if self._partial else features
 
     def value(self, features: Features, references: Features) -> Tensor:
-        places = [SIDES.index(side) for side in self._sides]
-        size = len(references) // len(self.teachers)
-        each = [references[first : first + size] for first in range(0, len(references), size)]
-        students = [[self._mapped(features[p], n, SIDES[p]) for p in places] for n in range(len(each))]
-        if not self._partial:
-            distances = []
-            for student, of_teacher in zip(students, each, strict=True):
-                of_towers = [
-                    (feature.float() - wanted.float()).square().sum()
-                    for feature, wanted in zip(student, of_teacher, strict=True)
-                ]
-                # With equal numbers of images on all processes, the mean over processes is that of the global batch.
-                distances.append(torch.stack(of_towers).sum() / len(features[0]))
-            return self._weight * (distances[0] if len(distances) == 1 else torch.stack(distances).mean())
-        # How many teachers know each image, and each text.
-        counts = [torch.stack([of_teacher[tower - 2] for of_teacher in each]).sum(0) for tower in (0, 1)]
+        wanted, known = (references[:-2], references[-2:]) if self._partial else (references, ())
         parts = []
-        for student, of_teacher in zip(students, each, strict=True):
-            for feature, wanted, tower in zip(student, of_teacher, places, strict=False):
-                distances_of_rows = (feature.float() - wanted.float()).square().sum(-1) / counts[tower].clamp(min=1)
-                parts.append(torch.where(of_teacher[tower - 2], distances_of_rows, 0.0).sum())
+        for side, of_teacher in zip(self._sides, wanted, strict=True):
+            tower = SIDES.index(side)
+            student = features[tower].float()
+            if (weight := self._maps.get(side)) is not None:
+                student = F.normalize(F.linear(student, weight), dim=-1)
+            squares = (student - of_teacher.float()).square()
+            parts.append(torch.where(known[tower], squares.sum(-1), 0.0).sum() if known else squares.sum())
+        if not known:
+            # With equal numbers of images on all processes, the mean over processes is that of the global batch.
+            return self._weight * (torch.stack(parts).sum() / len(features[0]))
         processes = Processes()
-        taught = processes.sum((counts[0] > 0).sum().float()).clamp(min=1)
+        taught = processes.sum(known[0].sum().float()).clamp(min=1)
         return self._weight * torch.stack(parts).sum() * processes.world_size / taught
 
-    def _mapped(self, student: Tensor, number: int, side: str) -> Tensor:
-        if (weight := self._maps.get((self._first[number], side))) is None:
-            return student
-        return F.normalize(F.linear(student.float(), weight), dim=-1)
-
     def state_dict(self) -> dict[str, Any]:
-        return {f"{number} {side}": weight.detach().cpu() for (number, side), weight in self._maps.items()}
+        return {side: weight.detach().cpu() for side, weight in self._maps.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for (number, side), weight in self._maps.items():
-            weight.copy_(state[f"{number} {side}"])
+        for side, weight in self._maps.items():
+            weight.copy_(state[side])
 
 
 class KeptFeatures(TeacherDistance):
@@ -167,4 +131,4 @@ class KeptFeatures(TeacherDistance):
     card: Mapping[str, str] = {}  # its option has a row
 
     def __init__(self, start: Start, weight: float) -> None:
-        super().__init__([start], weight)
+        super().__init__(start, weight)

@@ -12,11 +12,10 @@ epoch of a table that fits into memory. The note has the wall time.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import datasets
@@ -25,7 +24,8 @@ import torch
 import transformers
 
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset
-from hf_infcl.loading.stored_embeddings import RECORD, StoredEmbeddings, hashed, index_paths, of_caption
+from hf_infcl.data.store import Store, hashed, of_caption
+from hf_infcl.loading.sources import ROWS_OF_PART
 
 from . import common
 from .common import RESULTS, Row
@@ -51,10 +51,10 @@ def rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     yield {"implementation": "hf_infcl, random crop", "note": "decoded by PIL", **image}
     drawn = np.random.default_rng(0)
     keys = [str(row) for row in drawn.permutation(args.rows)[: args.pairs * args.rounds]]
-    write(folder, args.rows, keys)
+    parts = write(folder, args.rows, keys)
     times: dict[str, list[tuple[float, float]]] = {"first": [], "again": []}
     for first in range(0, len(keys), args.pairs):
-        stored = StoredEmbeddings(folder)  # as a worker maps the files
+        stored = {kind: Store(folder, kind, parts) for kind in ("images", "texts")}  # as a worker maps the files
         for found in times.values():
             found.append(seconds_per_pair(stored, keys[first : first + args.pairs]))
     for name, found in times.items():
@@ -63,41 +63,39 @@ def rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         yield words | cpu | {"ratio": round(cpu["ms"] / image["ms"], 4), "note": f"{wall['ms']:.3f} ms of wall time"}
 
 
-def seconds_per_pair(stored: StoredEmbeddings, keys: Sequence[str]) -> tuple[float, float]:
+def seconds_per_pair(stored: Mapping[str, Store], keys: Sequence[str]) -> tuple[float, float]:
     """The CPU and the wall time of the look-ups, for each pair."""
     captions = [of_caption(key, CAPTION) for key in keys]
     began = time.process_time(), time.perf_counter()
     for first in range(0, len(keys), BATCH):
         for kind, wanted in (("images", keys), ("texts", captions)):
-            _, known = stored.find(kind, wanted[first : first + BATCH])
+            _, known = stored[kind].find(wanted[first : first + BATCH])
             assert known.all()
     return (time.process_time() - began[0]) / len(keys), (time.perf_counter() - began[1]) / len(keys)
 
 
-def write(folder: Path, count: int, keys: Sequence[str]) -> None:
-    """A folder of so many embeddings, among them those of the keys, none of which is in the page cache."""
+def write(folder: Path, count: int, keys: Sequence[str]) -> int:
+    """Embeddings of so many rows, among them those of the keys, none of which is in the page cache; their parts."""
     drawn = np.random.default_rng(1)
-    part = drawn.standard_normal((8192, WIDTH)).astype(np.float16)
+    sizes = [min(ROWS_OF_PART, count - first) for first in range(0, count, ROWS_OF_PART)]
+    every = drawn.standard_normal((ROWS_OF_PART, WIDTH)).astype(np.float16)
+    places = [(part << 32) + np.arange(size, dtype=np.uint64) for part, size in enumerate(sizes)]
     for kind, known in (("images", keys), ("texts", [of_caption(key, CAPTION) for key in keys])):
         hashes = drawn.integers(0, 2**64, count, dtype=np.uint64)
         hashes[: len(keys)] = hashed(known)
-        hashes_path, rows_path, values_path = index_paths(folder, kind)
-        np.save(hashes_path, np.sort(hashes))
-        np.save(rows_path, drawn.permutation(count).astype(np.uint32))
-        if kind == "texts":  # the same values, at other places
-            os.link(index_paths(folder, "images")[2], values_path)
-            continue
-        values = np.lib.format.open_memmap(values_path, "w+", np.float16, (count, WIDTH))
-        for first in range(0, count, len(part)):
-            values[first : first + len(part)] = part[: count - first]
-        values.flush()
-        del values
+        index = np.stack((np.sort(hashes), drawn.permutation(np.concatenate(places))))
+        np.save(folder / f"{kind}.index.npy", index)
+        for part, size in enumerate(sizes):
+            name = f"-{part:05}-of-{len(sizes):05}.npy"
+            if kind == "texts":  # the same values, at other places
+                os.link(folder / f"images{name}", folder / f"{kind}{name}")
+            else:
+                np.save(folder / f"{kind}{name}", every[:size])
     for path in folder.iterdir():
         with path.open("rb") as file:
+            os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    of_model = {"model": "random", "weights": "", "fingerprint": ""}
-    record = {"format": "npy", "kinds": ["images", "texts"], "data": {"rows": count}, **of_model}
-    (folder / RECORD).write_text(json.dumps(record), encoding="utf-8")
+    return len(sizes)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,6 @@ import hf_infcl.windows.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
-from hf_infcl.windows.teachers import teacher_prefix
 from hf_infcl.windows.terms import TeacherDistance
 
 from . import peers
@@ -201,7 +199,7 @@ class InBatch:
     """A `hf_infcl.windows.terms.Teacher` whose embeddings are in the batch, as stored ones are."""
 
     names = ("stored_images", "stored_texts")
-    width, options, inputs, words = None, MappingProxyType({}), None, "stored"
+    width, options, words = None, MappingProxyType({}), "stored"
 
     def embed(self, inputs: Batch, frozen_outputs: Any) -> tuple[Tensor, Tensor]:
         images, texts = (inputs[name].float() for name in self.names)
@@ -221,15 +219,14 @@ class PooledInfCLTrainer(InfCLTrainer):
         device = None if self.args.offload_inputs else self.args.device
         pool = self.pool
         if any(isinstance(one, TeacherDistance) for one in self.window_step.extensions):
-            pool = [self._with_inputs_of_teachers(batch) for batch in pool]
+            pool = [self._with_embeddings(batch) for batch in pool]
         length, rows = self.args.max_steps * self.args.gradient_accumulation_steps, self._train_batch_size
         return Loader(pool, length, device, rows if self.args.divides_by_itself else None)
 
-    def _with_inputs_of_teachers(self, batch: Batch) -> Batch:
-        """A batch with random embeddings for `InBatch`, and with the tokens that a teacher online would read."""
+    def _with_embeddings(self, batch: Batch) -> Batch:
+        """A batch with random embeddings for `InBatch`."""
         shape = len(batch["pixel_values"]), self.model.config.projection_dim
-        stored = {name: F.normalize(torch.randn(shape), dim=-1).half() for name in InBatch.names}
-        return {**batch, **stored, f"{teacher_prefix(0)}input_ids": batch["input_ids"]}
+        return {**batch, **{name: F.normalize(torch.randn(shape), dim=-1).half() for name in InBatch.names}}
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Also creates Adam's state, which otherwise appears only after the first step: one step shows all memory."""
@@ -253,14 +250,14 @@ def train(
     phases: Phases | None = None,
     callbacks: Sequence[Any] = (),
     patch_dropout: float = 0.0,
-    teacher: str | None = None,
+    taught: bool = False,
     **options: Any,
 ) -> tuple[Clock, Any]:
     """Trains; returns the clock and the trainer.
 
     ``loss`` replaces `contrastive_loss` in InfCLTrainer, and its memory is recorded. ``phases`` measures InfCLTrainer's
-    phases. Its ``teacher`` is "stored", with embeddings that lie in the batch, or "online", a model of the same size.
-    The other trainers drop patches with the hook of InfCLTrainer's ``patch_dropout``, at each forward anew.
+    phases; if it is ``taught``, the embeddings of a teacher lie in the batch. The other trainers drop patches with the
+    hook of InfCLTrainer's ``patch_dropout``, at each forward anew.
     """
     on_gpu = torch.cuda.is_available()
     if patch_dropout and issubclass(trainer_class, InfCLTrainer):
@@ -282,13 +279,9 @@ def train(
             **options,
         )
         clock = Clock(args.device)
-        taught: dict[str, Any] = {}
-        if teacher == "stored":
-            taught["extensions"] = [TeacherDistance([InBatch()], 1.0)]
-        elif teacher == "online":
-            taught["teacher"] = copy.deepcopy(model)
+        term: dict[str, Any] = {"extensions": [TeacherDistance(InBatch(), 1.0)]} if taught else {}
         callbacks = [clock, *([phases] if phases else []), *callbacks]
-        trainer = trainer_class(model=model, args=args, callbacks=callbacks, **taught)
+        trainer = trainer_class(model=model, args=args, callbacks=callbacks, **term)
         trainer.pool = pool
         in_uint8, by_default = pool[0]["pixel_values"].dtype == torch.uint8, "global_batch_size" in options
         if in_uint8 or by_default:

@@ -10,8 +10,9 @@ such as "lemon svg theme".
 With ``oracle`` these are removed before the training; with ``cleaned``, those that a ledger calls wrong with at least
 this probability: the ledger of a training with ``leave_out`` and the same captions or, for a fine-tuning, of its start.
 ``teacher`` says how a teacher teaches:
-"stored" are its embeddings of the images as they are, "online" those of the augmented images. "wider" are the stored
-ones rotated into half as many dimensions more, which the student reaches through a trained linear map. "similarities"
+"stored" are its embeddings of the images as they are. Rows of "online", of the augmented images, were written before
+teachers that run with the student went. "wider" are the stored ones rotated into half as many dimensions more, which
+the student reaches through a trained linear map. "similarities"
 replace the distance to the stored ones by the cross-entropy of the batch's similarities, with this ``weight`` λ beside
 1 − λ of the contrastive loss, as OpenCLIP distils. ``taught_by`` is the teacher, which knows the right captions: a
 model of this size after this many times the samples, perhaps without the pairs of a vendor. What is ``trained_on``
@@ -140,12 +141,12 @@ def _term(job: Mapping[str, Any], data: dict[str, Any], folder: Path, width: int
         return TeacherSimilarities(job["weight"], log_scale.exp().item(), data["images"].device)
     sides = SIDES if job["side"] == "both" else [job["side"]]
     if job["teacher"] == "stored":
-        return TeacherDistance([FromBatch(sides)], job["weight"], sides)
+        return TeacherDistance(FromBatch(sides), job["weight"], sides)
     wider = 3 * width // 2
     axes = torch.linalg.qr(torch.randn(wider, width, generator=torch.Generator().manual_seed(0)))[0]
     data["stored"] = tuple(one @ axes.T.to(one.device) for one in data["stored"])
     on = {"seed": job["seed"], "device": data["images"].device}
-    return TeacherDistance([FromBatch(sides, wider)], job["weight"], sides, width=width, **on)
+    return TeacherDistance(FromBatch(sides, wider), job["weight"], sides, width=width, **on)
 
 
 @torch.no_grad()
@@ -238,11 +239,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
         gone = removed.tolist()
         changed["sources"] = ["removed" if bad else name for bad, name in zip(gone, data["sources"], strict=True)]
         sources = sources or sorted(set(data["sources"]))
-    if job["teacher"] == "online":
-        teacher = training.new_model(data, 0, toy=toy, size=job["taught_by"].split()[0]).to(device)
-        teacher.load_state_dict(torch.load(folder / f"model {job['taught_by']}.pt", weights_only=True))
-        guests["teacher"] = teacher
-    elif job["teacher"]:
+    if job["teacher"]:
         images, texts = torch.load(folder / f"stored {job['taught_by']}.pt", weights_only=True)
         changed["stored"] = images.to(device).float(), texts.to(device).float()[captions]
         guests["extensions"] = [_term(job, changed, folder, images.shape[1])]

@@ -39,13 +39,11 @@ def of_teachers() -> dict[str, list[dict[str, Any]]]:
             *({"seed": 2, **size} for size in ({}, tiny)),
             *({"seed": s, **stored_by(same), "side": side} for s in (0, 1, 2) for side in SIDES),
             *({"seed": s, **stored_by(same, weight=w)} for s in (1, 2) for w in (0.3, 4.0)),
-            {"seed": 2, **stored_by(same), "teacher": "online"},
             *({"seed": s, **stored_by(same), "options": {"contrastive_weight": 0.0}} for s in (1, 2)),
             *({"seed": s, **stored_by(same), "options": prefixes} for s in (1, 2)),
             *({"seed": s, "options": prefixes} for s in (1, 2)),
             *({"seed": s, **adamw} for s in (1, 2)),
             {"seed": 2, **stored_by(same), **adamw},
-            *({"seed": s, **stored_by(same), **tiny, "teacher": "online"} for s in seeds),
             *({"seed": s, "wrong": 0.5, **stored_by(same), "options": NOISY} for s in (1, 2)),
         ],
         "taught by large, more seeds": [
@@ -166,7 +164,6 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"seed": s, **tiny} for s in (0, 1)),
             *({"seed": s, **stored_by(same)} for s in (0, 1, 2)),
             *({"seed": s, **stored_by(same), **tiny} for s in (0, 1, 2)),
-            *({"seed": s, **stored_by(same), "teacher": "online"} for s in (0, 1)),
             *({"seed": s, **stored_by(same, weight=w)} for s in (0, 1) for w in (4.0, 0.3)),
             *({"seed": 0, **stored_by(same), "side": side} for side in ("image", "text")),
             *({"seed": s, **stored_by(same), **adamw} for s in (0, 1)),
@@ -204,8 +201,8 @@ def needed_by(job: Mapping[str, Any]) -> list[str]:
     averages, teacher = f"averages {job['wrong']}.pt", job["taught_by"]
     needed = {
         averages: job["cleaned"] and job["trained_on"] != "clip art",
-        f"stored {teacher}.pt": teacher and job["teacher"] != "online",
-        f"model {teacher}.pt": job["teacher"] in ("online", "similarities"),
+        f"stored {teacher}.pt": teacher,
+        f"model {teacher}.pt": job["teacher"] == "similarities",
         "model emoji.pt": job["trained_on"] == "clip art",
     }
     return [name for name, needs in needed.items() if needs]

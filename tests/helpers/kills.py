@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from . import models
 from .processes import context, join_group
+from .teachers import SIDES, Running, taught_by
 from .trainers import parameters, trainer_for
 
 # A checkpoint after every step makes about every second kill hit a save. With dropout the weights reveal a random state
@@ -120,8 +121,9 @@ def _rank(rank: int, port: int, folder: str, given: dict[str, Any], pipe: Any) -
     torch.set_num_threads(1)
     join_group(rank, 2, port, seconds=HANG / 2)
     data, shown = models.Pairs(40), models.Pairs(9)
-    sets = {"eval_dataset": shown, "teacher": models.siglip() if given else None}
-    run = trainer_for(folder, models.clip(dropout=0.3), data, **sets, **OPTIONS, **given)
+    model = models.clip(dropout=0.3)
+    teacher = taught_by(Running(models.siglip(), SIDES), model, 1.0) if given else {}
+    run = trainer_for(folder, model, data, eval_dataset=shown, **teacher, **OPTIONS, **given)
     run.train(resume_from_checkpoint="auto")
     if pipe is not None:
         pipe.send(parameters(run).numpy())  # a tensor would vanish with this process

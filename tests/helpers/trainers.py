@@ -41,10 +41,6 @@ PARTS += ("extensions", "optimizers")
 def trainer_for(folder: Any, model: Any = None, data: Any = None, **options: Any) -> InfCLTrainer:
     """A trainer of a small CLIP, by default on 40 pairs; images with captions are prepared by a small processor."""
     parts = {name: options.pop(name) for name in PARTS if name in options}
-    teacher = options.get("teacher")
-    is_option = isinstance(teacher, list) and all(isinstance(name, str) for name in teacher)
-    if teacher is not None and not is_option:
-        parts["teacher"] = options.pop("teacher")
     data = models.Pairs(40) if data is None else data
     if isinstance(data, ImageTextDataset) and "data_collator" not in options:
         parts = {"processing_class": clip_processor(), **parts}

@@ -21,7 +21,7 @@ from ...encoders.pooling import Pooling
 from ...evaluation.metrics import CEILING
 from ...evaluation.retrieval import recall_ceilings
 from ...loading.loaders import set_sizes, training_collator
-from ...loading.stored_teachers import stored_teachers
+from ...loading.stored_teachers import StoredTeacher, embedding_folders
 from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...shards.values import counted
@@ -121,8 +121,8 @@ def sets_to_check(
         **evaluation_datasets(columns, evaluation, data),
         **guard_datasets(columns, guards, evaluation, data),
     }
-    teachers, _ = stored_teachers(args.teacher_embeddings or [], [trained, *olds], args)  # which compares them
-    for teacher in teachers:
+    if args.teacher_embeddings is not None:
+        teacher = StoredTeacher(embedding_folders(args.teacher_embeddings), [trained, *olds], args)  # compares them
         print(f"Teacher: {teacher.words}, of {teacher.width} dimensions. They are of these pairs.")
     return sets
 

@@ -146,18 +146,12 @@ class EmbedOptions:
         "Column that names each row of a table. By default the path of its image, or else its number. The "
         "keys of a stream are the names of the samples, after that of the shard."
     )
-    format: Literal["parquet", "safetensors", "npy"] = command_option(
-        "The format of the files that are written. npy, which --dataset implies, is mapped into memory: a "
-        "training reads it with --teacher_embeddings.",
-        default="parquet",
+    format: Literal["npy", "parquet", "safetensors"] = command_option(
+        "The format of the files that are written. A training reads npy alone, with --teacher_embeddings.",
+        default="npy",
     )
     half_precision: bool = command_option(
         "With npy: 16 instead of 32 bits for each number, half of the disk.", default=False
-    )
-    views: int | None = command_option(
-        "With --dataset: embed so many augmented views of each image, those of the first epochs of a "
-        "training with this --augmentation and --seed, which then come again. By default, the images as they are.",
-        within=FROM_1,
     )
 
 

@@ -147,13 +147,12 @@ def read_alpha(option: str, value: str, guards: GuardOptions, evaluation: Evalua
     raise ValueError(f"--{option} must be 'auto' or a number from 0 (the start) to 1 (the end), got {value!r}.")
 
 
-def check_embedded(folders: Sequence[str] | None, words: Sequence[str]) -> None:
-    """Raises a ValueError if a folder of a teacher's embeddings does not exist, with the command that writes it.
+def check_embedded(folder: str | None, words: Sequence[str]) -> None:
+    """Raises a ValueError if the folder of a teacher's embeddings does not exist, with the command that writes it.
 
     ``words`` are the command line of the training, of which that command repeats what says which pairs it has.
     """
-    missing = next((folder for folder in folders or () if not Path(folder).exists()), None)
-    if missing is None:
+    if folder is None or Path(folder).exists():
         return
     command, is_of_pairs = [*(word for word in words[:1] if word.endswith(FILES)), "TEACHER"], False
     for word in words:
@@ -161,8 +160,8 @@ def check_embedded(folders: Sequence[str] | None, words: Sequence[str]) -> None:
             is_of_pairs = word[2:].partition("=")[0].replace("-", "_") in OF_PAIRS
         command += [word] * is_of_pairs
     raise ValueError(
-        f"--teacher_embeddings: there is no folder {missing}. With the folder or Hub id of the large model in place of "
-        f"TEACHER, this writes it: infcl embed {shlex.join([*command, '--output_dir', missing])}"
+        f"--teacher_embeddings: there is no folder {folder}. With the folder or Hub id of the large model in place of "
+        f"TEACHER, this writes it: infcl embed {shlex.join([*command, '--output_dir', folder])}"
     )
 
 

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import ConcatDataset
 
 from ...conversion.models import load, stated_licence
+from ...data import ImageTextDataset, ImageTextStream, load_pairs
+from ...data.columns import find_caption_column, find_image_column
+from ...data.images import ImageDataset
 from ...data.sets import SetSpec
+from ...loading.embedding import embed as embedded
+from ...loading.sources import ItemSource, ShardSource, TableSource, source_of_training
 from ...options.arguments import InfCLTrainingArguments
+from ...shards.names import IMAGE_EXTENSIONS
+from ...shards.opening import find_shards
+from ...shards.readers import ParquetReader, reader_of
 from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
-from ..embedding.embedding import embed as embedded
-from ..embedding.sources import make_source, make_sources
 from .command_options import ColumnOptions, DataOptions, EmbedOptions
 from .commands import OF_EMBEDDING
 from .datasets import replay_set, training_set
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
+
+if TYPE_CHECKING:
+    import datasets
 
 # What a training's file says of the machine and of chance. The rest is about the student.
 _OF_FILE = {"bf16", "use_cpu", "per_device_eval_batch_size", "dataloader_num_workers", "seed", "data_seed"}
@@ -29,21 +41,19 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     if namespace.data is None:
         if namespace.dataset is None:
             parser.error("Name the data to embed: DATA, or --dataset as in the training that will read the embeddings.")
-        folders = [*(namespace.teacher_embeddings or [])]
+        folder = namespace.teacher_embeddings
         parser.keep_only(namespace, OF_EMBEDDING | _OF_FILE | {"report_to"}, _OF_FILE)
-        if not parser.typed("output_dir") and len(folders) != 1:
-            parser.error("Name the folder for the embeddings with --output_dir, or with --teacher_embeddings.")
-        namespace.output_dir = namespace.output_dir if parser.typed("output_dir") else folders[0]
-        namespace.format = namespace.format if "format" in user_options else "npy"
+        if not parser.typed("output_dir"):
+            if folder is None:
+                parser.error("Name the folder for the embeddings with --output_dir, or with --teacher_embeddings.")
+            namespace.output_dir = folder
     options, _, _, data, columns, _, _, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if args.fsdp:
             raise ValueError("Every process embeds with the whole model. Omit the options of FSDP.")
         if namespace.data is None:
-            sources = make_sources(*_sets_to_embed(options, data, columns, args), options.views)
+            sources = make_sources(*_sets_to_embed(options, data, columns, args))
         else:
-            if options.views is not None:
-                raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
             spec = SetSpec.read("data", namespace.data)
             wanted = spec.wanted(vars(columns))
             source = make_source(
@@ -63,14 +73,14 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         if trainer.is_world_process_zero():
             of = {f"--{name}" if name else namespace.data: " and ".join(s.kinds) for name, s in sources.items()}
             print(*conversion, *[f"Embeds the {kinds} of {name}." for name, kinds in of.items()], sep="\n")
-    licence = stated_licence(namespace.encoder) if options.format == "npy" else None
+    licence = stated_licence(namespace.encoder)
     counts: dict[str, int] = {}
     for name, source in sources.items():
         with mistakes_in_one_line(parser.prog, of_libraries=False):
             source_counts = embedded(
                 source,
                 Path(args.output_dir, name),
-                trainer,
+                trainer.setup,
                 format=options.format,
                 half=options.half_precision,
                 licence=licence,
@@ -92,12 +102,102 @@ def _sets_to_embed(
     """New and old pairs, as a training reads them but for what changes images and captions."""
     if options.key_column:
         raise ValueError("--key_column has no effect with --dataset: a training finds pairs by row or sample. Omit it.")
-    if options.views is None:
-        data = replace(data, augmentation="none", min_side=None)
-    elif options.format != "npy" or data.augmentation == "none":
-        raise ValueError(
-            "--views are embeddings of augmented images for a training, which need --format npy and an --augmentation "
-            f"other than none, got {options.format} and {data.augmentation}."
-        )
-    data = replace(data, samples_per_epoch=1 if data.streaming else None)
+    data = replace(data, min_side=None, samples_per_epoch=1 if data.streaming else None)
     return training_set(data, columns, args), replay_set(data, columns, args)
+
+
+# ---- What is embedded ----
+
+
+def make_sources(
+    new: ImageTextDataset | ImageTextStream, old: ImageTextDataset | ImageTextStream | ConcatDataset[Any] | None
+) -> dict[str, ItemSource]:
+    """The sets of a training, by the names of their folders: the new pairs and, if there are any, the old ones."""
+    sets = [new, *([] if old is None else getattr(old, "datasets", [old]))]
+    names = ["dataset", *(f"replay_dataset_{number}" for number in range(1, len(sets)))]
+    return {name: source_of_training(one) for name, one in zip(names, sets, strict=True)}
+
+
+def found_columns(
+    features: datasets.Features, image_column: str, caption_column: str, named: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `table_source`."""
+    for option, column in (("image_column", image_column), ("caption_column", caption_column)):
+        if option in named:
+            _check_column(option, column, [*features])
+    images, captions = find_image_column(features, image_column), find_caption_column(features, caption_column)
+    if images not in features and captions not in features:
+        raise ValueError(
+            f"The data has neither images nor captions that could be found: its columns are {[*features]}. Name them "
+            "with --image_column and --caption_column."
+        )
+    return images if images in features else None, captions if captions in features else None
+
+
+def _check_column(option: str, column: str, names: Sequence[str]) -> None:
+    if column not in names:
+        raise ValueError(f"The data has no column {column!r}, which --{option} names. Its columns are {names}.")
+
+
+def shard_columns(
+    shards: Sequence[str], image_column: str, caption_column: str, named: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """The columns of images and captions in shards, by the names that `ImageTextStream` takes; see `found_columns`."""
+    reader = reader_of(shards)
+    features = reader.features(shards, image_column)
+    if reader is ParquetReader:
+        return found_columns(features, image_column, caption_column, named)
+    several = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
+    if "image" in (image_column, *features) or several:  # several are told by the reader, to which "image" is any
+        named = [option for option in named if option != "image_column"]
+    if caption_column == "caption" and caption_column not in features and "txt" in features:
+        features = {**features, "caption": features["txt"]}
+    images, captions = found_columns(features, image_column, caption_column, named)
+    return image_column if images or several else None, captions
+
+
+def make_source(
+    data: str,
+    image_column: str,
+    caption_column: str,
+    key_column: str | None,
+    named: Sequence[str],
+    *,
+    split: str,
+    name: str | None,
+    streaming: bool,
+    on_bad_sample: str,
+) -> ItemSource:
+    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `table_source`."""
+    if not streaming:
+        table, skips = load_pairs(data, split=split, name=name, image_column=image_column), on_bad_sample == "skip"
+        return table_source(table, image_column, caption_column, key_column, data, skips=skips, named=named)
+    if key_column:
+        raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
+    images, captions = shard_columns(find_shards(data, split=split), image_column, caption_column, named)
+    options: dict[str, Any] = {"image_column": images, "caption_column": captions, "on_bad_sample": on_bad_sample}
+    return ShardSource(ImageTextStream(data, split=split, **options))
+
+
+def table_source(
+    table: datasets.Dataset,
+    image_column: str,
+    caption_column: str,
+    key_column: str | None,
+    folder: str,
+    *,
+    skips: bool = False,
+    named: Sequence[str] = (),
+) -> TableSource:
+    """A table with the wanted columns, or else those of `find_image_column` and `find_caption_column`, if it has any.
+
+    ``named`` are the options of columns that must exist, because the user has set them.
+    """
+    if len(table) == 0:
+        raise ValueError("The data has no rows.")
+    if key_column is not None and "key_column" in named:
+        _check_column("key_column", key_column, table.column_names)
+    images, captions = found_columns(table.features, image_column, caption_column, named)
+    columns = {"caption_column": captions, "key_column": key_column}
+    dataset = ImageDataset(table, images, columns) if images else None
+    return TableSource(table, dataset, captions, key_column, folder=folder, skips=skips)

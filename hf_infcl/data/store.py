@@ -1,0 +1,166 @@
+"""A store of arrays by the keys of rows: written in parts, looked up at random."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from ..readable import describe, written_whole
+
+_MOST_OPEN = 128  # parts that a process maps at a time, since each takes a file descriptor
+_ROW = 2**32 - 1  # the lower half of a place, whose upper half is the part
+
+logger = logging.getLogger(__name__)
+
+
+class Store:
+    """Arrays [n, D] of one name in a folder, by the keys of their rows.
+
+    Part 2 of 10 is a file such as ``images-00002-of-00010.npy`` and, written before it, one that ends in ``.json``,
+    with its checksum, its keys and other lists with a value for each row. Once all parts are there, the index of
+    `finish` has the sorted hashes of all keys and the place of each. A look-up reads about thirty values of the index
+    and the row itself, so 10 million rows need no more memory than what was read last.
+    """
+
+    def __init__(self, folder: str | Path, name: str, parts: int) -> None:
+        self.folder, self.name = Path(folder), name
+        self._paths = [self.folder / f"{name}-{part:05}-of-{parts:05}.npy" for part in range(parts)]
+        self._index_path = self.folder / f"{name}.index.npy"
+        self._index: np.ndarray | None = None  # [2, n] uint64, once it is mapped into memory: hashes and places
+        self._open: dict[int, np.ndarray] = {}  # the parts that are
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_index": None, "_open": {}}  # another process maps the files itself
+
+    # ---- Writing ----
+
+    def lacks(self, part: int) -> bool:
+        """Whether a part is not there, or has changed since it was written."""
+        path, whole = self._paths[part], False
+        if path.exists():
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                whole = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["file"] == describe(path)
+            if not whole:
+                logger.warning("%s is damaged, or has no checksum. It is computed again.", path)
+        return not whole
+
+    def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None:
+        """Writes the rows [n, D] of a part, and what else is known of each, completely or not at all."""
+        with written_whole(self._paths[part]) as partial:
+            np.save(partial, values)
+            beside = {"file": describe(partial), "keys": list(keys), **columns}
+            self._paths[part].with_suffix(".json").write_text(json.dumps(beside), encoding="utf-8")
+
+    def finish(self) -> None:
+        """Writes the index of all parts."""
+        hashes, places = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+        for part, path in enumerate(self._paths):
+            keys = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["keys"]
+            hashes.append(hashed(keys))
+            places.append((part << 32) + np.arange(len(keys), dtype=np.uint64))
+        every = np.stack((np.concatenate(hashes), np.concatenate(places)))
+        with written_whole(self._index_path) as partial:
+            np.save(partial, every[:, every[0].argsort(kind="stable")])
+
+    @property
+    def is_finished(self) -> bool:
+        return self._index_path.exists()
+
+    # ---- Reading ----
+
+    def __len__(self) -> int:
+        return self._indexed().shape[1]
+
+    @property
+    def width(self) -> int:
+        """D; 0 if there are no rows."""
+        return self._first().shape[1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._first().dtype
+
+    def missing(self, keys: Sequence[str]) -> np.ndarray:
+        """Which of some keys have no row, [keys] bool; no row is read."""
+        return ~self._look_up(keys)[1]
+
+    def find(self, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of some keys [keys, D], zeros where there is none, and whether there is one, [keys] bool.
+
+        Raises:
+            ValueError: files are damaged.
+        """
+        places, known = self._look_up(keys)
+        values = np.zeros((len(keys), self.width), self.dtype)
+        try:
+            for row in np.flatnonzero(known):
+                values[row] = self._part(int(places[row]) >> 32)[int(places[row]) & _ROW]
+        except (IndexError, ValueError) as error:
+            raise ValueError(f"{self._damaged} ({error}). Compute them again.") from error
+        return values, known
+
+    def _look_up(self, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The places of some keys [keys], and whether they are there, [keys] bool."""
+        (hashes, places), wanted = self._indexed(), hashed(keys)
+        if len(hashes) == 0:
+            return np.zeros(len(keys), np.uint64), np.zeros(len(keys), bool)
+        at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
+        return places[at], hashes[at] == wanted
+
+    def _indexed(self) -> np.ndarray:
+        if self._index is None:
+            index = self._mapped(self._index_path)
+            if index.shape != (2, index.shape[-1]):
+                raise ValueError(f"{self._damaged} (an index of the shape {list(index.shape)}). Compute them again.")
+            self._index = index
+        return self._index
+
+    def _first(self) -> np.ndarray:
+        """The part of the row that is first in the index."""
+        return self._part(int(self._indexed()[1, 0]) >> 32) if len(self) else np.empty((0, 0), np.float32)
+
+    def _part(self, number: int) -> np.ndarray:
+        if number not in self._open:
+            if len(self._open) == _MOST_OPEN:
+                self._open.clear()
+            values: Any = self._mapped(self._paths[number])
+            if values.ndim != 2 or (self._open and values.shape[1] != self.width):
+                raise ValueError(f"{self._paths[number]} has the shape {list(values.shape)}")
+            # Or the system would read 128 KiB for each row of files that do not stay in memory anyway. Of smaller ones
+            # it should read ahead: the rows that come along are looked up later.
+            are_large = values[:1].nbytes * len(self) > psutil.virtual_memory().total / 2
+            if are_large and hasattr(mmap, "MADV_RANDOM"):  # which Windows lacks
+                values.base.madvise(mmap.MADV_RANDOM)
+            self._open[number] = values
+        return self._open[number]
+
+    def _mapped(self, path: Path) -> np.ndarray:
+        try:
+            mapped: np.ndarray = np.load(path, mmap_mode="r")
+        except (EOFError, OSError, ValueError) as error:
+            raise ValueError(f"{self._damaged} ({error}). Compute them again.") from error
+        return mapped
+
+    @property
+    def _damaged(self) -> str:
+        return f"The files of {self.name} in {self.folder} are damaged"
+
+
+def of_caption(key: str, caption: str) -> str:
+    """The key of the row of a caption: that of its pair, and the caption."""
+    return f"{key}\0{caption}"
+
+
+def hashed(keys: Iterable[str]) -> np.ndarray:
+    """[n] uint64: 8 bytes of the BLAKE2b hash of each key. Among 10 million, a collision has a probability of 3e-6."""
+    digests = [b"", *(hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)]
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)

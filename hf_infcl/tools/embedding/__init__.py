@@ -1,1 +1,0 @@
-"""Embeddings of whole collections: `infcl embed`."""
