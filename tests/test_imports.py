@@ -131,7 +131,6 @@ MUST_NOT_KNOW = {
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "data", "evaluation", "optimizers", "tools"),
     ),
-    "hf_infcl.micro_batches.search": ("hf_infcl", *HUGGING_FACE, *DISTRIBUTED),
     "hf_infcl.loading": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "loss", "evaluation", "optimizers", "tools"),

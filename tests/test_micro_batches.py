@@ -17,14 +17,12 @@ from torch.utils.data import default_collate
 
 from hf_infcl.checkpoints.record import RunRecord
 from hf_infcl.micro_batches import finding, repeating
-from hf_infcl.micro_batches.rows import repeated, split_batches
-from hf_infcl.micro_batches.search import Trial, find_graphs, find_micro_batch, find_texts_at_once
-from hf_infcl.micro_batches.trials import Trials
+from hf_infcl.micro_batches.finding import TEXTS_AT_ONCE, Trial, Trials, largest_that_fits, of_use
 from hf_infcl.options import batch_division
 from hf_infcl.options.batch_division import largest_micro_batch, possible_micro_batches
 from hf_infcl.passes.graph_budget import GraphBudget
 from hf_infcl.processes.collectives import OtherRankFailedError, Processes, alone
-from hf_infcl.windows.window import Window
+from hf_infcl.windows.window import Window, repeated, split_batches
 
 FREE: dict[str, Any] = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None}
 FOURS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
@@ -97,7 +95,9 @@ def test_sharded_weights_are_not_tried(tmp_path):
             mock.patch.object(finding, "memory_is_known", return_value=True),
             mock.patch.object(type(trainer.accelerator), "distributed_type", "FSDP"),
         ):
-            return finding.find_micro_batches(*searched), trainer.args.texts_at_once, trainer.args.retain_graphs
+            finding.find_micro_batches(*searched)
+        args = trainer.args
+        return args.per_device_train_batch_size, args.texts_at_once, args.retain_graphs
 
     with pytest.raises(ValueError, match="global_batch_size=16 needs a per_device_train_batch_size under FSDP"):
         search(global_batch_size=16)
@@ -138,28 +138,32 @@ class Memory:
 def test_the_search_finds_what_fits(own, capacity):
     memory = Memory(capacity, own)
     possible = [n for n in range(1, own + 1) if own % n == 0]
-    of_use = [n for n in possible if n <= 256 or n == own <= 1024]
-    found = find_micro_batch(memory, Trial(0), possible, own, int)
-    assert found == max(n for n in of_use if memory.taken(Trial(n)) <= capacity)
-    assert memory.trials <= 2 + math.ceil(math.log2(len(of_use) + 1))
+    sizes = [n for n in possible if n <= 256 or n == own <= 1024]
+    assert of_use(possible, own) == sizes
+    found = largest_that_fits(memory, Trial(0), "micro_batch", sizes)
+    assert found == max(n for n in sizes if memory.taken(Trial(n)) <= capacity)
+    assert memory.trials <= 2 + math.ceil(math.log2(len(sizes) + 1))
     count = own // found
-    texts = find_texts_at_once(memory, Trial(found), count, int, compiled=False)
+    texts = largest_that_fits(memory, Trial(found), "texts", [n for n in TEXTS_AT_ONCE if n <= count])
     assert texts == max(n for n in (1, 2, 4) if n <= max(1, count) and memory.taken(Trial(found, n)) <= capacity)
     memory.trials = 0
-    graphs = find_graphs(memory, Trial(found, texts), count, int)
+    graphs = largest_that_fits(memory, Trial(found, texts), "graphs", range(1, count + 1))
     assert graphs == max(n for n in range(1, count + 1) if memory.taken(Trial(found, texts, n)) <= capacity)
     assert memory.trials <= 6
 
 
-def test_nothing_fits_and_what_another_process_holds_counts():
+def test_nothing_fits_and_what_another_process_holds_counts(monkeypatch):
     memory = Memory(13, 64)
-    assert find_micro_batch(memory, Trial(0), [1, 2, 4], 64, int) == 0
-    assert find_graphs(memory, Trial(64), 3, int) == 1
+    assert largest_that_fits(memory, Trial(0), "micro_batch", [1, 2, 4]) == 0
+    assert largest_that_fits(memory, Trial(64), "graphs", range(1, 4)) == 1
     memory = Memory(10**6, 64)
-    assert find_micro_batch(memory, Trial(0), [16, 32, 64], 64, lambda n: min(n, 32)) == 32
-    assert find_texts_at_once(memory, Trial(16), 4, lambda n: min(n, 2), compiled=False) == 2
-    assert find_texts_at_once(memory, Trial(16), 4, int, compiled=True) == 1
-    assert find_graphs(memory, Trial(16), 4, lambda n: min(n, 3)) == 3
+    for of_another, trial, name, candidates in (
+        (32, Trial(0), "micro_batch", [16, 32, 64]),
+        (2, Trial(16), "texts", [2, 4]),
+        (3, Trial(16), "graphs", range(1, 5)),
+    ):
+        monkeypatch.setattr(Processes, "agree", lambda self, numbers, of=of_another: [numbers, [of]])
+        assert largest_that_fits(memory, trial, name, candidates) == of_another
 
 
 @pytest.mark.parametrize(("total", "expected"), [(80, 4), (75, 4), (74, 3), (40, 2), (39, 1), (20, 1)])

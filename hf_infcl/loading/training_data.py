@@ -13,11 +13,10 @@ from transformers.utils import logging
 from ..checkpoints.record import RunRecord
 from ..data.collator import DataCollator
 from ..encoders.dual_encoder import images_of
-from ..micro_batches.rows import split_batches
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes, announce_failure
 from ..processes.preemption import Interruptions
-from ..windows.window import Window
+from ..windows.window import Window, split_batches
 from .batch_checks import check_window
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .loaders import training_collator

@@ -1,32 +1,65 @@
-"""Finds, before the first step of a training, what its user has not chosen of the division of its global batch."""
+"""Finds, before the first step of a training, what its user has not chosen of the division of its global batch.
+
+Windows of the training are tried with the largest shapes: both passes and the loss, and no update.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
+from ..encoders.dual_encoder import TEXT_INPUTS
 from ..encoders.sharding import is_sharded
+from ..encoders.tower_outputs import other_forward
+from ..loss.cuda_graphs import forget_recordings
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_division import largest_micro_batch, possible_micro_batches
 from ..options.contrastive import DIVISION, SEARCHED
+from ..passes.graph_budget import MARGIN
 from ..passes.random_state import random_state_kept
-from ..processes.collectives import Processes, announce_failure, failures_announced
+from ..processes.collectives import Processes, alone, announce_failure, failures_announced
+from ..processes.phases import Phases
 from ..shards.values import counted
+from ..windows.extensions import Extension, LossTerm, StepChange, term_parameters
 from ..windows.setup import Setup
-from .search import ENOUGH, Trial, find_graphs, find_micro_batch, find_texts_at_once
-from .trials import Trials, memory_is_known, release_memory
+from ..windows.step import WindowStep
+from ..windows.texts import widened
+from ..windows.window import Window, repeated
 
+ENOUGH = 256  # pairs of a micro-batch with which a GPU is at its rate; what fits beyond it keeps graphs
+SINGLE = 4 * ENOUGH  # a window of up to so many pairs may be one micro-batch, which is encoded only once
+TEXTS_AT_ONCE = (2, 4)  # texts are shorter than images: a GPU is at its rate with more of them
+_STATE = 8  # bytes of an optimizer for each trained parameter: two moments in fp32
 _FOUND = (*DIVISION, *SEARCHED, "largest_micro_batch")
 
 logger = logging.get_logger(__name__)
+
+
+class Trial(NamedTuple):
+    """A window that is tried."""
+
+    micro_batch: int  # its pairs
+    texts: int = 1  # the micro-batches whose texts are encoded at once
+    graphs: int = 1  # the micro-batches whose graphs are kept
+
+
+# attempt(trial): the bytes that the window takes above its resting state, and those left over. Raises an
+# OutOfMemoryError if it does not fit.
+Attempt = Callable[[Trial], tuple[int, int]]
 
 
 def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
@@ -34,12 +67,15 @@ def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
     return {**{name: getattr(args, name) for name in _FOUND}, "asked": list(args.asked), "machines": _machines(args)}
 
 
+def memory_is_known(device: torch.device) -> bool:
+    """Whether a window that does not fit into the memory of a device raises an OutOfMemoryError."""
+    return device.type == "cuda"
+
+
 def find_micro_batches(
-    setup: Setup,
-    record: RunRecord | None,
-    batches_of: Callable[[], Iterable[Mapping[str, Tensor]]],
-) -> int:
-    """Sets ``texts_at_once``, ``retain_graphs``, accumulation and micro-batch, and returns the last; collective.
+    setup: Setup, record: RunRecord | None, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]
+) -> None:
+    """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs``; collective.
 
     Where a run resumes on the same machines, they are those of the checkpoint. Otherwise, values that the user has not
     set are found by trying, if the memory of the device is known and the model is not sharded. The micro-batch of a
@@ -53,93 +89,261 @@ def find_micro_batches(
         ValueError: not even one pair fits, what fits does not divide the global batch, or the model is sharded and no
             micro-batch is given.
     """
-    args = setup.args
+    args, began = setup.args, time.perf_counter()
     # Values that an earlier training of these arguments chose are chosen again; values that were set since then stay.
-    texts, graphs = (
-        (asked or "auto") if getattr(args, name) == args.found.get(name) else getattr(args, name)
-        for name, asked in zip(_FOUND[2:4], args.asked[2:], strict=True)
-    )
-    args.texts_at_once, args.retain_graphs, args.largest_micro_batch, args.found = texts, graphs, None, {}
+    for name, asked in zip(SEARCHED, args.asked[2:], strict=True):
+        if getattr(args, name) == args.found.get(name):
+            setattr(args, name, asked or "auto")
+    args.largest_micro_batch, args.found = None, {}
     if _resumed(args, record):
-        return args.per_device_train_batch_size
-    if is_sharded(setup.accelerator):
-        _decide_untried(args)
-        return args.per_device_train_batch_size
-    kept = _kept_by_stream(setup, record)
+        return
+    if is_sharded(setup.accelerator):  # nothing can be tried, because no process holds the whole model
+        if args.divides_by_itself:
+            raise ValueError(
+                f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP, "
+                "where none is tried before the model is sharded. Give it; the accumulation follows."
+            )
+        args.texts_at_once = str(args.texts_at_once).replace("auto", "1")
+        args.retain_graphs = "1" if args.asked[3] is None else args.retain_graphs
+        return
+    of_stream = record.micro_batches if record is not None and isinstance(setup.data, IterableDataset) else None
+    kept = (of_stream or {}).get(DIVISION[0], 0)
+    divides = args.divides_by_itself and kept not in possible_micro_batches(args)
+    if args.divides_by_itself and not divides:
+        _divide(args, kept)
     if not memory_is_known(args.device):
-        return args.per_device_train_batch_size
-    if not (args.divides_by_itself or args.gradient_accumulation_steps > 1):
+        return
+    if not args.divides_by_itself and args.gradient_accumulation_steps == 1:
         # A single micro-batch, which was given, is encoded once, with its own texts.
-        args.texts_at_once, args.retain_graphs = (value.replace("auto", "1") for value in (texts, graphs))
-        return args.per_device_train_batch_size
-    if not (args.divides_by_itself or texts == "auto" or (graphs == "auto" and not args.torch_compile)):
-        return args.per_device_train_batch_size
-    # ---- Of each decision, all processes take what all of them can hold ----
-    began, processes, pairs = time.perf_counter(), Processes(), args.global_batch_size // args.world_size
+        for name in SEARCHED:
+            setattr(args, name, getattr(args, name).replace("auto", "1"))
+        return
+    # A trial is not compiled, so `GraphBudget` measures the graphs of a compiled model.
+    tries_graphs = args.retain_graphs == "auto" and not args.torch_compile
+    if not (args.divides_by_itself or args.texts_at_once == "auto" or tries_graphs):
+        return
+    with failures_announced():
+        batch = _first_batch(setup, batches_of)
+    if not all(read for (read,) in Processes().agree([batch is not None])):  # which the training will say
+        return
+    with failures_announced():
+        trials = Trials(setup, batch)
+    trial = Trial(0, *(max(1, int(getattr(args, name).replace("auto", "1"))) for name in SEARCHED))
+    if divides:
+        _divide(args, _micro_batch(args, trials, trial))
+    trial = trial._replace(micro_batch=args.per_device_train_batch_size)
+    if args.texts_at_once == "auto":
+        # A compiled model launches few kernels: texts at once save as much time as the graphs that fit in their place,
+        # and it would have to be compiled twice, with texts and without.
+        most = args.gradient_accumulation_steps - Processes().grouped if trials.pads and not args.torch_compile else 1
+        trial = trial._replace(texts=largest_that_fits(trials, trial, "texts", [n for n in TEXTS_AT_ONCE if n <= most]))
+        args.texts_at_once = str(trial.texts)
+    if tries_graphs:
+        # See `Wrapper.most_graphs`. In a group of one process accelerate wraps no model.
+        most = args.gradient_accumulation_steps - (args.world_size > 1)
+        args.retain_graphs = str(largest_that_fits(trials, trial, "graphs", range(1, most + 1)) if most > 1 else 1)
+    args.found = {name: getattr(args, name) for name in _FOUND}
+    release_memory()
+    if args.process_index == 0:
+        factors = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {args.world_size}"
+        texts_of, graphs_of = args.texts_together, args.retain_graphs
+        logger.warning(
+            f"Global batch of {args.global_batch_size:,} pairs = {factors}"
+            + f", the texts of {texts_of} micro-batches at once" * (texts_of > 1)
+            + f", {graphs_of} graphs kept" * (graphs_of not in ("auto", "0", "1"))
+            + f": found in {time.perf_counter() - began:.0f} s. To fix it: "
+            + " ".join(f"--{name} {getattr(args, name)}" for name in _FOUND[:4])
+        )
 
-    def agree(number: int) -> int:
-        return int(min(number for (number,) in processes.agree([number])))
 
-    def attempt(trial: Trial) -> tuple[int, int]:
+def largest_that_fits(attempt: Attempt, trial: Trial, name: str, candidates: Sequence[int]) -> int:
+    """The largest of rising candidates for a field of a trial that fits on all processes, or else what it has there.
+
+    Graphs are many, and what is left of the memory says how many more fit: they are tried from the first one on. Of
+    other fields the largest one is tried first, and then the middle of those that are left. Collective.
+    """
+    fits, fails, of_first = 0, len(candidates), 0  # all before the one fit, and none from the other on
+    index = 0 if name == "graphs" else fails - 1
+    while fits < fails:
+        more = None
         try:
-            return trials(trial)
+            taken, left = attempt(trial._replace(**{name: candidates[index]}))
+            fits = index + 1
+            if name == "graphs" and index == 0:
+                # An upper bound, which includes the texts of several micro-batches, so that one more is always tried.
+                of_first, more = taken, max(1, left // max(1, taken))
+            elif name == "graphs":
+                more = left // max(1, (taken - of_first) // index)
         except torch.OutOfMemoryError:
-            raise
+            fails = index
         except Exception as error:
             announce_failure(error)
             raise
-
-    with failures_announced():
-        batch = _first_batch(setup, batches_of)
-    if not agree(batch is not None):  # which the training will say
-        return args.per_device_train_batch_size
-    with failures_announced():
-        trials = Trials(setup, batch, pairs=pairs)
-        trial = Trial(
-            args.per_device_train_batch_size,
-            1 if texts == "auto" else int(texts),
-            1 if graphs == "auto" else max(1, int(graphs)),
-        )
-    if args.divides_by_itself and not kept:
-        possible = possible_micro_batches(args)
-        fits = find_micro_batch(attempt, trial, possible, pairs, agree)
-        if fits == 0:
-            raise ValueError(
-                f"Not even micro-batches of {counted(possible[0], 'pair')} fit into the memory of every process. Pass "
-                "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
-            )
-        following = next((n for n in possible if n > fits), fits)
-        if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
-            fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= pairs], pairs, agree))
-        trial = replace(trial, micro_batch=largest_micro_batch(args, possible, fits))
-        _divide(args, trial.micro_batch)
-    count = -(-pairs // trial.micro_batch)
-    if texts == "auto":
-        most = count - processes.grouped if trials.pads else 1
-        trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, agree, compiled=args.torch_compile))
-        args.texts_at_once = str(trial.texts)
-    if graphs == "auto" and not args.torch_compile:  # a trial is not compiled, so `GraphBudget` measures those graphs
-        # See `Wrapper.most_graphs`. In a group of one process accelerate wraps no model.
-        most = max(1, count - 1) if processes.world_size > 1 else count
-        args.retain_graphs = str(find_graphs(attempt, trial, most, agree) if most > 1 else 1)
-    args.found = {name: getattr(args, name) for name in _FOUND}
-    release_memory()
-    if processes.rank == 0:
-        logger.warning(f"{_described(args)}: found in {time.perf_counter() - began:.0f} s. To fix it: {_words(args)}")
-    return args.per_device_train_batch_size
+        if fails == index:
+            release_memory()  # what the error held
+        if more == 0:
+            break
+        index = (fits + fails) // 2 if more is None else min(fails - 1, index + more)
+    found = candidates[fits - 1] if fits else getattr(trial, name)
+    return int(min(number for (number,) in Processes().agree([found])))
 
 
-def _decide_untried(args: InfCLTrainingArguments) -> None:
-    """Sets what was not given where nothing can be tried, because no process holds the whole model."""
-    if args.divides_by_itself:
+def _micro_batch(args: InfCLTrainingArguments, attempt: Attempt, trial: Trial) -> int:
+    """The micro-batch that fits and divides the global batch, and is not larger than is of use; collective."""
+    pairs, possible = args.global_batch_size // args.world_size, possible_micro_batches(args)
+    fits = largest_that_fits(attempt, trial, "micro_batch", of_use(possible, pairs))
+    if fits == 0:
         raise ValueError(
-            f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP, "
-            "where none is tried before the model is sharded. Give it; the accumulation follows."
+            f"Not even micro-batches of {counted(possible[0], 'pair')} fit into the memory of every process. Pass "
+            "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
         )
-    if args.texts_at_once == "auto":
-        args.texts_at_once = "1"
-    if args.asked[3] is None:
-        args.retain_graphs = "1"
+    following = next((n for n in possible if n > fits), fits)
+    if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
+        powers = of_use([2**n for n in range(9) if 2**n <= pairs], pairs)
+        fits = max(fits, largest_that_fits(attempt, trial, "micro_batch", powers))
+    return largest_micro_batch(args, possible, fits)
+
+
+def of_use(sizes: Iterable[int], pairs: int) -> list[int]:
+    """The micro-batches, of those sizes, that may be tried for a window of so many pairs on this process."""
+    return [n for n in sizes if n <= ENOUGH or n == pairs <= SINGLE]
+
+
+class Trials:
+    """Tries windows on this process alone, whatever the other processes do.
+
+    Args:
+        batch: one of its data loader, whose rows are repeated.
+
+    Attributes:
+        pads: whether texts are padded to one length, or to the longest one of their batch.
+    """
+
+    def __init__(self, setup: Setup, batch: Mapping[str, Any]) -> None:
+        args, collator = setup.args, setup.collator
+        self._setup, self._pairs = setup, args.global_batch_size // args.world_size
+        self._grouped = Processes().grouped
+        # Texts are padded to the longest one of their batch, or all to one length. Other collators may return any.
+        self._padding: Mapping[str, int] | None = getattr(collator, "text_padding", None)
+        longest = args.max_text_tokens or getattr(collator, "max_length", None)
+        self._batch = _with_longest_texts(batch, None if self._padding is None else longest)
+        all_to_one = getattr(collator, "text_options", {}).get("padding") == "max_length"
+        self.pads = all_to_one or self._padding is not None
+
+    def __call__(self, trial: Trial) -> tuple[int, int]:
+        """Tries a window.
+
+        Returns:
+            The bytes that it takes beside the weights, their gradients and the optimizer, and those that are left.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        setup = self._setup
+        undo = undoing(setup.encoder.model, setup.extensions)
+        try:
+            with random_state_kept(setup.args.device), alone(), _as_prepared(setup.encoder.model, setup.accelerator):
+                return self._run(trial)
+        finally:
+            undo()
+
+    def _run(self, trial: Trial) -> tuple[int, int]:
+        args, device = copy.copy(self._setup.args), self._setup.args.device
+        args.retain_graphs = str(trial.graphs)
+        args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
+        # Those that only look, or keep what they have seen, would take the trial for a step.
+        changing = [one for one in self._setup.extensions if isinstance(one, (LossTerm, StepChange))]
+        step = WindowStep(
+            replace(self._setup, args=args, extensions=changing),
+            self._setup.encoder.model,
+            rows_of_dataset=lambda places: [],
+            phases=Phases(),
+        )
+        step.windows = 1  # the first one of a training is looked at more closely
+        batch = repeated(self._batch, trial.micro_batch)
+        count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
+        batches = [{name: copy.deepcopy(value) for name, value in batch.items()} for _ in range(count)]
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        reserved = torch.empty(self._reserve(trial, batch, count), dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            # As a window of the training, which keeps what was loaded.
+            window = Window(batches, self._padding, trial.texts, last_has_texts=self._grouped, keeps_loaded=True)
+            step.run(self._setup.encoder.model, window, 0)
+        finally:
+            step.close()
+        if device.type != "cuda":
+            return 1, 0
+        peak = torch.cuda.max_memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(1, peak - before - len(reserved)), free + torch.cuda.memory_reserved(device) - peak
+
+    def _reserve(self, trial: Trial, batch: Mapping[str, Tensor], count: int) -> int:
+        """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
+        args, encoder = self._setup.args, self._setup.encoder
+        if args.device.type != "cuda":
+            return 0
+        trained = sum(p.numel() for p in encoder.model.parameters() if p.requires_grad)
+        of_each = _STATE + 4 * (args.world_size > 1)  # and DDP's buckets
+        of_inputs = sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
+        loaded = 0 if args.offload_inputs else max(0, self._pairs // trial.micro_batch - count) + 1  # and the next one
+        of_features = 4 * encoder.width() * (4 * args.global_batch_size + 8 * self._pairs)
+        total = torch.cuda.get_device_properties(args.device).total_memory
+        return int(trained * of_each + loaded * of_inputs + of_features + MARGIN * total)
+
+
+def _with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
+    """A batch all of whose texts have so many tokens; None for as many as the longest of the batch may have."""
+    inputs = dict(batch)
+    for name in (name for name in TEXT_INPUTS if name in inputs):
+        tokens: Tensor = inputs[name]
+        if longest is not None and tokens.shape[1] < longest:
+            inputs[name] = widened(tokens, longest, 0)
+    if "attention_mask" in inputs:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    return inputs
+
+
+@contextmanager
+def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """The context in which a model computes in the precision of the training, as accelerate will prepare it."""
+    forward = model.forward
+    scaler, accelerator.scaler = accelerator.scaler, None
+
+    @functools.wraps(forward)
+    def in_precision(*inputs: object, **named: object) -> Any:
+        with accelerator.autocast():
+            return convert_outputs_to_fp32(forward)(*inputs, **named)
+
+    try:
+        with other_forward(model, in_precision):
+            yield
+    finally:
+        accelerator.scaler = scaler
+
+
+def undoing(model: nn.Module, extensions: Sequence[Extension]) -> Callable[[], None]:
+    """Returns a function that undoes a step before the optimizer's: gradients go, buffers become what they are now."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def undo() -> None:
+        for parameter in (*model.parameters(), *term_parameters(extensions)):
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+    return undo
+
+
+def release_memory() -> None:
+    """Gives back what a window that did not fit has left."""
+    forget_recordings()
+    clear_device_cache(garbage_collection=True)
+
+
+# ---- What is not tried ----
 
 
 def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Any:
@@ -147,15 +351,13 @@ def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Mapping[str, Te
 
     A worker loads it where the training has workers: a generator of the dataset's own then stays where it was.
     """
-    args: Any = setup.args
-    one = {"dataloader_num_workers": min(1, args.dataloader_num_workers), "dataloader_persistent_workers": False}
-    before = {name: getattr(args, name) for name in one}
+    args = setup.args
+    workers, args.dataloader_num_workers = args.dataloader_num_workers, min(1, args.dataloader_num_workers)
     try:
-        vars(args).update(one)
         with random_state_kept(args.device):
             return next(iter(batches_of()), None)
     finally:
-        vars(args).update(before)
+        args.dataloader_num_workers = workers
 
 
 def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
@@ -171,35 +373,9 @@ def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
     return True
 
 
-def _kept_by_stream(setup: Setup, record: RunRecord | None) -> bool:
-    """Takes the micro-batch of the checkpoint for a stream, if it divides the global batch on these processes."""
-    args = setup.args
-    if record is None or record.micro_batches is None or not isinstance(setup.data, IterableDataset):
-        return False
-    before = record.micro_batches[DIVISION[0]]
-    if not args.divides_by_itself or before not in possible_micro_batches(args):
-        return False
-    _divide(args, before)
-    return True
-
-
 def _divide(args: InfCLTrainingArguments, micro_batch: int) -> None:
     args.per_device_train_batch_size = micro_batch
     args.gradient_accumulation_steps = args.global_batch_size // args.world_size // micro_batch
-
-
-def _described(args: InfCLTrainingArguments) -> str:
-    """The division of a global batch in words."""
-    texts, graphs = args.texts_together, args.retain_graphs
-    more = [f"the texts of {texts} micro-batches at once"] if texts > 1 else []
-    more += [f"{graphs} graphs kept"] if graphs not in ("auto", "0", "1") else []
-    factors = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {args.world_size}"
-    return ", ".join([f"Global batch of {args.global_batch_size:,} pairs = {factors}", *more])
-
-
-def _words(args: InfCLTrainingArguments) -> str:
-    """The options that fix the division, as the command takes them."""
-    return " ".join(f"--{name} {getattr(args, name)}" for name in _FOUND[:4])
 
 
 def _machines(args: InfCLTrainingArguments) -> list[str]:

@@ -12,14 +12,11 @@ from transformers.utils import logging
 
 from ..encoders.sharding import is_sharded
 from ..options.batch_division import possible_micro_batches
-from ..processes.collectives import OtherRankFailedError
-from ..windows.extensions import term_parameters
+from ..processes.collectives import OtherRankFailedError, alone
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
-from ..windows.window import Window
-from .rows import split_batches
-from .search import Trial, find_micro_batch
-from .trials import Trials, memory_is_known, release_memory
+from ..windows.window import Window, split_batches
+from .finding import Trial, Trials, largest_that_fits, memory_is_known, of_use, release_memory, undoing
 
 logger = logging.get_logger(__name__)
 
@@ -46,8 +43,9 @@ def run_repeating(step: WindowStep, model: nn.Module, data: HasWindow, number: i
     args = setup.args
     while True:
         window = data.window
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if window.loaded else []
         largest = max(window.sizes[0])
+        # As before the step, if it is repeated.
+        undo = undoing(model, step.extensions) if window.loaded else None
         try:
             loss = step.run(model, window, number)
             window.loaded.clear()
@@ -61,13 +59,9 @@ def run_repeating(step: WindowStep, model: nn.Module, data: HasWindow, number: i
             lacks_memory = torch.OutOfMemoryError.__name__ in str(error)
             if not (step.repeats and _may_take_less(step, window) and lacks_memory):
                 raise
-        # ---- As before the step; the errors, which hold memory, are gone ----
-        model.zero_grad()
-        for parameter in term_parameters(step.extensions):
-            parameter.grad = None
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        # ---- The errors, which hold memory, are gone ----
+        assert undo is not None
+        undo()
         if (graphs := step.memory.graph_budget.kept) > 1:
             step.memory.keep_fewer_graphs()
             had, now, rounding = f"{graphs} graphs kept", graphs - 1, ""
@@ -124,5 +118,7 @@ def _fitting(setup: Setup, window: Window) -> int:
     pairs = args.global_batch_size // args.world_size
     possible = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]
     with suppress(Exception):  # the error that is told is that of the step
-        return find_micro_batch(Trials(setup, batch, pairs=pairs), Trial(1), possible, pairs, int)
+        trials = Trials(setup, batch)
+        with alone():
+            return largest_that_fits(trials, Trial(0), "micro_batch", of_use(possible, pairs))
     return 0

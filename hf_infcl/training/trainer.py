@@ -146,7 +146,8 @@ class InfCLTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         batches = partial(loaders.checked_batches, self.get_train_dataloader, self.setup.equal_ids)
-        self._train_batch_size = find_micro_batches(self.setup, self.resumption.record, batches)  # checkpointing is on
+        find_micro_batches(self.setup, self.resumption.record, batches)  # checkpointing is on
+        self._train_batch_size = self.args.per_device_train_batch_size
         return super()._inner_training_loop(*args, **kwargs)
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:

@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..encoders.dual_encoder import images_of
+from ..encoders.dual_encoder import TEXT_INPUTS, images_of
 from ..loss import contrastive_loss
 from ..passes.grad_cache import Features
 from .texts import deal_texts
+
+# What a batch has for each text. Every other tensor has a row for each image.
+_OF_TEXTS = (*TEXT_INPUTS, "start_texts", "teacher_texts", "teacher_known_texts")
 
 
 @dataclass
@@ -230,3 +233,71 @@ def positive_cosines(window: Window, features: Features) -> Tensor:
         parts = torch.stack((parts[0], ~replayed, replayed))
     parts = parts.to(images.device)
     return torch.stack(((parts * cosines).sum(1), parts.sum(1)))
+
+
+# ---- Batches with some of the images of another one ----
+
+
+def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) -> list[Any]:
+    """The batches of a window in their order, split equally into parts of at most ``largest`` images; None splits none.
+
+    Images keep their order. The captions of an image stay with it, and negative captions are shared equally.
+    """
+    if largest is None:
+        return list(batches)
+    parts: list[Any] = []
+    for batch in batches:
+        images = len(images_of(batch))
+        count = -(-images // largest)
+        shares = (rows.tensor_split(count) for rows in (torch.arange(images), _negatives(batch)))
+        parts += [batch] if count == 1 else [_rows(batch, *share) for share in zip(*shares, strict=True)]
+    return parts
+
+
+def repeated(batch: Mapping[str, Tensor], images: int) -> dict[str, Any]:
+    """A batch of so many images, which are those of another one in turn."""
+    of_batch, negatives = len(images_of(batch)), _negatives(batch)
+    return _rows(batch, torch.arange(images) % of_batch, negatives.repeat(-(-images // of_batch)))
+
+
+def _negatives(batch: Mapping[str, Tensor]) -> Tensor:
+    """The places of the texts that belong to no image, [negatives] int64."""
+    belongs = batch.get("caption_image")
+    return torch.empty(0, dtype=torch.int64) if belongs is None else (belongs.cpu() < 0).nonzero().flatten()
+
+
+def _rows(batch: Mapping[str, Tensor], images: Tensor, negatives: Tensor) -> dict[str, Any]:
+    """The batch of some images of another one, with their texts.
+
+    Args:
+        batch: as a data collator returned it; its texts have not been dealt out.
+        images: [images] int64 on the CPU, the rows of the images.
+        negatives: [texts] int64 on the CPU, the rows of negative captions to take along.
+    """
+    count, texts, caption_image = len(images_of(batch)), images, None
+    if (belongs := batch.get("caption_image")) is not None:
+        # [images, texts]: in the order of the images, and of the texts of each of them.
+        of_images, rows = (images[:, None] == belongs.cpu()[None]).nonzero(as_tuple=True)
+        texts = torch.cat((rows, negatives))
+        caption_image = torch.cat((of_images, torch.full_like(negatives, -1)))
+    inputs: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name == "new_images":  # the first ones
+            inputs[name] = int((images < value).sum())
+        elif name == "caption_image":
+            assert caption_image is not None
+            inputs[name] = caption_image.to(value.device)
+        elif isinstance(value, Tensor) and name in _OF_TEXTS:
+            inputs[name] = _taken(value, texts)
+        elif isinstance(value, Tensor) and value.dim() and len(value) == count:
+            inputs[name] = _taken(value, images)
+        else:
+            inputs[name] = value
+    return inputs
+
+
+def _taken(value: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor, without a copy if they are consecutive."""
+    if len(rows) and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows))):
+        return value[int(rows[0]) : int(rows[0]) + len(rows)]
+    return value[rows.to(value.device)]

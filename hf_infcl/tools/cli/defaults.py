@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from ...data.images import ImageDataset
 from ...evaluation.metrics import METRICS, metrics_of_kind
 from ...loading.replay import Replayed
-from ...micro_batches.trials import memory_is_known
+from ...micro_batches.finding import memory_is_known
 from ...options.arguments import InfCLTrainingArguments
 from ...options.best_metric import check_metric, metrics_of, use_of_metric
 from ...options.combinations import check_command
