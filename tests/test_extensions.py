@@ -219,7 +219,7 @@ def test_numbers_and_options_of_an_extension_become_json(tmp_path):
         (Returns(), "must be a list of objects of the classes .*, got Returns"),
         ({"one": Returns()}, "got dict"),
         ([WindowsSeen(), WindowsSeen()], "Several extensions of the step have the name 'windows_seen'"),
-        ([Returns(name="term_values")], "have the name 'term_values': tower_norms, positive_cosines, term_values"),
+        ([Returns(name="tower_norms")], "have the name 'tower_norms': tower_norms, positive_cosines, tower_norms"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

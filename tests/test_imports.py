@@ -122,11 +122,10 @@ MUST_NOT_KNOW = {
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "data", "evaluation", "optimizers", "tools"),
     ),
+    "hf_infcl.windows.number_checks": (*TRAINER[:2], *MODELS, *inside("kernels", "data", "optimizers")),
     "hf_infcl.windows.observers": (*TRAINER[:2], *MODELS, *inside("kernels", "data", "optimizers", "options")),
     "hf_infcl.windows.start": (*TRAINER[:2], *MODELS, *inside("kernels", "loss", "data", "optimizers", "options")),
     "hf_infcl.windows.window": (*HUGGING_FACE, *DISTRIBUTED, *inside("kernels", "data", "options")),
-    "hf_infcl.windows.nonfinite": (*HUGGING_FACE, *inside("kernels", "loss", "data", "options")),
-    "hf_infcl.windows.skipping": ("torch.autograd", "accelerate", *inside("kernels", "loss", "data", "options")),
     "hf_infcl.micro_batches": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "data", "evaluation", "optimizers", "tools"),

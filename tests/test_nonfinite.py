@@ -10,7 +10,7 @@ from helpers.processes import on_ranks
 from helpers.trainers import StopAt, parameters, trained, trainer_for
 from transformers import TrainerCallback
 
-from hf_infcl.windows.skipping import SkippedWindows
+from hf_infcl.windows.number_checks import SkippedWindows
 from hf_infcl.windows.window import WindowLoss
 
 # The second of three windows is bad. Rows are not shuffled.

@@ -15,8 +15,7 @@ from hf_infcl.processes.phases import Phases
 from hf_infcl.training.loop_events import LoopEvents
 from hf_infcl.training.progress import Progress
 from hf_infcl.training.resuming import Resumption
-from hf_infcl.windows.number_checks import NumberChecks
-from hf_infcl.windows.skipping import SkippedWindows
+from hf_infcl.windows.number_checks import NumberChecks, SkippedWindows
 from hf_infcl.windows.step import WindowStep
 from hf_infcl.windows.window import Window
 

@@ -1,25 +1,103 @@
-"""Looks at the loss and gradient of each window, so that windows which must not change the weights do not."""
+"""Looks at the loss and gradient of each window, so that windows which must not change the weights do not.
+
+Every process decides by the same numbers, so all of them skip the same windows.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from ..encoders.dual_encoder import DualEncoder
+from ..checkpoints.record import RunRecord
 from ..passes.grad_cache import CachedWindow
-from .nonfinite import RowsOfDataset, all_finite, describe_rows, finite_rows, of_all_ranks, parameters_not_finite
-from .skipping import SkippedWindows
+from ..processes.collectives import Processes, by_rank
+from .setup import Setup
 from .window import MicroBatch, Window
 
 logger = logging.get_logger(__name__)
+
+_MOST_NAMES = 8  # in a message
+_KINDS = ("image embeddings", "text embeddings")
+
+RowsOfDataset = Callable[[Sequence[tuple[int, int]]], list[int]]
+
+
+class SkippedWindows:
+    """Decides which windows are skipped. A skipped window changes no weight, no buffer, no optimizer and no schedule.
+
+    ``most`` is the maximum number of windows to skip in a row.
+    """
+
+    def __init__(self, most: int, resumed: RunRecord | None = None) -> None:
+        self._most = most
+        self._in_a_row = 0 if resumed is None else resumed.skipped_in_a_row  # skipped just before the current window
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self.skipping = False  # the current window
+        # Skipped since the run began, including those with an overflow in fp16.
+        self.count = 0 if resumed is None else resumed.skipped_windows
+        self.last_loss = 0.0 if resumed is None else resumed.last_loss  # of the last window that was trained
+
+    def begin_window(self, buffers: Iterable[Tensor]) -> None:
+        """Begins a window. ``buffers`` are tensors that its forwards may change, such as statistics of batch norms."""
+        self.skipping = False
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers] if self._most > 0 else []
+
+    def end_window(self, loss: float) -> None:
+        """Ends a window that was trained."""
+        self._in_a_row, self.last_loss = 0, loss
+
+    def refuse(self, problem: str) -> None:
+        """Skips the present window, or ends the training if as many as are allowed were skipped just before it.
+
+        ``problem`` is a sentence that says which numbers are not finite.
+
+        Raises:
+            ValueError: no more windows may be skipped.
+        """
+        if self._in_a_row >= self._most:
+            before = f" Steps skipped just before it: {self._in_a_row}." if self._in_a_row else ""
+            raise ValueError(
+                f"{problem}{before} The weights are those after the last step. Look at the data of this batch, lower "
+                "the learning rate, use bf16 instead of fp16, or skip such steps with skip_nonfinite."
+            )
+        self._in_a_row += 1
+        logger.warning(f"{problem} The step is skipped ({self._in_a_row} in a row; skip_nonfinite is {self._most}).")
+        self.skipping = True
+        self.count += 1
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+    def skipped_by_scaler(self, scale: float) -> None:
+        """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
+
+        ``scale`` is the factor by which the scaler multiplies the loss of the next window.
+
+        Raises:
+            ValueError: the gradient overflows although it is not scaled up.
+        """
+        self.count += 1
+        if scale < 1:
+            raise ValueError(
+                f"The gradient is not finite in fp16, although the loss is scaled by {scale:g} only. The weights are "
+                "those after the last step that was not skipped. Use bf16 instead of fp16, or lower the learning rate."
+            )
+
+    def record(self) -> dict[str, Any]:
+        """The fields of `RunRecord` that this state continues from."""
+        return {"skipped_windows": self.count, "skipped_in_a_row": self._in_a_row, "last_loss": self.last_loss}
+
+    def logs(self) -> dict[str, float]:
+        """``skipped_windows``, the number since the run began, if any were skipped."""
+        return {"skipped_windows": self.count} if self.count else {}
 
 
 class NumberChecks:
@@ -29,18 +107,10 @@ class NumberChecks:
         rows_of_dataset: as for `describe_rows`.
     """
 
-    def __init__(
-        self,
-        skipped: SkippedWindows,
-        encoder: DualEncoder,
-        accelerator: Accelerator,
-        *,
-        rows_of_dataset: RowsOfDataset,
-    ) -> None:
-        self.skipped = skipped
-        self._encoder, self._accelerator = encoder, accelerator
+    def __init__(self, setup: Setup, record: RunRecord | None, rows_of_dataset: RowsOfDataset) -> None:
+        self.skipped = SkippedWindows(setup.args.skip_nonfinite, record)
+        self._encoder, self._accelerator = setup.encoder, setup.accelerator
         self._rows_of_dataset = rows_of_dataset
-        self._fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._loss = math.nan
         self._scale = math.inf  # of the scaler of fp16
         self._parameters: list[nn.Parameter] = []  # that are trained, listed once for a window
@@ -49,7 +119,7 @@ class NumberChecks:
         self._finite_gradients: list[Tensor] = []
         self._has_warned_of_zero = False
 
-    def begin_window(self, model: nn.Module, of_terms: Sequence[nn.Parameter] = ()) -> None:
+    def begin_window(self, model: nn.Module, of_terms: Sequence[nn.Parameter]) -> None:
         """Begins a window, before its first forward. ``of_terms`` are trained beside the model."""
         self.skipped.begin_window(model.buffers())
         self._parameters, self._of_terms = [*model.parameters(), *of_terms], of_terms
@@ -86,7 +156,7 @@ class NumberChecks:
         """
         if self._accelerator.scaler is not None:  # the gradient of the scaled loss may overflow, which skips the step
             return
-        if self._fsdp and not last:
+        if self._accelerator.distributed_type == DistributedType.FSDP and not last:
             return
         finite = all_finite([p.grad for p in self._parameters if p.grad is not None])
         if not last or self._accelerator.num_processes == 1:
@@ -148,3 +218,64 @@ class NumberChecks:
                 "so well that the loss rounds to 0."
             )
         return self.skipped.logs()
+
+
+# ---- Rows and parameters whose numbers are not finite, described for all processes ----
+
+
+def finite_rows(features: Iterable[Tensor]) -> list[Tensor]:
+    """For each tensor [rows, ...] whether the values of each row are finite, [rows] bool."""
+    return [feature.isfinite().flatten(1).all(1) for feature in features]
+
+
+def describe_rows(finite: Sequence[Tensor], sizes: Sequence[Sequence[int]], rows_of_dataset: RowsOfDataset) -> str:
+    """The rows of all processes' windows with values that are not finite, as a phrase; collective.
+
+    Args:
+        finite: for images and texts, whether the values of each row are finite, [rows of the window] bool.
+        sizes: for images and texts, the number of rows in each micro-batch.
+        rows_of_dataset: the rows of the training set for places (micro-batch, row); empty if they are not known. It is
+            not asked for texts that are more than the images: several captions or negative ones.
+
+    Returns:
+        The same on every process, such as ``rank 1: image embeddings of micro-batch 0, row 3 (17 of the training
+        set)``; empty if all rows are finite.
+    """
+    parts = []
+    for kind, rows, sizes_of_kind in zip(_KINDS, finite, sizes, strict=True):
+        bad = (~rows).nonzero().flatten().tolist()
+        places_of_rows = [(index, row) for index, size in enumerate(sizes_of_kind) for row in range(size)]
+        places = [places_of_rows[row] for row in bad[:_MOST_NAMES]]
+        rows_known = rows_of_dataset(places) if sizes_of_kind == sizes[0] else []
+        known = [f" ({row} of the training set)" for row in rows_known] or [""] * len(places)
+        named = [f"micro-batch {index}, row {row}{name}" for (index, row), name in zip(places, known, strict=True)]
+        if len(bad) > len(places):
+            named.append(f"{len(bad) - len(places)} more rows")
+        if bad:
+            parts.append(f"{kind} of {'; '.join(named)}")
+    return of_all_ranks(" and ".join(parts))
+
+
+def all_finite(gradients: Sequence[Tensor]) -> Tensor:
+    """Whether all gradients are finite, bool []; those of FSDP on all processes, which is collective."""
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    norm: Any = nn.utils.get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
+    if sharded:
+        norm_of_shards: Any = nn.utils.get_total_norm(sharded)
+        norm = norm + norm_of_shards.full_tensor()
+    return norm.isfinite()
+
+
+def parameters_not_finite(model: nn.Module) -> str:
+    """The first parameters whose gradient on this process is not finite, and the number of others."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    names = [name for name, gradient in local.items() if not gradient.isfinite().all()]
+    return ", ".join(names[:_MOST_NAMES]) + (
+        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    )
+
+
+def of_all_ranks(text: str) -> str:
+    """`by_rank` of every process's text; collective."""
+    return by_rank(Processes().gather_objects(text))

@@ -1,4 +1,4 @@
-"""Observers of the step that every training has: gradients of the towers, cosines of positives, terms of the loss."""
+"""Extensions of the step that only log, gradients of the towers and cosines of positives, or drop patches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ..encoders.dual_encoder import DualEncoder
+from ..encoders.patch_dropout import PatchDropout
 from ..passes.grad_cache import Features
 from ..processes.collectives import Processes
-from .extensions import StepObserver
+from .extensions import StepChange, StepObserver
 from .window import Window, positive_cosines
 
 
@@ -65,17 +66,19 @@ class PositiveCosines(StepObserver):
         return dict(zip(names, (sums / counts).tolist(), strict=False))
 
 
-class TermValues(StepObserver):
-    """The terms of the loss."""
+class DroppedPatches(StepChange):
+    """Drops a share of the patches of each image (``patch_dropout``), from the first window of a training on."""
 
-    name = "term_values"
+    name = "patch_dropout"
 
-    def __init__(self) -> None:
-        self._terms: dict[str, Tensor] = {}
+    def __init__(self, encoder: DualEncoder, share: float) -> None:
+        self._encoder, self._share = encoder, share
+        self._dropout: PatchDropout | None = None
 
-    def end_window(self, window: Window, scale: float) -> None:
-        self._terms = window.term_values
+    def begin_window(self, window: Window, step: int) -> None:
+        self._dropout = self._dropout or PatchDropout(self._encoder, self._share)
 
-    def logs(self) -> dict[str, float]:
-        """``{name}_loss`` for each term, in the last window."""
-        return {f"{name}_loss": mean.item() for name, mean in self._terms.items()}
+    def close(self) -> None:
+        if self._dropout is not None:
+            self._dropout.remove()
+        self._dropout = None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -14,14 +15,15 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.profiler import record_function
+from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
 from ..encoders.sharding import failures_announced_unless_sharded, is_sharded
+from ..loss import OBJECTIVES
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, make_wrapper
 from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
-from .changes import DroppedPatches
 from .extensions import (
     NO_ROWS,
     Extension,
@@ -37,15 +39,14 @@ from .extensions import (
     value_of_term,
 )
 from .memory import WindowMemory
-from .nonfinite import RowsOfDataset, finite_rows
-from .number_checks import NumberChecks
-from .observers import PositiveCosines, TermValues, TowerNorms
+from .number_checks import NumberChecks, RowsOfDataset, finite_rows
+from .observers import DroppedPatches, PositiveCosines, TowerNorms
 from .selection import WithoutNoisyPairs, tell_if_too_short
 from .setup import Setup
-from .skipping import SkippedWindows
-from .temperature import Temperature
 from .terms import KeptFeatures
 from .window import MicroBatch, Window, WindowLoss
+
+logger = logging.get_logger(__name__)
 
 
 class WindowStep:
@@ -71,6 +72,9 @@ class WindowStep:
         self.windows = 0  # that were trained
         self.extensions = [*_make_extensions(setup, steps), *setup.extensions]
         check_names(self.extensions)
+        self._changes, self._selections = of_kind(self.extensions, StepChange), of_kind(self.extensions, PairSelection)
+        self._terms, self._observers = of_kind(self.extensions, LossTerm), of_kind(self.extensions, StepObserver)
+        self._term_values: dict[str, Tensor] = {}  # of the last trained window
         # Whether processes wait for each other where nothing but an extension that others wrote can have failed.
         self._awaits_observers = args.world_size > 1 and bool(of_kind(setup.extensions, StepObserver))
         # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
@@ -81,12 +85,7 @@ class WindowStep:
         # micro-batch, where other processes wait for what this one sends.
         self.may_repeat = self.repeats
         self.memory = WindowMemory(args, compiled=compiled)
-        self.checks = NumberChecks(
-            SkippedWindows(args.skip_nonfinite, record),
-            setup.encoder,
-            setup.accelerator,
-            rows_of_dataset=rows_of_dataset,
-        )
+        self.checks = NumberChecks(setup, record, rows_of_dataset)
         self._setup, self._phases, self._compiled = setup, phases, compiled
         self._loss = WindowLoss(
             args.process_index,
@@ -103,7 +102,7 @@ class WindowStep:
             self._wrapper.broadcast_buffers(bool(setup.encoder.batch_norms()))
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
-        self._temperature = Temperature(setup, warns=steps > 0)
+        self._largest_scale = _largest_scale(setup, warns=steps > 0)
 
     # ---- The step ----
 
@@ -132,7 +131,7 @@ class WindowStep:
                     observer.after_first_pass(window, features)
             finite = finite_rows(features)
             # ---- Selection: the pairs that take part ----
-            if of_kind(self.extensions, PairSelection) and not window.is_selected:
+            if self._selections and not window.is_selected:
                 Processes().agree([])  # where an error of the first pass of another process arrives
                 self.may_repeat = False
                 with failures_announced_unless_sharded(self._setup.accelerator):
@@ -212,14 +211,13 @@ class WindowStep:
         if window.encoded == 1:
             self.memory.collect_after_compiling()
         inputs = self._setup.prepare_inputs(window.inputs(micro_batch))
-        for change in of_kind(self.extensions, StepChange):
+        for change in self._changes:
             inputs = change.inputs(inputs)
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
         embeds: Features = self._setup.encoder.embed(model, inputs, frozen_outputs)
         if micro_batch.references is None:
-            terms = of_kind(self.extensions, LossTerm)
-            micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in terms]
+            micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
 
     @contextmanager
@@ -232,7 +230,7 @@ class WindowStep:
     @torch.no_grad()
     def _select(self, window: Window, features: Features) -> Tensor | None:
         taking_part: Tensor | None = None
-        for selection in of_kind(self.extensions, PairSelection):
+        for selection in self._selections:
             chosen = selection.select(window, features, *self._setup.encoder.scale_and_bias())
             if chosen is not None:
                 check_mask(selection, "select", chosen, len(features[0]))
@@ -240,7 +238,7 @@ class WindowStep:
         if taking_part is None:
             return None
         if not taking_part.any():
-            names = ", ".join(selection.name for selection in of_kind(self.extensions, PairSelection))
+            names = ", ".join(selection.name for selection in self._selections)
             raise ValueError(
                 f"None of the {sum(window.sizes[0])} pairs that this process has of the step is left to be trained: "
                 f"the selection ({names}) has left them all out. Every process needs one at least."
@@ -260,17 +258,17 @@ class WindowStep:
         The values of the terms are logged apart.
         """
         temperature, in_order = self._setup.encoder.scale_and_bias(parameters), window.in_order(features)
-        terms, values = of_kind(self.extensions, LossTerm), []
+        values = []
         # The other processes learn of an error here when they exchange the inputs of the loss.
         with failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window)):
-            for number, term in enumerate(terms):
+            for number, term in enumerate(self._terms):
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
                 values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
         self.may_repeat = self.repeats and self._setup.args.world_size == 1
         loss = self._loss.of(window, in_order, *temperature, taking_part)
         if (weight := self._setup.args.contrastive_weight) != 1:
             loss = loss.detach() + weight * (loss - loss.detach())
-        for term, value in zip(terms, values, strict=True):
+        for term, value in zip(self._terms, values, strict=True):
             mean = Processes().sum(value.detach()) / self._setup.args.world_size
             window.term_values[term.name] = mean
             # All processes have to see it if the term of one is not finite.
@@ -294,6 +292,7 @@ class WindowStep:
         if self.windows == 0:
             self._wrapper.check_gradients()
         self.windows += 1
+        self._term_values = window.term_values
         self.memory.end_window()
         with failures_announced_unless_sharded(self._setup.accelerator):
             for observer in self._observers:
@@ -305,15 +304,11 @@ class WindowStep:
 
     def passed_over(self, epoch: int) -> Tensor:
         """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
-        for selection in of_kind(self.extensions, PairSelection):
+        for selection in self._selections:
             if len(rows := selection.passed_over(epoch)):
                 check_mask(selection, "passed_over", rows, self._setup.rows or 0)
                 return rows
         return NO_ROWS
-
-    @property
-    def _observers(self) -> list[StepObserver]:
-        return of_kind(self.extensions, StepObserver)
 
     @property
     def _gradient_scale(self) -> float:
@@ -329,17 +324,22 @@ class WindowStep:
     def after_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Counts the window after the optimizer's step, and keeps logit_scale between 1 and its largest value."""
         self.checks.after_optimizer_step(optimizer)
-        self._temperature.clamp()
+        encoder = self._setup.encoder
+        if self._largest_scale is not None and encoder.temperature_parameters[0].requires_grad:
+            encoder.clamp_temperature(self._largest_scale)
 
     def logs(self, logs: dict[str, float]) -> dict[str, float]:
-        """The logs of the extensions, of `Temperature` and of the checks, which read Trainer's; collective."""
+        """Those of the extensions and of the checks, which read Trainer's; terms, logit_scale and bias; collective."""
         metrics: dict[str, float] = {}
         for extension in self.extensions:
             with failures_announced_unless_sharded(self._setup.accelerator):
                 metrics |= {name: float(value) for name, value in extension.logs().items()}  # JSON has no tensors
             if extension in self._setup.extensions:
                 Processes().agree([])  # as at the end of a window
-        return metrics | self._temperature.logs() | self.checks.logs(logs)
+        metrics |= {f"{name}_loss": mean.item() for name, mean in self._term_values.items()}
+        scale, bias = self._setup.encoder.scale_and_bias()
+        metrics |= {"logit_scale": scale.item()} | ({} if bias is None else {"logit_bias": bias.item()})
+        return metrics | self.checks.logs(logs)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states of the extensions that have one, by their names; collective."""
@@ -381,4 +381,21 @@ def _make_extensions(setup: Setup, steps: int) -> Iterator[Extension]:
         yield WithoutNoisyPairs(setup.rows)
     yield TowerNorms(encoder)
     yield PositiveCosines()
-    yield TermValues()
+
+
+def _largest_scale(setup: Setup, *, warns: bool) -> float | None:
+    """The largest multiplier of the cosines: ``max_logit_scale``, or by default that of the objective, if it has one.
+
+    It ``warns`` if the default lowers the multiplier of the model in the first step.
+    """
+    if setup.args.max_logit_scale is not None:
+        return setup.args.max_logit_scale
+    limit = OBJECTIVES[setup.objective].largest_scale
+    if warns and limit is not None and setup.encoder.temperature_parameters[0].requires_grad:
+        scale = setup.encoder.scale_and_bias()[0].item()
+        if scale > 1.001 * limit:  # CLIP's checkpoints are at 100, but for rounding
+            logger.warning(
+                f"The logit_scale of the model is {scale:.4g}, and the first step lowers it to {limit:g}, the default "
+                f"of max_logit_scale. To keep it, pass max_logit_scale={math.ceil(scale)}."
+            )
+    return limit
