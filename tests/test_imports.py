@@ -154,7 +154,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.training.preparation": (*TRAINER[:2], *inside("kernels", "loss", "data", "training.trainer")),
     "hf_infcl.tools.checking": (
         *(*MODELS, *TRAINER, *DISTRIBUTED),
-        *inside("processes", "kernels", "loss", "evaluation", *TRAINING, "tools.publishing", "tools.cli"),
+        *inside("processes", "kernels", "loss", *TRAINING, "tools.publishing", "tools.cli"),
     ),
     "hf_infcl.tools.cli.commands": WITHOUT_TORCH,
     "hf_infcl.tools.cli.command_options": WITHOUT_TORCH,

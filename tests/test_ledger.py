@@ -12,9 +12,9 @@ from helpers.streams import collate
 from helpers.trainers import trained, trainer_for
 
 from hf_infcl import ImageTextDataset, ImageTextStream, load_pairs
-from hf_infcl.tools.checking.findings import _named, findings_of_ledger
+from hf_infcl.tools.checking.findings import _named
 from hf_infcl.tools.publishing.facts import FACTS_FILE, content_of, has_learned
-from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
+from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, make_ledger
 from hf_infcl.tools.scoring.writing import file_names, ledger_lines, write_ledger_of_training
 
 
@@ -22,9 +22,6 @@ def test_scores_that_mean_nothing_advise_to_exclude_none(tmp_path):
     strange = make_ledger("data", np.arange(60), np.random.default_rng(0).normal(size=60))
     (line,) = ledger_lines(strange, tmp_path)
     assert "do not mean anything yet" in line
-    (finding,) = findings_of_ledger(strange, "ledger")
-    assert "do not mean anything yet" in finding.text
-    assert (finding.options, finding.rows, finding.spoils) == ("", (), False)
     some = make_ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
     (line,) = ledger_lines(some, tmp_path, waits_for="pairs score 0.6")
     assert line.startswith("Do not exclude pairs by the scores")
@@ -49,28 +46,6 @@ def test_a_model_that_knows_all_pairs_by_heart_is_told_how_to_go_on(tmp_path):
         assert not any(share in line for line in ledger_lines(ledger, tmp_path)), "of a model that has not seen them"
     many = make_ledger("data", np.arange(400), np.array([-1.0] * 40 + [5.0] * 360))
     assert not any(share in line for line in ledger_lines(many, tmp_path, learned=True))
-
-
-def test_where_no_pairs_were_drawn_nobody_is_sent_to_look_at_a_sheet(tmp_path):
-    ledger = make_ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
-    (finding,) = findings_of_ledger(ledger, tmp_path / LEDGER_FILE)
-    assert "look at the sheet that `infcl score` draws. Then" in finding.text
-    (tmp_path / SHEET_FILE).touch()
-    (finding,) = findings_of_ledger(ledger, tmp_path / LEDGER_FILE)
-    assert f"look at {tmp_path / SHEET_FILE}. Then" in finding.text
-
-
-def test_a_check_tells_what_the_training_of_a_ledger_left_out(tmp_path):
-    ledger = make_ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
-    ledger.left_out = np.arange(50) < 2
-    ledger.write(tmp_path / LEDGER_FILE)
-    read = Ledger.read(tmp_path / LEDGER_FILE)
-    np.testing.assert_array_equal(read.left_out, ledger.left_out)
-    (finding,) = findings_of_ledger(read, "it")
-    assert finding.text.endswith("At its end the training left out 2 of 50 pairs (4.00%).")
-    ledger.left_out = None
-    (finding,) = findings_of_ledger(ledger, "it")
-    assert "left out" not in finding.text
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, refere
 from hf_infcl.data.stream_batches import Share
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.replay import Replayed
-from hf_infcl.tools.checking.overlap import shared_images
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import replay_set
+from hf_infcl.tools.cli.overlap import shared_images
 
 NEW, OLD = range(60), range(500, 540)  # the numbers of the pairs, which their images hold
 KINDS = [(new, old) for new in ("table", "stream") for old in ("table", "stream")]

@@ -27,12 +27,10 @@ from hf_infcl import ImageTextDataset, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
-from hf_infcl.tools.checking.findings import findings_of_ledger
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.scoring.ledger import (
     LEDGER_FILE,
-    RATHER_WRONG,
     SHEET_FILE,
     Ledger,
     make_ledger,
@@ -147,9 +145,6 @@ def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
     assert pq.read_table(tmp_path / "ledger.parquet")["sample"].to_pylist() == written.sample
     for place, (key, name) in enumerate(zip(written.key.tolist(), written.sample, strict=True)):
         assert written.name(place) == name == f"0/{shards[names[key]]:05d}.tar {names[key]:06d}"
-    written.p_wrong[:] = np.arange(ROWS) < 2
-    (finding,) = findings_of_ledger(written, "ledger.parquet")
-    assert f"sample {written.sample[0]} (" in finding.text
 
 
 def test_scores_that_are_not_finite_make_no_ledger(learned):
@@ -379,13 +374,6 @@ def test_score_check_and_exclude(folder, capsys, caplog, tmp_path):
     # ---- As a model would find that knows the pairs ----
     scores = np.where(np.arange(96) % 16 == 3, -1.0, 5.0)
     make_ledger(ledger.content, ledger.key, scores, ledger.caption).write(out / LEDGER_FILE)
-    words = ["--model", folder / "model", "--dataset", data, "--output_dir", tmp_path / "check", *PLAIN]
-    with pytest.raises(SystemExit):
-        infcl("check", *words, "--ledger", out / LEDGER_FILE)
-    printed = capsys.readouterr().out
-    assert "6 of 96 pairs (6.25%) do not belong together" in printed
-    (remedy,) = [line for line in printed.splitlines() if line.startswith("Add to `infcl train`:")]
-    assert f"--exclude {out / LEDGER_FILE}:{RATHER_WRONG}" in remedy, "as `infcl score` advises"
     batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--logging_steps", 1, "--save_strategy", "no"]
     words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--leave_out", "noisy"]
     infcl("train", *words, "--output_dir", tmp_path / "run", "--exclude", f"{out / LEDGER_FILE}:0.9")

@@ -41,10 +41,8 @@ def is_one_colour(pixels: np.ndarray) -> bool:
 
 def copies(prints: list[Print]) -> np.ndarray:
     """The pairs of images that are copies of each other, int64 [pairs, 2] with the smaller index first."""
-    if len(prints) < 2:
-        return np.empty((0, 2), dtype=np.int64)
-    outlines = np.frombuffer(b"".join(p.outline for p in prints), dtype=np.uint8).reshape(len(prints), -1)
-    colours = np.frombuffer(b"".join(p.colours for p in prints), dtype=np.uint8).reshape(len(prints), -1)
+    outlines = np.frombuffer(b"".join(p.outline for p in prints), dtype=np.uint8).reshape(-1, GRID**2 // 8)
+    colours = np.frombuffer(b"".join(p.colours for p in prints), dtype=np.uint8).reshape(-1, 3 * GRID**2)
     pairs = [
         np.stack((same[first], same[second]), axis=1)
         for same in _in_one_band(outlines)

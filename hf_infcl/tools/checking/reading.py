@@ -6,37 +6,27 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 from transformers.utils.logging import tqdm
 
 from ...data import ImageTextStream, ZeroShotDataset
 from ...data.images import ImageDataset
-from ...shards.opening import open_shard
-from ...shards.readers import Sample
 from ...shards.tar_layout import DamagedShardError
 from .looking import Look, Looker
 
-ROWS = 32  # of a table, or samples of a shard, that a worker gives back at once
-Unit = TypeVar("Unit")  # what one worker reads at a time
+ROWS = 32  # of a table that a worker reads at once
+Part = tuple[list[Look], bool]  # see `read`
 _OF_SHARD = 256  # samples of each shard that is read for a sample, or more if there are few shards
-
-
-class Part(NamedTuple):
-    """Successive pairs of a set."""
-
-    looks: list[Look]
-    shard: int = 0  # the number of their shard; 0 for a table
-    nbytes: int | None = None  # the size of the shard, in its last part; None elsewhere, and where it is not known
-    is_cut: bool = False  # whether the shard has more samples than were to be read, in its last part
 
 
 def read(
     data: ImageDataset | ImageTextStream, looker: Looker, samples: int | None, *, workers: int = 0, progress: str = ""
 ) -> Iterator[Part]:
-    """Looks at a data set.
+    """Looks at a data set, and yields successive pairs, and whether there are more that were not to be read.
 
     Args:
         data: pairs or labelled images that raise an error for a bad row, without augmentation.
@@ -46,99 +36,50 @@ def read(
         workers: processes that read; with 0, this one.
         progress: the title of a progress bar; empty for none.
     """
-    parts: _Parts[Any] = (
-        _ShardParts(data, looker, samples) if isinstance(data, ImageTextStream) else _RowParts(data, looker, samples)
-    )
-    # Without a generator of its own, the loader would draw from torch's random state, and change a training.
-    loader: DataLoader[Part] = DataLoader(
-        parts,
-        batch_size=None,
-        num_workers=min(workers, len(parts.units)),
-        collate_fn=_as_it_is,
-        generator=torch.Generator(),
-    )
-    with tqdm(total=parts.pairs, desc=progress, unit=" pairs", disable=not progress) as bar:
-        for part in loader:
-            bar.update(len(part.looks))
-            yield part
-
-
-def _as_it_is(part: object) -> object:
-    return part
-
-
-class _Parts(IterableDataset[Part], Generic[Unit]):
-    """The parts of a set; each worker reads every n-th unit."""
-
-    units: Sequence[Unit]
-    pairs: int | None  # their number, if it is known
-
-    def __iter__(self) -> Iterator[Part]:
-        info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
-        for unit in self.units[first::step]:
-            yield from self.parts(unit)
-
-    def parts(self, unit: Unit) -> Iterator[Part]:
-        raise NotImplementedError
-
-
-class _RowParts(_Parts[Sequence[int]]):
-    def __init__(self, data: ImageDataset, looker: Looker, samples: int | None) -> None:
-        self._data, self._looker = data, looker
+    units: Any
+    if isinstance(data, ImageTextStream):
+        total, units = samples, range(len(data.shards))
+        units = units if samples is None else units[:: -(-len(units) // max(8, samples // _OF_SHARD))]
+        each = None if samples is None else -(-samples // len(units))
+        read_unit: Any = partial(_read_shard, data, looker, each, len(units) < len(data.shards))
+    else:
         rows: Sequence[int] = range(len(data))
-        if samples is not None and samples < len(data):
+        if is_cut := samples is not None and samples < len(rows):
             rows = sorted(random.Random(0).sample(rows, samples))
-        self.units = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
-        self.pairs = len(rows)
-
-    def parts(self, unit: Sequence[int]) -> Iterator[Part]:
-        yield Part([self._look(row) for row in unit])
-
-    def _look(self, row: int) -> Look:
-        columns, values = self._data.columns, self._data.table[row]
-        image = values[columns["image_column"]]
-        known = {"image": image, "file": image and image["path"]}
-        if isinstance(self._data, ZeroShotDataset):
-            known["label"] = self._data.class_names[values[columns["label_column"]]]
-        else:
-            known["caption"] = values[columns["caption_column"]]
-        return self._looker.look(str(self._data.number(row)), known, lambda: self._data[row])
+        total, units = len(rows), [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+        read_unit = partial(_read_rows, data, looker, is_cut)
+    # Without a generator of its own, the loader would draw from torch's random state, and change a training.
+    how: dict[str, Any] = {"num_workers": min(workers, len(units)), "generator": torch.Generator()}
+    loader: DataLoader[Any] = DataLoader(units, batch_size=None, collate_fn=read_unit, **how)
+    with tqdm(total=total, desc=progress, unit=" pairs", disable=not progress) as bar:
+        for looks, is_cut in loader:
+            bar.update(len(looks))
+            yield looks, is_cut
 
 
-class _ShardParts(_Parts[int]):
-    def __init__(self, stream: ImageTextStream, looker: Looker, samples: int | None) -> None:
-        self._stream, self._looker = stream, looker
-        shards = range(len(stream.shards))
-        self.units = shards if samples is None else shards[:: -(-len(shards) // max(8, samples // _OF_SHARD))]
-        self._each = None if samples is None else -(-samples // len(self.units))
-        self.pairs = samples
+def _read_rows(data: ImageDataset, looker: Looker, is_cut: bool, rows: Sequence[int]) -> Part:
+    looks = []
+    for row in rows:
+        values, image = data.table[row], data.columns["image_column"]
+        known = {"file": values[image] and values[image]["path"]}
+        if not isinstance(data, ZeroShotDataset):
+            known["caption"] = values[data.columns["caption_column"]]
+        looks.append(looker.look(str(data.number(row)), known, partial(data.__getitem__, row)))
+    return looks, is_cut
 
-    def parts(self, unit: int) -> Iterator[Part]:
-        shard = self._stream.shards[unit]
-        looks: list[Look] = []
-        is_cut = False
-        try:
-            samples = shard.samples()
-            for _, key, sample in itertools.islice(samples, self._each):
-                looks.append(self._look(unit, key, sample))
-                if len(looks) == ROWS:
-                    yield Part(looks, unit)
-                    looks = []
-            is_cut = next(samples, None) is not None
-        except DamagedShardError as error:
-            looks.append(Look(f"the rest of {shard.name}", str(error)))
-        with open_shard(shard.url) as file:
-            nbytes = None
-            with suppress(OSError, ValueError):  # not every server tells
-                nbytes = file.seek(0, 2)
-        yield Part(looks, unit, nbytes, is_cut)
 
-    def _look(self, unit: int, key: str, sample: Sample) -> Look:
-        columns, shard = self._stream.options, self._stream.shards[unit]
-        values: dict[str, Any] = {"image": None}
-        with suppress(ValueError):  # of a broken sample, which the item tells
-            if not isinstance(sample, DamagedShardError):
-                row: dict[str, Any] = shard.reader.row(sample)
-                values = {"image": row[columns["image_column"]], "file": key, "caption": row[columns["caption_column"]]}
-        return self._looker.look(f"{shard.name} {key}", values, lambda: self._stream.item(0, unit, key, sample))
+def _read_shard(stream: ImageTextStream, looker: Looker, most: int | None, is_cut: bool, number: int) -> Part:
+    """At most so many pairs of a shard; ``is_cut`` if other shards are left out."""
+    shard, looks = stream.shards[number], []
+    try:
+        samples = shard.samples()
+        for _, key, sample in itertools.islice(samples, most):
+            known: dict[str, Any] = {}
+            with suppress(ValueError):  # of a broken sample, which the item tells
+                if not isinstance(sample, DamagedShardError):
+                    known = {"file": key, "caption": shard.reader.row(sample)[stream.options["caption_column"]]}
+            looks.append(looker.look(f"{shard.name} {key}", known, partial(stream.item, 0, number, key, sample)))
+        is_cut |= next(samples, None) is not None
+    except DamagedShardError as error:
+        looks.append(Look(f"the rest of {shard.name}", {"broken": str(error)}))
+    return looks, is_cut

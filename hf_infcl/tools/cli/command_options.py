@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from ...options.declaring import FROM_0, FROM_1, Range, command_option
@@ -135,7 +134,6 @@ class CheckOptions:
     _argument_group_name: ClassVar[str] = "Check"
 
     all: bool = command_option("Read all pairs instead of --check_samples.", default=False)
-    ledger: Path | None = command_option("Also tell what a ledger of the training set (`infcl score`) says.")
 
 
 @dataclass

@@ -24,7 +24,6 @@ from ...training.trainer import InfCLTrainer
 from ...training.with_start import average_with_start, checkpoint_of_end, main_weights
 from ...windows.extensions import of_kind
 from ...windows.selection import WithoutNoisyPairs
-from ..checking.overlap import overlaps
 from ..publishing.callback import CardCallback
 from ..publishing.changes import lines_of_changes
 from ..publishing.facts import scores_by_width
@@ -41,6 +40,7 @@ from .description import describe_run
 from .dry_run import dry_run, write_nothing
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
 from .launched import leave, mistakes_in_one_line
+from .overlap import overlaps
 from .parser import Parser
 
 

@@ -34,15 +34,11 @@ def shared_images(trained: ImageDataset, evaluated: ImageDataset) -> tuple[int, 
     files are compared first, which costs a look into the table or the folder; only training images of a size that
     occurs are read and hashed. Remote images and copies in another format or size are not found.
     """
-    looked_for = dict(_sizes(evaluated, _SAMPLED))
-    sizes = set(looked_for.values())
+    looked_for = dict(evaluated.file_sizes(-(-len(evaluated) // _SAMPLED)))
+    sizes, every = set(looked_for.values()), trained.file_sizes(-(-len(trained) // _TRAINED))
     wanted = {digest for row in looked_for if (digest := _digest(evaluated, row))}
-    digests = {_digest(trained, row) for row, size in _sizes(trained, _TRAINED) if size in sizes}
+    digests = {_digest(trained, row) for row, size in every if size in sizes}
     return len(wanted & digests), len(wanted)
-
-
-def _sizes(dataset: ImageDataset, most: int) -> Iterator[tuple[int, int]]:
-    return dataset.file_sizes(-(-len(dataset) // most))
 
 
 def _digest(dataset: ImageDataset, row: int) -> bytes:
