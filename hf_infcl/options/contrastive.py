@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from .declaring import FINITE, FROM_0, FROM_1, SHARE, Range, option
 
@@ -18,6 +18,8 @@ OPTIM_ARGS = {"momentum": float, "ns_steps": int}  # the settings of ``optimizer
 
 @dataclass
 class ContrastiveOptions:
+    _argument_group_name: ClassVar[str] = "Exact contrastive training (hf_infcl.InfCLTrainingArguments)"
+
     # ---- The loss ----
     objective: str | None = option(
         "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a logit_bias. "

@@ -6,7 +6,6 @@ installed release has and the file lacks is accepted, see `hf_infcl.tools.cli.pa
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import fields, make_dataclass
 from functools import cache
@@ -74,18 +73,14 @@ def release_of_file() -> str:
     return str(_content()["release"])
 
 
-def of_transformers() -> frozenset[str]:
-    """The names of the options of transformers.TrainingArguments."""
-    return frozenset(_content()["options"])
-
-
 @cache
-def training_options() -> type:
-    """A dataclass with the fields of InfCLTrainingArguments, and without its methods."""
-    declared: dict[str, tuple[Any, Any]] = {}
+def of_transformers() -> type:
+    """A dataclass with the fields of transformers.TrainingArguments that this package does not declare itself."""
+    ours = {one.name for part in OURS for one in fields(part)}
+    declared: list[tuple[str, Any, Any]] = []
     for name, one in _content()["options"].items():
-        kind = eval(one["type"], {"Literal": Literal})  # of a file of this package
         metadata = {key: fact for key, fact in one.items() if key not in ("type", "default")}
-        declared[name] = kind, field_of(one["default"], metadata)
-    declared |= {one.name: (one.type, copy.copy(one)) for part in OURS for one in fields(part)}
-    return make_dataclass("TrainingOptions", [(name, *typed) for name, typed in declared.items()])
+        kind = eval(one["type"], {"Literal": Literal})  # of a file of this package
+        declared += [(name, kind, field_of(one["default"], metadata))] * (name not in ours)
+    group = {"_argument_group_name": "The training (transformers.TrainingArguments)"}
+    return make_dataclass("TheirOptions", declared, namespace=group)

@@ -25,7 +25,7 @@ from transformers.hf_argparser import string_to_bool
 
 from ...options.facts import check_values
 from ...options.files import FILES, RECIPES, options_in
-from ...options.theirs import of_transformers, release_of_file, training_options
+from ...options.theirs import OURS, of_transformers, release_of_file
 from .messages import about_words, instead_of_several, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
@@ -82,29 +82,6 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return f"{action.option_strings[0]} {value}{' ...' if action.nargs == '+' else ''}"
 
 
-class PlainParser(argparse.ArgumentParser):
-    """The parser of a command that reads no options of a training."""
-
-    def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
-        """As `Parser.read`, without the names."""
-        return self.parse_args(words), set()
-
-    def file_of(self, name: str) -> str:
-        """As `Parser.file_of`."""
-        return ""
-
-
-class _PrintHelp(argparse.Action):
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: object, option: str | None = None
-    ) -> None:
-        assert isinstance(parser, Parser)
-        if value != "all":
-            parser.shorten()
-        print(parser.format_help(), end="")  # print_help ignores a closed pipe
-        parser.exit()
-
-
 class Parser(HfArgumentParser):
     """Reads dataclasses and the options of a training, lists the package's own first, and suggests names for typos.
 
@@ -130,9 +107,9 @@ class Parser(HfArgumentParser):
         recipes: bool = False,
     ) -> None:
         places = places or {}
-        self._declared: tuple[Any, ...] = (*options, training_options())
+        self._commands, self._declared = options, (*options, *OURS, of_transformers())
         super().__init__(
-            self._declared,
+            typing.cast(Any, self._declared),
             prog=f"infcl {command}",
             usage=" ".join(["%(prog)s [FILE.yaml or FILE.json]", *map(str.upper, places), "[--NAME VALUE ...]"]),
             description=description,
@@ -140,46 +117,30 @@ class Parser(HfArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
-        super().add_argument(
-            "-h", "--help", action=_PrintHelp, nargs="?", choices=["all"], help="--help all describes every option."
-        )
+        self.add_argument("-h", "--help", nargs="?", choices=["all"], help="--help all describes every option.")
         for name, meaning in places.items():
             number = "?" if name.startswith("[") else None
-            super().add_argument(name.strip("[]"), nargs=number, metavar=name.strip("[]").upper(), help=meaning)
+            self.add_argument(name.strip("[]"), nargs=number, metavar=name.strip("[]").upper(), help=meaning)
         if recipes:
-            super().add_argument(
+            self.add_argument(
                 "--recipe",
                 choices=RECIPES,
                 help="Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says what "
                 "it is for.",
             )
         self._places = places
-        self._shown, self._accepts = shown, (*accepts, self._declared[-1])
+        self._shown, self._accepts = shown, (*accepts, *self._declared[len(options) :])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
         self._typed: set[str] = set()  # those on the command line
         for action in self._actions:
             action.required = action.required and action.dest not in optional
-            if action.choices and action.dest != "help":
+            if isinstance(action, argparse._StoreFalseAction):  # --no_NAME, which is --NAME false
+                action.help = argparse.SUPPRESS
+            elif action.choices and action.dest != "help":
                 action.help = f"{action.help} {_among(action)}"
-
-    @cached_property
-    def _of_training(self) -> tuple[Any, Any]:
-        return (
-            self.add_argument_group("Exact contrastive training (hf_infcl.InfCLTrainingArguments)"),
-            self.add_argument_group("The training (transformers.TrainingArguments)"),
-        )
-
-    def add_argument(self, *names: str, **settings: object) -> argparse.Action:
-        """Adds an option of the training. These have no group of their own, so they go into one of two."""
-        ours, theirs = self._of_training
-        name = _name(names[0])
-        if settings.get("action") == "store_false":  # --no_NAME, which is --NAME false
-            settings["help"] = argparse.SUPPRESS
-        if settings.get("type") is string_to_bool and "nargs" not in settings:
-            settings |= {"nargs": "?", "const": True}  # HfArgumentParser makes no switch of `bool | None`
-        group = theirs if of_transformers() & {name, name.removeprefix("no_")} else ours
-        return group.add_argument(*names, **settings)
+            if action.type is string_to_bool and action.nargs is None:
+                action.nargs, action.const = "?", True  # HfArgumentParser makes no switch of `bool | None`
 
     def shorten(self) -> None:
         """Makes the help list the options that are shown, each with the first sentence of its description."""
@@ -228,6 +189,11 @@ class Parser(HfArgumentParser):
             All options, and the names of the options that the user has set.
         """
         asked = self.asked = list(words)
+        if {"-h", "--help"} & set(asked):
+            if asked[-1] != "all":
+                self.shorten()
+            print(self.format_help(), end="")  # print_help ignores a closed pipe
+            self.exit()
         values: dict[str, Any] = {}
         from_file: list[str] = []
         try:
@@ -262,7 +228,7 @@ class Parser(HfArgumentParser):
 
     def keep_only(self, namespace: argparse.Namespace, kept: Collection[str], of_file: Collection[str]) -> None:
         """Sets the options of the training to their defaults, but for some of the command line, and of the file."""
-        for name in (f.name for f in fields(self._declared[-1])):
+        for name in (f.name for kind in self._declared[len(self._commands) :] for f in fields(kind)):
             if name not in kept or (name in self._of_file and name not in of_file):
                 setattr(namespace, name, self.get_default(name))
 
@@ -302,10 +268,10 @@ class Parser(HfArgumentParser):
             check_best_metric(argparse.Namespace(**values))
         values |= {} if computes else OF_COMPUTING
         taken = {one.name for one in fields(InfCLTrainingArguments) if one.init}
-        if lacking := (self._typed | self._of_file) & of_transformers() - taken:
+        of_file = {one.name for one in fields(of_transformers())}
+        if lacking := (self._typed | self._of_file) & of_file - taken:
             raise ValueError(f"transformers {transformers.__version__} has no option {', '.join(sorted(lacking))}.")
-        *declared, _ = self._declared
-        built = [kind(**{f.name: values[f.name] for f in fields(kind) if f.init}) for kind in declared]
+        built = [kind(**{f.name: values[f.name] for f in fields(kind) if f.init}) for kind in self._commands]
         built.append(InfCLTrainingArguments(**{name: values[name] for name in taken & values.keys()}))
         for options in built[:-1]:
             check_values(options)
