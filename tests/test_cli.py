@@ -49,13 +49,13 @@ from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import theirs
-from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
+from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from hf_infcl.options.contrastive import ContrastiveOptions
 from hf_infcl.options.facts import facts_by_name
 from hf_infcl.tools import cli
 from hf_infcl.tools.cli import datasets as opening
 from hf_infcl.tools.cli import defaults, description, earlier, evaluate, train
 from hf_infcl.tools.cli import parser as parsing
-from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.cli.launched import tell_bf16_on_cpu
@@ -960,7 +960,7 @@ def test_the_help_of_a_training_is_of_a_page_and_a_half_and_the_whole_one_begins
     for text in (short, whole):
         assert not re.search(r"\(default:\s+None\)", text), "the help of an option says what None means"
         assert "window" not in text, "it is a step to someone at a command line"
-    of_transformers = theirs.of_transformers()
+    of_transformers = {one.name for one in fields(theirs.of_transformers())}
     every = options_of(whole)
     shown = options_of(short)
     assert len(shown) - 1 <= 60, "besides --help"
@@ -1006,9 +1006,10 @@ def fields_of(options: Any) -> list[dict[str, Any]]:
 def test_the_file_of_options_has_those_of_the_pinned_release():
     """Names, types, choices, defaults and help texts of all options of a training."""
     assert theirs.FILE.read_text(encoding="utf-8") == content(), "run tests/helpers/theirs.py"
-    assert InfCLTrainingArguments.__bases__ == (*reversed(theirs.OURS), TrainingArguments)
-    read = fields_of(theirs.training_options())
-    real = [action for action in fields_of(InfCLTrainingArguments) if action["dest"] not in NOT_IN_WORDS]
+    assert InfCLTrainingArguments.__bases__ == (ContrastiveOptions, TrainingArguments)
+    read = fields_of(theirs.of_transformers())
+    ours = {one.name for one in fields(ContrastiveOptions)}
+    real = [action for action in fields_of(TrainingArguments) if action["dest"] not in NOT_IN_WORDS | ours]
     assert [action["dest"] for action in read] == [action["dest"] for action in real]
     for of_file, of_class in zip(read, real, strict=True):
         kinds = [typing.get_origin(kind) or kind for kind in (action.pop("type") for action in (of_file, of_class))]
@@ -1026,25 +1027,24 @@ def test_the_file_is_of_the_release_that_is_pinned_for_the_newest_python():
     assert theirs.release_of_file() == pinned[0]
 
 
-def test_options_of_another_release_are_accepted(monkeypatch, tmp_path):
+def test_options_of_another_release_are_accepted(monkeypatch, tmp_path, capsys):
     """A name that the installed class has and the file lacks; one that it lacks is refused."""
     words = ["--model", "m", "--dataset", "d", "--use_cpu", "--report_to", "none", "--output_dir", str(tmp_path)]
-    lacking = make_dataclass(
-        "Options", [(f.name, f.type, f) for f in fields(theirs.training_options()) if f.name != "seed"]
-    )
+    every = fields(theirs.of_transformers())
+    lacking = make_dataclass("Options", [(f.name, f.type, f) for f in every if f.name != "seed"])
     with monkeypatch.context() as patched:
-        patched.setattr(parsing, "training_options", lambda: lacking)
+        patched.setattr(parsing, "of_transformers", lambda: lacking)
         patched.setattr(parsing, "release_of_file", lambda: "0.0")
         reader = PARSERS["train"]()
         namespace, given = reader.read([*words, "--seed", "7"])
         assert "seed" in given
         assert reader.build(namespace, given)[-1].seed == 7
     added = make_dataclass("Options", [("gone", int, field(default=1, metadata={"help": ""}))], bases=(lacking,))
-    monkeypatch.setattr(parsing, "training_options", lambda: added)
-    monkeypatch.setattr(parsing, "of_transformers", lambda: {"gone"})
+    monkeypatch.setattr(parsing, "of_transformers", lambda: added)
     reader = PARSERS["train"]()
     with pytest.raises(SystemExit):
         reader.build(*reader.read([*words, "--gone", "2"]))
+    assert "has no option gone" in capsys.readouterr().err
 
 
 def test_augmentations_of_the_command_are_those_of_the_datasets():

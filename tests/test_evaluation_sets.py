@@ -15,9 +15,8 @@ from helpers.shards import number_of, png, write_parquet, write_tar
 from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainingArguments, ZeroShotDataset, load_pairs
 from hf_infcl.data.columns import find_caption_column, find_image_column, find_label_column
 from hf_infcl.data.tables import Table
-from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
+from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.tools.cli import datasets as opening
-from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 
 NUMBERS = ("n00000003", "n00000007")
 

@@ -28,9 +28,7 @@ def inside(*names: str) -> tuple[str, ...]:
 TRAINING = ("options", "windows", "micro_batches", "loading", "training")
 
 # The modules of options that declare them.
-DECLARING = (
-    *("contrastive", "declaring", "facts", "theirs", "model_options", "teacher_options", "evaluation_options"),
-)
+DECLARING = (*("commands", "contrastive", "declaring", "facts", "theirs"),)
 
 # Of modules that read options, so that a mistyped one is answered at once.
 WITHOUT_TORCH = (
@@ -157,7 +155,6 @@ MUST_NOT_KNOW = {
         *inside("processes", "kernels", "loss", *TRAINING, "tools.publishing", "tools.cli"),
     ),
     "hf_infcl.tools.cli.commands": WITHOUT_TORCH,
-    "hf_infcl.tools.cli.command_options": WITHOUT_TORCH,
     "hf_infcl.tools.cli": inside("reference", "kernels", "loss"),
     "hf_infcl.__main__": inside("reference", "kernels", "loss", "data", "evaluation", *TRAINING),
     "hf_infcl.tools.publishing": (

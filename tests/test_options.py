@@ -10,13 +10,14 @@ from transformers import TrainingArguments
 from hf_infcl import InfCLTrainingArguments
 from hf_infcl.checkpoints.run_options import options_of_arguments
 from hf_infcl.options import theirs
+from hf_infcl.options.contrastive import ContrastiveOptions
 from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, option
 from hf_infcl.options.facts import check_values, facts_by_name, values_of_card
 from hf_infcl.options.theirs import facts_of_theirs
 from hf_infcl.tools.cli import commands
 from hf_infcl.tools.cli.parser import Parser
 
-OURS = {one.name for part in theirs.OURS for one in fields(part)}  # the options that this package declares
+OURS = {one.name for one in fields(ContrastiveOptions)}  # the options that this package declares
 
 
 @dataclass
@@ -89,7 +90,8 @@ def test_cards_have_a_row_for_each_option_that_names_one_and_is_set():
 
 def test_resumes_read_what_is_declared(tmp_path):
     facts = facts_by_name(InfCLTrainingArguments)
-    assert facts.items() >= facts_by_name(theirs.training_options()).items()
+    assert facts.items() >= facts_by_name(theirs.of_transformers()).items()
+    assert facts.items() >= facts_by_name(ContrastiveOptions).items()
     recorded = options_of_arguments(arguments(tmp_path), "no").keys()
     of_ours = {name: facts[name] for name in OURS - {"objective", "equal_ids"}}
     assert {name for name, of_one in of_ours.items() if of_one.decides} == recorded & of_ours.keys()

@@ -17,7 +17,7 @@ from helpers.guides import ROOT, block_of, blocks, replaced
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from hf_infcl.checkpoints.pushes import NOT_PUSHED
-from hf_infcl.options.theirs import OURS
+from hf_infcl.options.contrastive import ContrastiveOptions
 from hf_infcl.tools.cli.commands import PARSERS
 
 GUIDES = [
@@ -180,7 +180,7 @@ def test_a_copy_of_a_model_leaves_out_what_a_push_leaves_out():
 def options_table() -> str:
     """The table of the options of this package, from their declarations, each with the first sentence of its help."""
     rows = []
-    for option in (one for part in OURS for one in fields(part)):
+    for option in fields(ContrastiveOptions):
         default = option.default if option.default_factory is MISSING else " ".join(option.default_factory())
         told = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", option.metadata["help"], maxsplit=1)[0]
         shown = "" if default is None or default is False else f" By default `{default}`."

@@ -26,7 +26,7 @@ from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, refere
 from hf_infcl.data.stream_batches import Share
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.replay import Replayed
-from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
+from hf_infcl.options.commands import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import replay_set
 from hf_infcl.tools.cli.overlap import shared_images
 

@@ -26,8 +26,8 @@ from PIL import Image
 from hf_infcl import ImageTextDataset, InfCLTrainingArguments
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
+from hf_infcl.options.commands import ColumnOptions, DataOptions
 from hf_infcl.shards.names import sample_key
-from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.scoring.ledger import (
     LEDGER_FILE,

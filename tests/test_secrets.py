@@ -17,10 +17,10 @@ from transformers import TrainerCallback
 
 from hf_infcl import ImageTextStream, load_pairs
 from hf_infcl.checkpoints.pushes import cause
+from hf_infcl.options.commands import DataOptions
 from hf_infcl.shards import opening
 from hf_infcl.shards.urls import Url, without_secrets
 from hf_infcl.tools.cli import description
-from hf_infcl.tools.cli.command_options import DataOptions
 from hf_infcl.tools.publishing import Evaluation, Source
 
 TOKEN = "hf_" + "s3cr3t" * 6

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader
 from hf_infcl.data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from hf_infcl.data.images import BadSampleError
 from hf_infcl.options.arguments import InfCLTrainingArguments
-from hf_infcl.options.evaluation_options import EvaluationOptions
+from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions
 from hf_infcl.tools.cli import datasets as opening
-from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 
 Files = list[tuple[str, bytes]]
 

@@ -10,7 +10,7 @@ from ..encoders.adapters import has_adapters, merge_adapters, with_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import resize_images
 from ..options.arguments import InfCLTrainingArguments
-from ..options.model_options import LoraOptions, TrainedModelOptions
+from ..options.commands import LoraOptions, TrainedModelOptions
 
 
 def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLTrainingArguments) -> Loaded:

@@ -16,11 +16,10 @@ from .batch_division import divide_global_batch
 from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_processes
 from .contrastive import SEARCHED, ContrastiveOptions, auto_or_number, muon_settings
 from .facts import check_values
-from .teacher_options import TeacherOptions
 
 
 @dataclass(repr=False)  # the method of TrainingArguments hides the token
-class InfCLTrainingArguments(TeacherOptions, ContrastiveOptions, TrainingArguments):
+class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
     """`transformers.TrainingArguments` for exact contrastive training.
 
     One contrastive batch, the global batch, has ``global_batch_size`` pairs, by default
@@ -140,3 +139,8 @@ class InfCLTrainingArguments(TeacherOptions, ContrastiveOptions, TrainingArgumen
     def seed_of_data(self) -> int:
         """The seed by which the rows of the training set are shuffled."""
         return self.seed if self.data_seed is None else self.data_seed
+
+    @property
+    def taught_sides(self) -> tuple[str, ...]:
+        """Of "image" and "text", those that ``teacher_side`` names."""
+        return ("image", "text") if self.teacher_side == "both" else (self.teacher_side,)

@@ -15,11 +15,8 @@ from typing import Any, Literal
 
 from .contrastive import ContrastiveOptions
 from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, field_of
-from .teacher_options import TeacherOptions
 
 FILE = Path(__file__).with_name("transformers_options.json")
-# The parts of InfCLTrainingArguments, in the order of the help.
-OURS = (ContrastiveOptions, TeacherOptions)
 
 # By the beginnings of their names. Other options, such as those that a later release may add, decide what is trained.
 # Those of a machine say where or how fast something is computed, and machines of one training may differ in them.
@@ -76,7 +73,7 @@ def release_of_file() -> str:
 @cache
 def of_transformers() -> type:
     """A dataclass with the fields of transformers.TrainingArguments that this package does not declare itself."""
-    ours = {one.name for part in OURS for one in fields(part)}
+    ours = {one.name for one in fields(ContrastiveOptions)}
     declared: list[tuple[str, Any, Any]] = []
     for name, one in _content()["options"].items():
         metadata = {key: fact for key, fact in one.items() if key not in ("type", "default")}

@@ -16,7 +16,7 @@ from ..loading.embedding import described, embed
 from ..loading.loaders import normalised
 from ..loading.sources import source_of_training
 from ..loading.stored_teachers import StoredTeacher, embedding_folders, leaves
-from ..options.teacher_options import TeacherOptions
+from ..options.contrastive import ContrastiveOptions
 from ..windows.extensions import LossTerm, of_kind
 from ..windows.setup import Setup
 from ..windows.terms import TeacherDistance
@@ -39,7 +39,7 @@ def make_teachers(setup: Setup, *, remakes_model: bool) -> tuple[TeacherDistance
     args = setup.args
     if not args.teacher and not args.teacher_embeddings:
         options = ("teacher_weight", "teacher_side", "teacher_missing")
-        unused = [name for name in options if getattr(args, name) != getattr(TeacherOptions, name)]
+        unused = [name for name in options if getattr(args, name) != getattr(ContrastiveOptions, name)]
         if unused:
             values = " and ".join(f"{name}={getattr(args, name)!r}" for name in unused)
             raise ValueError(

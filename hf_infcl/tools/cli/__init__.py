@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 from ... import __version__
 from .commands import COMMANDS, PARSERS
+from .parser import Parser
 
 # Their versions decide what happens in a run, so a bug report needs them; not all have to be installed.
 PACKAGES = tuple(
@@ -55,15 +56,19 @@ def _run(command: str | None, words: list[str]) -> None:
     if command not in COMMANDS:
         raise ValueError(f"The command must be one of {', '.join(COMMANDS)}, got {command!r}.")
     reader = PARSERS[command]()
-    namespace, user_options = reader.read(words)
+    if isinstance(reader, Parser):
+        namespace, user_options = reader.read(words)
+    else:  # of a command that reads no options of a training
+        namespace, user_options = reader.parse_args(words), set()
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from ... import training  # noqa: F401  # first, as its error names a torchvision that does not fit
     from .launched import fit_workers, mistakes_in_one_line, tell_bf16_on_cpu, warn_once
 
     warn_once()
-    with mistakes_in_one_line(reader.prog, of_libraries=False):
-        fit_workers(namespace, reader.file_of("dataloader_num_workers"))
-    tell_bf16_on_cpu(namespace, reader.file_of("bf16"))
+    if isinstance(reader, Parser):
+        with mistakes_in_one_line(reader.prog, of_libraries=False):
+            fit_workers(namespace, reader.file_of("dataloader_num_workers"))
+        tell_bf16_on_cpu(namespace, reader.file_of("bf16"))
     module = importlib.import_module(f".{command}", __name__)
     getattr(module, command)(reader, namespace, user_options)
 

@@ -19,12 +19,12 @@ from ...encoders.image_size import config_for_images
 from ...encoders.model_types import check_type_of_config
 from ...loading.loaders import set_sizes, training_collator
 from ...loading.stored_teachers import StoredTeacher, embedding_folders
+from ...options.commands import DataOptions
 from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
 from ...windows.selection import tell_if_too_short
 from ..checking.findings import REPLAYED, TRAINED, Finding, SetFacts, find
 from ..checking.looking import Looker
-from .command_options import DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
 from .defaults import check_embedded
 from .launched import cores, mistakes_in_one_line

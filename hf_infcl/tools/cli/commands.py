@@ -7,10 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
-from ...options.model_options import LoraOptions, MeasuredModelOptions, TrainedModelOptions
-from .command_options import CheckOptions, ColumnOptions, DataOptions, EmbedOptions, ScoreOptions
-from .parser import Parser, PlainParser
+from ...options import commands as options
+from .parser import Parser
 
 COMMANDS = {
     "check": "read the data as a training would, and tell what would spoil it",
@@ -24,7 +22,7 @@ COMMANDS = {
 }
 
 # The options that the short help of a training lists, by its headings.
-OF_TRAINING = {
+SHORT_HELP = {
     "Data": "dataset streaming samples_per_epoch image_column caption_column pair_id_column caption_templates "
     "captions_per_image augmentation on_bad_sample leave_out exclude replay_dataset replay_share",
     "Model": "model tokenizer objective freeze lora_rank image_size teacher teacher_embeddings cache_features",
@@ -51,13 +49,16 @@ OF_EMBEDDING = set(
     "output_dir per_device_eval_batch_size max_text_tokens dims bf16 use_cpu dataloader_num_workers".split()
 )
 # The options of data that its short help lists.
-OF_EMBEDDED = {"dataset", "split", "streaming", "on_bad_sample", "augmentation", "replay_dataset", "exclude"}
-_OF_TRAINING = (TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions)
+OF_EMBEDDED = set(
+    """
+    dataset split streaming on_bad_sample augmentation replay_dataset exclude image_column caption_column pair_id_column
+    """.split()
+)
 
 
-def card_parser() -> PlainParser:
+def card_parser() -> argparse.ArgumentParser:
     """The options of `infcl card`."""
-    parser = PlainParser(
+    parser = argparse.ArgumentParser(
         prog="infcl card",
         description="Write the model card of a trained model again, with the template of this version.",
     )
@@ -80,9 +81,9 @@ def _format(word: str) -> str:
     return word
 
 
-def convert_parser() -> PlainParser:
+def convert_parser() -> argparse.ArgumentParser:
     """The options of `infcl convert`."""
-    parser = PlainParser(
+    parser = argparse.ArgumentParser(
         prog="infcl convert",
         description="Write a model of OpenCLIP in transformers' format, or the other way round, with its processor.",
     )
@@ -126,7 +127,7 @@ def evaluate_parser() -> Parser:
         "evaluate",
         "Measure a dual encoder: zero-shot classification, or loss and retrieval on image-text pairs, or both. Of "
         "several models, the differences from the first are measured, with their 95% intervals.",
-        *(MeasuredModelOptions, ColumnOptions, EvaluationOptions),
+        *(options.MeasuredModelOptions, options.ColumnOptions, options.EvaluationOptions),
         shown=OF_EVALUATION,
     )
     (dims,) = (action for action in parser._actions if action.dest == "dims")
@@ -136,7 +137,7 @@ def evaluate_parser() -> Parser:
 
 
 # The command check takes the options of a training as they are, and so does embed.
-PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
+PARSERS: dict[str, Callable[[], Parser | argparse.ArgumentParser]] = {
     "check": partial(
         Parser,
         "check",
@@ -144,8 +145,8 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         "loading. Its whole command may be given. Required are --model, of which only the config and the tokenizer are "
         "read, and --dataset, or a --recipe or file that names them. The exit code is 0 if nothing spoils a training, "
         "1 if something does, and 2 if an option is wrong.",
-        CheckOptions,
-        *_OF_TRAINING,
+        options.CheckOptions,
+        *options.OF_TRAINING,
         shown=OF_CHECK,
         recipes=True,
     ),
@@ -154,8 +155,8 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         "train",
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch. Required are "
         "--model and --dataset, or a --recipe or file that names them.",
-        *_OF_TRAINING,
-        shown=OF_TRAINING,
+        *options.OF_TRAINING,
+        shown=SHORT_HELP,
         recipes=True,
     ),
     "evaluate": evaluate_parser,
@@ -164,7 +165,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         "average",
         "Average the weights before and after a fine-tuning, which returns most of what was forgotten for a part of "
         "what was gained.",
-        *(AverageOptions, ColumnOptions, EvaluationOptions, GuardOptions),
+        *(options.AverageOptions, options.ColumnOptions, options.EvaluationOptions, options.GuardOptions),
         shown=OF_EVALUATION,
         places={
             "start": "The model from which the fine-tuning began: a Hub id or a folder.",
@@ -177,11 +178,11 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         "Write the normalised embeddings of images and texts, with their keys, on one process or several. A second run "
         "computes what the first one has not. For --teacher_embeddings, give the whole command of a training, or its "
         "file, instead of DATA: its --dataset and --replay_dataset are embedded as the training reads them.",
-        EmbedOptions,
-        *_OF_TRAINING,
+        options.EmbedOptions,
+        *options.OF_TRAINING,
         shown=OF_EMBEDDING | OF_EMBEDDED,
         optional={"model", "dataset"},
-        accepts=(TrainedModelOptions, LoraOptions, DataOptions, EvaluationOptions, StartOptions),
+        accepts=options.OF_TRAINING,
         places={
             "encoder": "The model that embeds: a Hub id or a folder.",
             "[data]": "A folder or a Hub id; with --streaming tar or parquet shards.",
@@ -193,7 +194,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
         "score",
         "Write how well each image of a training set and its caption belong together, as a model sees it, and draw the "
         "pairs that do not seem to.",
-        *(ScoreOptions, ColumnOptions),
+        *(options.ScoreOptions, options.ColumnOptions),
         shown=OF_EMBEDDING,
         places={
             "model": "The model: a Hub id or a folder.",

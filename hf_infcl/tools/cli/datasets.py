@@ -18,12 +18,11 @@ from ...data.labelled import captions_of_classes, read_lines
 from ...data.sets import SetSpec, read_sets
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
-from ...options.evaluation_options import EvaluationOptions, GuardOptions
+from ...options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from ...shards.values import counted
 from ..benchmarks.sets import benchmark_sets
 from ..publishing.facts import source_name
 from ..scoring.ledger import rows_kept, stream_kept
-from .command_options import ColumnOptions, DataOptions
 
 
 def training_set(

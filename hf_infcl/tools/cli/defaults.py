@@ -20,13 +20,12 @@ from ...micro_batches.finding import memory_is_known
 from ...options.arguments import InfCLTrainingArguments
 from ...options.best_metric import check_metric, metrics_of, use_of_metric
 from ...options.combinations import check_command
+from ...options.commands import OF_PAIRS, DataOptions, EvaluationOptions, GuardOptions, StartOptions
 from ...options.declaring import spelled
-from ...options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
 from ...options.files import FILES
 from ...shards.values import counted
 from ...training.optimization import check_optimizer_options
 from ..benchmarks.names import benchmark_key, expanded
-from .command_options import OF_PAIRS, DataOptions
 from .datasets import guard_names
 
 

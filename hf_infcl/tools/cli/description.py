@@ -17,12 +17,11 @@ from ...data.images import ImageDataset
 from ...data.sets import SetSpec, read_sets
 from ...encoders.adapters import has_adapters, layers_of_adapters, words_of_adapters
 from ...loading.replay import Replayed
-from ...options.model_options import ModelOptions
+from ...options.commands import ColumnOptions, DataOptions, ModelOptions
 from ...training.trainer import InfCLTrainer
 from ..publishing.facts import Evaluation, Source, TrainingFacts, content_of, source_name, training_facts, with_texts
 from ..publishing.markdown import code, escaped, joined
 from ..scoring.ledger import words_of_excluded
-from .command_options import ColumnOptions, DataOptions
 from .datasets import mixture_weights
 
 logger = logging.get_logger(__name__)

@@ -14,14 +14,12 @@ from transformers.utils import CONFIG_NAME
 from ...conversion.pretrained import base_of_adapters
 from ...data.sets import STATED, read_sets
 from ...encoders.adapters import ADAPTER_FILES
-from ...options.evaluation_options import EvaluationOptions, GuardOptions
-from ...options.model_options import ModelOptions
+from ...options.commands import DataOptions, EvaluationOptions, GuardOptions, ModelOptions
 from ...processes.collectives import Processes
 from ...training.trainer import InfCLTrainer
 from ..publishing.callback import CURVES_FILE
 from ..publishing.facts import FACTS_FILE
 from ..publishing.pictures import PICTURES_FILE
-from .command_options import DataOptions
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, PICTURES_FILE)
 LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written only at the end of a run

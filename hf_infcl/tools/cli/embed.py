@@ -18,12 +18,12 @@ from ...data.sets import SetSpec
 from ...loading.embedding import embed as embedded
 from ...loading.sources import ItemSource, ShardSource, TableSource, source_of_training
 from ...options.arguments import InfCLTrainingArguments
+from ...options.commands import ColumnOptions, DataOptions, EmbedOptions
 from ...shards.names import IMAGE_EXTENSIONS
 from ...shards.opening import find_shards
 from ...shards.readers import ParquetReader, reader_of
 from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
-from .command_options import ColumnOptions, DataOptions, EmbedOptions
 from .commands import OF_EMBEDDING
 from .datasets import replay_set, training_set
 from .launched import leave, mistakes_in_one_line

@@ -23,9 +23,10 @@ import transformers
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from ...options.contrastive import ContrastiveOptions
 from ...options.facts import check_values
 from ...options.files import FILES, RECIPES, options_in
-from ...options.theirs import OURS, of_transformers, release_of_file
+from ...options.theirs import of_transformers, release_of_file
 from .messages import about_words, instead_of_several, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
@@ -107,7 +108,7 @@ class Parser(HfArgumentParser):
         recipes: bool = False,
     ) -> None:
         places = places or {}
-        self._commands, self._declared = options, (*options, *OURS, of_transformers())
+        self._commands, self._declared = options, (*options, ContrastiveOptions, of_transformers())
         super().__init__(
             typing.cast(Any, self._declared),
             prog=f"infcl {command}",

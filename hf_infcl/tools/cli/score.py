@@ -7,10 +7,10 @@ from typing import Any
 
 from ...conversion.models import load
 from ...data.sets import SetSpec
+from ...options.commands import DataOptions
 from ...training.trainer import InfCLTrainer
 from ..publishing.facts import content_of, has_learned
 from ..scoring.writing import ledger_lines, write_ledger
-from .command_options import DataOptions
 from .datasets import training_set
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
