@@ -52,24 +52,26 @@ def compile_for(target: str) -> None:
 
     from hf_infcl.encoders import triton_quick_gelu
     from hf_infcl.kernels import triton_backend as backend
+    from hf_infcl.kernels.blocks import Block, Gradients
 
     backend.HOPPER_PAYS = 0  # also for the small blocks here
     x = torch.zeros(6000, 512, dtype=torch.bfloat16)
     scale, vector = torch.tensor(1.0), torch.zeros(6000)
-    block = x, x, scale
     ids = torch.arange(6000, dtype=torch.int32) // 2
-    backend.positive_logits(*block)
+    of_ids, of_pairs = Block(x, x, scale, ids, ids), Block(x, x, scale, diagonal=0)
+    outputs = Gradients(None, None, accumulate=False)
+    backend.positive_logits(of_pairs)
     backend.softmax_losses(*[vector] * 5)
     triton_quick_gelu.forward(x)
     triton_quick_gelu.backward(x, x)
     if architecture == "90":  # together the targets compile each kernel with ids, with ids as positives, and without
-        backend.multi_positive_statistics(*block, vector, vector, ids, ids)
-        backend.softmax_gradients(*block, vector, vector, vector, None, None, 0)
-        backend.sigmoid_block(*block, scale, ids, ids, equal_are_positive=True)
+        backend.multi_positive_statistics(of_ids, vector, vector)
+        backend.softmax_gradients(of_pairs, vector, vector, vector, outputs)
+        backend.sigmoid_block(of_ids._replace(equal_are_positive=True), scale, outputs)
     else:
-        backend.softmax_statistics(*block, vector, vector, None, None, 0)
-        backend.multi_positive_gradients(*block, vector, vector, vector, vector, vector, vector, ids, ids)
-        backend.sigmoid_block(*block, scale, None, None, 0)
+        backend.softmax_statistics(of_pairs, vector, vector)
+        backend.multi_positive_gradients(of_ids, vector, vector, vector, vector, vector, vector, outputs)
+        backend.sigmoid_block(of_pairs, scale, outputs)
 
 
 if __name__ == "__main__":

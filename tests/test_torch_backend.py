@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_infcl import contrastive_loss, kernels, reference
 from hf_infcl.kernels import torch_backend
+from hf_infcl.kernels.blocks import Block, Gradients
 
 KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros")
 
@@ -148,7 +149,7 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
         if diagonal is not None and 0 <= i + diagonal < n:
             positive[i, i + diagonal] = True
     negatives = logits.masked_fill(positive, -math.inf)
-    odds_x, odds_y = torch_backend.softmax_statistics(x, y, scale, anchor_x, anchor_y, diagonal=diagonal)
+    odds_x, odds_y = kernels.softmax_statistics(x, y, scale, anchor_x, anchor_y, diagonal=diagonal)
     torch.testing.assert_close(odds_x, torch.logsumexp(negatives - anchor_x[:, None], 1))
     torch.testing.assert_close(odds_y, torch.logsumexp(negatives - anchor_y[None], 0))
 
@@ -156,7 +157,7 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
     coefficients = torch.where(positive, own[:, None], coefficients)
     grad_x, grad_y = (torch.full((rows, d), math.nan, dtype=torch.float64) for rows in (m, n))
     for times, accumulate in ((1, False), (2, True)):
-        of_scale = torch_backend.softmax_gradients(
+        of_scale = kernels.softmax_gradients(
             *(x, y, scale, anchor_x, anchor_y, own),
             **{"diagonal": diagonal, "grad_x": grad_x, "grad_y": grad_y, "accumulate": accumulate},
         )
@@ -165,7 +166,7 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
         torch.testing.assert_close(grad_y, times * coefficients.t() @ x)
 
     sign = torch.where(positive, -1.0, 1.0).double()
-    loss, of_bias, of_scale = torch_backend.sigmoid_block(x, y, scale, scale * 0 - 2, diagonal=diagonal, grad_y=grad_y)
+    loss, of_bias, of_scale = kernels.sigmoid_block(x, y, scale, scale * 0 - 2, diagonal=diagonal, grad_y=grad_y)
     expected = sign * torch.sigmoid(sign * (logits - 2))
     torch.testing.assert_close(loss, torch.nn.functional.softplus(sign * (logits - 2)).sum())
     torch.testing.assert_close(of_bias, expected.sum())
@@ -190,7 +191,7 @@ def test_blocks_with_several_positives(tile, monkeypatch):
     positive = ids_x[:, None] == ids_y[None]
 
     block = (x, y, scale, pivot_x, pivot_y, ids_x, ids_y)
-    statistics = torch_backend.multi_positive_statistics(*block)
+    statistics = kernels.multi_positive_statistics(*block)
     for relative, dim, seen in (
         (logits - pivot_x[:, None], 1, statistics[:3]),
         (logits - pivot_y[None], 0, statistics[3:]),
@@ -210,16 +211,14 @@ def test_blocks_with_several_positives(tile, monkeypatch):
             coefficients[i, j] = row + column
     grad_x, grad_y = (torch.ones(rows, d, dtype=torch.float64) for rows in (m, n))
     vectors = (pivot_x, pivot_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y)
-    of_scale = torch_backend.multi_positive_gradients(
-        *(x, y, scale, *vectors), grad_x=grad_x, grad_y=grad_y, accumulate=True
-    )
+    of_scale = kernels.multi_positive_gradients(*(x, y, scale, *vectors), grad_x=grad_x, grad_y=grad_y, accumulate=True)
     torch.testing.assert_close(of_scale, (coefficients * (x @ y.t())).sum())
     torch.testing.assert_close(grad_x, 1 + coefficients @ y)
     torch.testing.assert_close(grad_y, 1 + coefficients.t() @ x)
 
     sign = torch.where(positive, -1.0, 1.0).double()
     block = (x, y, scale, scale * 0 - 2, ids_x, ids_y)
-    loss, of_bias, of_scale = torch_backend.sigmoid_block(*block, equal_are_positive=True, grad_x=grad_x)
+    loss, of_bias, of_scale = kernels.sigmoid_block(*block, equal_are_positive=True, grad_x=grad_x)
     expected = sign * torch.sigmoid(sign * (logits - 2))
     torch.testing.assert_close(loss, torch.nn.functional.softplus(sign * (logits - 2)).sum())
     torch.testing.assert_close(of_bias, expected.sum())
@@ -235,9 +234,15 @@ def test_a_backend_has_the_operators_with_the_parameters_and_results_that_are_de
     operators = {k: v for k, v in vars(kernels).items() if isinstance(v, type(torch.ops.aten.add.Tensor))}
     assert len(operators) == 7
     for operator, overload in operators.items():
-        declared = inspect.signature(overload)
-        parameters = [p for p in declared.parameters.values() if p.name != "backend"]
-        assert inspect.signature(getattr(backend, operator)) == declared.replace(parameters=parameters), operator
+        declared, own = inspect.signature(overload), inspect.signature(getattr(backend, operator))
+        together = {"block": "x", "gradients": "grad_x"}  # the first one of those that stand together there
+        single = [name for name in declared.parameters if name not in (*Block._fields, *Gradients._fields, "backend")]
+        block = ["block"] if "x" in declared.parameters else []
+        assert list(own.parameters) == block + single + (["gradients"] if "grad_x" in declared.parameters else [])
+        for name, parameter in own.parameters.items():
+            expected = declared.parameters[together.get(name, name)]
+            assert name in together or parameter == expected.replace(default=inspect.Parameter.empty), operator
+        assert own.return_annotation == declared.return_annotation
         assert "Args:" in overload.__doc__ or "Returns:" in overload.__doc__ or operator == "positive_logits"
 
 

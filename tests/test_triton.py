@@ -22,6 +22,7 @@ from hf_infcl import contrastive_loss, kernels, reference
 from hf_infcl.encoders import triton_quick_gelu
 from hf_infcl.kernels import torch_backend, triton_operands, triton_tiling
 from hf_infcl.kernels import triton_backend as backend
+from hf_infcl.kernels.blocks import Block
 from hf_infcl.loss import cuda_graphs, strategies
 
 DEVICE = "cpu" if triton_tiling.INTERPRETED else "cuda"
@@ -365,19 +366,20 @@ def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatc
     coefficients = positive_x.clamp(-2, 2)  # no loss has larger ones, and fp16 holds none beyond 4
     lse_x, lse_y = positive_x + 25, torch.full((n,), torch.inf, device=DEVICE)  # inf: columns without a share
 
-    def of(module: Any, dtype: torch.dtype) -> list[Tensor]:
+    def of(module: str, dtype: torch.dtype) -> list[Tensor]:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         a, b = x.to(dtype), y.to(dtype)
         s, c, px, py, lx, ly = (t.to(kind) for t in (scale, bias, positive_x, positive_y, lse_x, lse_y))
         block = (ids_x, ids_y, diagonal)
-        out = [*module.softmax_statistics(a, b, s, px, py, *block)]
+        out = [*kernels.softmax_statistics(a, b, s, px, py, *block, module)]
         for own in (coefficients.to(kind), -coefficients.to(kind)):
             gradients = [torch.ones(rows, 16, dtype=kind, device=DEVICE) for rows in (m, n)]
-            out += [module.softmax_gradients(a, b, s, lx, ly, own, *block, *gradients, accumulate=True), *gradients]
+            of_scale = kernels.softmax_gradients(a, b, s, lx, ly, own, *block, *gradients, True, module)
+            out += [of_scale, *gradients]
         gradients = [torch.full((rows, 16), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
-        return [*out, *module.sigmoid_block(a, b, s, c, *block, *gradients), *gradients]
+        return [*out, *kernels.sigmoid_block(a, b, s, c, *block, *gradients, backend=module), *gradients]
 
-    for value, true in zip(of(backend, torch.float16), of(torch_backend, torch.float64), strict=True):
+    for value, true in zip(of("triton", torch.float16), of("torch", torch.float64), strict=True):
         assert torch.equal(value.isfinite().cpu(), true.isfinite().cpu())
         assert relative_error(value[value.isfinite()], true[true.isfinite()]) < 1e-3
 
@@ -397,28 +399,30 @@ def test_several_positives(dtype: torch.dtype, scale: float, monkeypatch: pytest
     x = pairs(n, d, dtype)[1][place]
     multiplier = torch.tensor(scale, device=DEVICE)
     references = (
-        backend.positive_logits(x, y[place], multiplier),
-        backend.positive_logits(y, x[ids_y.long().clamp(max=m - 1)], multiplier),
+        kernels.positive_logits(x, y[place], multiplier, "triton"),
+        kernels.positive_logits(y, x[ids_y.long().clamp(max=m - 1)], multiplier, "triton"),
     )
     equal = ids_x[:, None] == ids_y[None]
 
-    def of(module: Any, dtype: torch.dtype, vectors: tuple[Tensor, ...]) -> list[Tensor]:
+    def of(module: str, dtype: torch.dtype, vectors: tuple[Tensor, ...]) -> list[Tensor]:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         s, b, *given = (t.to(kind) for t in (torch.tensor(scale), torch.tensor(-5.0), *vectors))
         block = x.to(dtype), y.to(dtype), s.to(DEVICE)
         if len(given) == 2:
-            return list(module.multi_positive_statistics(*block, *given, ids_x, ids_y))
+            return list(kernels.multi_positive_statistics(*block, *given, ids_x, ids_y, module))
         gradients = [torch.full((rows, d), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
         of_x, of_y = gradients
-        of_scale = module.multi_positive_gradients(*block, *given, ids_x, ids_y, grad_x=of_x, grad_y=of_y)
+        outputs = {"grad_x": of_x, "grad_y": of_y, "backend": module}
+        of_scale = kernels.multi_positive_gradients(*block, *given, ids_x, ids_y, **outputs)
         out = [of_scale, *gradients]
         gradients = [torch.full((rows, d), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
         of_x, of_y = gradients
         block = *block, b.to(DEVICE), ids_x, ids_y
-        return [*out, *module.sigmoid_block(*block, equal_are_positive=True, grad_x=of_x, grad_y=of_y), *gradients]
+        outputs = {"grad_x": of_x, "grad_y": of_y, "backend": module}
+        return [*out, *kernels.sigmoid_block(*block, equal_are_positive=True, **outputs), *gradients]
 
-    true = of(torch_backend, torch.float64, references)
-    for value, expected in zip(of(backend, dtype, references), true, strict=True):
+    true = of("torch", torch.float64, references)
+    for value, expected in zip(of("triton", dtype, references), true, strict=True):
         torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=5e-7 * scale)  # the rounding of the logits
 
     relative, share = [], []
@@ -428,7 +432,7 @@ def test_several_positives(dtype: torch.dtype, scale: float, monkeypatch: pytest
         relative.append(torch.logaddexp(negatives, positives).masked_fill(count == 0, torch.inf))
         share.append(torch.where(count == 1, alone, 1 / count).masked_fill(count == 0, 0))
     vectors = (*references, *relative, *share)
-    for value, expected in zip(of(backend, dtype, vectors), of(torch_backend, torch.float64, vectors), strict=True):
+    for value, expected in zip(of("triton", dtype, vectors), of("torch", torch.float64, vectors), strict=True):
         assert relative_error(value, expected) < 2 * FLOOR[dtype]
 
 
@@ -442,7 +446,7 @@ def test_only_tiles_that_may_hold_equal_ids_compare_them(diagonal: int | None) -
     equal = ids[0][:, None] == ids[1][None]
     if diagonal is not None:
         equal |= torch.arange(m, device=DEVICE)[:, None] + diagonal == torch.arange(n, device=DEVICE)
-    seen = triton_operands.Operands.of(x, x[:n], *ids, diagonal).overlaps
+    seen = triton_operands.Operands.of(Block(x, x[:n], x[0, 0], *ids, diagonal)).overlaps
     assert seen is not None
     for block, (start, stop) in enumerate(seen.tolist()):
         (rows,) = equal[:, block * tile : (block + 1) * tile].any(1).nonzero(as_tuple=True)
@@ -625,14 +629,14 @@ def test_more_elements_than_int32() -> None:
     y = torch.randn(n, d, device="cuda", dtype=torch.bfloat16)
     scale, bias = torch.tensor(1.0, device="cuda"), torch.tensor(0.0, device="cuda")
     zeros = torch.zeros(m, device="cuda")
-    rows, columns = backend.softmax_statistics(x, y, scale, zeros, zeros[:n])
+    rows, columns = kernels.softmax_statistics(x, y, scale, zeros, zeros[:n], backend="triton")
     last = x[-300:].double() @ y.double().t()
     assert relative_error(rows[-300:], last.logsumexp(1)) < 1e-5
     assert relative_error(columns, torch.logsumexp(x.float() @ y.float().t(), 0)) < 1e-5
     gradient, of_y = torch.empty(m, d, device="cuda"), torch.empty(n, d, device="cuda")
-    backend.sigmoid_block(x, y, scale, bias, grad_x=gradient, grad_y=of_y)
+    kernels.sigmoid_block(x, y, scale, bias, grad_x=gradient, grad_y=of_y, backend="triton")
     assert relative_error(gradient[-300:], last.sigmoid() @ y.double()) < 3e-3
-    backend.softmax_gradients(x, y, scale, rows, columns, None, grad_x=gradient)
+    kernels.softmax_gradients(x, y, scale, rows, columns, None, grad_x=gradient, backend="triton")
     coefficients = (last - rows[-300:, None]).exp() + (last - columns).exp()
     assert relative_error(gradient[-300:], coefficients @ y.double()) < 3e-3
 

@@ -2,8 +2,9 @@
 
 These are operators of `torch.library` that know nothing of autograd or torch.distributed. Each is declared once, below:
 its schema is inferred from the signature, and the body, which only tracing runs, gives the shapes and dtypes of the
-results. The function of the same name and parameters in another module computes it. The argument ``backend`` selects
-that module: `torch_backend`, in plain torch on any device, or `triton_backend`, which launches Triton kernels.
+results. The function of the same name in another module computes it, with a `Block` for the first parameters and
+`Gradients` for the outputs. The argument ``backend`` selects that module: `torch_backend`, in plain torch on any
+device, or `triton_backend`, which launches Triton kernels.
 
 Terms: a *block* is m images against n texts, x [m, D] and y [n, D], with the logits z_ij = scale · x_i·y_j (+ bias).
 scale and bias are 0-dim tensors on the device of the features, so that the host never waits for their values. Scalars,
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
+from .blocks import Block, Gradients
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -112,8 +114,12 @@ def _operator(declaration: Callable[P, R]) -> Callable[P, R]:
     batch.
     """
     name, signature = declaration.__name__, inspect.signature(declaration)
-    written = [output for output in ("grad_x", "grad_y") if output in signature.parameters]
+    names = list(signature.parameters)
+    written = [output for output in ("grad_x", "grad_y") if output in names]
     defaults = tuple(parameter.default for parameter in signature.parameters.values())
+    # The places of the parameters that form a `Block`, of those that form `Gradients`, and of the others.
+    of_block, of_gradients = ([names.index(n) for n in kind._fields if n in names] for kind in (Block, Gradients))
+    others = [place for place in range(len(names) - 1) if place not in (*of_block, *of_gradients)]
 
     def compute(*given: Any) -> Any:
         if len(given) < len(defaults):  # torch leaves out last arguments that equal their defaults
@@ -121,7 +127,9 @@ def _operator(declaration: Callable[P, R]) -> Callable[P, R]:
         x, y, backend = given[0], given[1], given[-1]
         # No kernel can be launched for an empty block. len(x) would take ten times as long as x.numel().
         module = select(backend, x) if x.numel() and y.numel() else torch_backend
-        return getattr(module, name)(*given[:-1])
+        block = [Block(*[given[place] for place in of_block])] if of_block else []
+        gradients = [Gradients(*[given[place] for place in of_gradients])] if of_gradients else []
+        return getattr(module, name)(*block, *[given[place] for place in others], *gradients)
 
     torch.library.define(f"hf_infcl::{name}", torch.library.infer_schema(declaration, mutates_args=written))
     torch.library.impl(f"hf_infcl::{name}", "default", compute)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocks import Block, Gradients
+
 TILE_ELEMENTS = 1 << 20  # 4 MiB of fp32 logits, about a CPU core's cache; several tiles are alive at once
 TILE_ELEMENTS_GPU = 1 << 24  # it takes larger products to keep a GPU busy
 TILE_ROWS = 1024
@@ -32,30 +34,21 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    out = torch.empty(len(x), dtype=accumulate_dtype(x), device=x.device)
-    for r in _chunks(len(x), 128):
-        out[r] = _product(x[r], y[r].t()).diagonal()
-    return out * scale
+def positive_logits(block: Block) -> Tensor:
+    out = torch.empty(len(block.x), dtype=accumulate_dtype(block.x), device=block.x.device)
+    for r in _chunks(len(out), 128):
+        out[r] = _product(block.x[r], block.y[r].t()).diagonal()
+    return out * block.scale
 
 
-def softmax_statistics(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    positive_x: Tensor,
-    positive_y: Tensor,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def softmax_statistics(block: Block, positive_x: Tensor, positive_y: Tensor) -> tuple[Tensor, Tensor]:
     log_odds_x = torch.full_like(positive_x, -torch.inf)
     log_odds_y = torch.full_like(positive_y, -torch.inf)
-    for r, c, cosines in _tiles(x, y):
-        logits = cosines.mul_(scale)
-        if ids_x is not None and ids_y is not None:
-            logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
-        _positives(logits, r, c, diagonal)[0].fill_(-torch.inf)
+    for r, c, cosines in _tiles(block):
+        logits = cosines.mul_(block.scale)
+        if (equal := _equal(block, r, c)) is not None:
+            logits.masked_fill_(equal, -torch.inf)
+        _positives(logits, r, c, block.diagonal)[0].fill_(-torch.inf)
         row = torch.logsumexp(logits - positive_x[r, None], 1)
         column = torch.logsumexp(logits.sub_(positive_y[None, c]), 0)
         log_odds_x[r] = torch.logaddexp(log_odds_x[r], row)
@@ -73,62 +66,36 @@ def softmax_losses(
 
 
 def softmax_gradients(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    lse_x: Tensor,
-    lse_y: Tensor,
-    positive_coefficient: Tensor | None,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
+    block: Block, lse_x: Tensor, lse_y: Tensor, positive_coefficient: Tensor | None, gradients: Gradients
 ) -> Tensor:
-    if not accumulate:
-        _clear(grad_x, grad_y)
-    scale_sums = [_nothing(x)]
-    for r, c, cosines in _tiles(x, y):
-        logits = cosines * scale
+    scale_sums = _sums(block, gradients)
+    for r, c, cosines in _tiles(block):
+        logits = cosines * block.scale
         coefficients = torch.exp(logits - lse_x[r, None])
         coefficients += logits.sub_(lse_y[None, c]).exp_()
-        if ids_x is not None and ids_y is not None:
-            coefficients.masked_fill_(ids_x[r, None] == ids_y[None, c], 0)
-        positives, rows = _positives(coefficients, r, c, diagonal)
+        if (equal := _equal(block, r, c)) is not None:
+            coefficients.masked_fill_(equal, 0)
+        positives, rows = _positives(coefficients, r, c, block.diagonal)
         if positive_coefficient is not None:
             positives.copy_(positive_coefficient[rows])
         scale_sums.append(cosines.mul_(coefficients).sum())
-        _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
+        _accumulate(coefficients, block, r, c, gradients)
     return _sum(scale_sums)
 
 
-def sigmoid_block(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
-    equal_are_positive: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not accumulate:
-        _clear(grad_x, grad_y)
-    loss_sums, bias_sums, scale_sums = ([_nothing(x)] for _ in range(3))
-    for r, c, cosines in _tiles(x, y):
-        logits = cosines * scale + bias
-        equal = None if ids_x is None or ids_y is None else ids_x[r, None] == ids_y[None, c]
-        if equal_are_positive and equal is not None:
+def sigmoid_block(block: Block, bias: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    scale_sums = _sums(block, gradients)
+    loss_sums, bias_sums = [*scale_sums], [*scale_sums]
+    for r, c, cosines in _tiles(block):
+        logits = cosines * block.scale + bias
+        equal = _equal(block, r, c)
+        if block.equal_are_positive and equal is not None:
             negated = torch.where(equal, -logits, logits)  # -t·z
             loss_sums.append(_softplus(negated).sum())
             coefficients = negated.sigmoid_()
             coefficients = torch.where(equal, -coefficients, coefficients)
         else:
-            positives, _ = _positives(logits, r, c, diagonal)
+            positives, _ = _positives(logits, r, c, block.diagonal)
             negated = -positives  # -t·z of the positives; that of the negatives is z
             if equal is not None:
                 logits.masked_fill_(equal, -torch.inf)
@@ -138,20 +105,21 @@ def sigmoid_block(
             positives.neg_()
         bias_sums.append(coefficients.sum())
         scale_sums.append(cosines.mul_(coefficients).sum())
-        _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
+        _accumulate(coefficients, block, r, c, gradients)
     return _sum(loss_sums), _sum(bias_sums), _sum(scale_sums)
 
 
 def multi_positive_statistics(
-    x: Tensor, y: Tensor, scale: Tensor, pivot_x: Tensor, pivot_y: Tensor, ids_x: Tensor, ids_y: Tensor
+    block: Block, pivot_x: Tensor, pivot_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     stats_x, stats_y = (
         (torch.full_like(pivot, -torch.inf), torch.full_like(pivot, -torch.inf), torch.zeros_like(pivot))
         for pivot in (pivot_x, pivot_y)
     )
-    for r, c, cosines in _tiles(x, y):
-        logits = cosines.mul_(scale)
-        equal = ids_x[r, None] == ids_y[None, c]
+    for r, c, cosines in _tiles(block):
+        logits = cosines.mul_(block.scale)
+        equal = _equal(block, r, c)
+        assert equal is not None
         sides = ((stats_x, r, pivot_x[r, None], 1), (stats_y, c, pivot_y[None, c], 0))
         for (negatives, positives, distance), part, pivot, dim in sides:
             relative = logits - pivot
@@ -164,27 +132,20 @@ def multi_positive_statistics(
 
 
 def multi_positive_gradients(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
+    block: Block,
     pivot_x: Tensor,
     pivot_y: Tensor,
     relative_x: Tensor,
     relative_y: Tensor,
     share_x: Tensor,
     share_y: Tensor,
-    ids_x: Tensor,
-    ids_y: Tensor,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
+    gradients: Gradients,
 ) -> Tensor:
-    if not accumulate:
-        _clear(grad_x, grad_y)
-    scale_sums = [_nothing(x)]
-    for r, c, cosines in _tiles(x, y):
-        logits = cosines * scale
-        equal = ids_x[r, None] == ids_y[None, c]
+    scale_sums = _sums(block, gradients)
+    for r, c, cosines in _tiles(block):
+        logits = cosines * block.scale
+        equal = _equal(block, r, c)
+        assert equal is not None
         coefficients = torch.zeros_like(logits)
         sides = (
             (pivot_x[r, None], relative_x[r, None], share_x[r, None]),
@@ -194,7 +155,7 @@ def multi_positive_gradients(
             terms = torch.exp(logits - pivot - relative)
             coefficients += torch.where(equal, torch.where(share < 0, share, terms - share), terms)
         scale_sums.append(cosines.mul_(coefficients).sum())
-        _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
+        _accumulate(coefficients, block, r, c, gradients)
     return _sum(scale_sums)
 
 
@@ -204,9 +165,12 @@ def _softplus(t: Tensor) -> Tensor:
     return F.softplus(t, threshold=40)
 
 
-def _nothing(x: Tensor) -> Tensor:
-    """Zero, the sum over no tiles."""
-    return torch.zeros((), dtype=accumulate_dtype(x), device=x.device)
+def _sums(block: Block, gradients: Gradients) -> list[Tensor]:
+    """Where the sums of the tiles are collected, beginning with zero; clears the gradients unless they accumulate."""
+    for gradient in gradients[:2]:
+        if gradient is not None and not gradients.accumulate:
+            gradient.zero_()
+    return [torch.zeros((), dtype=accumulate_dtype(block.x), device=block.x.device)]
 
 
 def _sum(sums_of_tiles: list[Tensor]) -> Tensor:
@@ -218,12 +182,18 @@ def _chunks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _tiles(x: Tensor, y: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields row slice, column slice and products x_i·y_j of each tile. The caller may overwrite the products."""
+    x, y = block.x, block.y
     rows, columns = tile_shape(len(x), len(y), x.device.type)
     for r in _chunks(len(x), rows):
         for c in _chunks(len(y), columns):
             yield r, c, _product(x[r], y[c].t())
+
+
+def _equal(block: Block, r: slice, c: slice) -> Tensor | None:
+    """Which cells of a tile have equal ids, bool; None without ids."""
+    return None if block.ids_x is None or block.ids_y is None else block.ids_x[r, None] == block.ids_y[None, c]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -235,15 +205,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _clear(*gradients: Tensor | None) -> None:
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.zero_()
-
-
-def _accumulate(
-    coefficients: Tensor, x: Tensor, y: Tensor, grad_x: Tensor | None, grad_y: Tensor | None, r: slice, c: slice
-) -> None:
+def _accumulate(coefficients: Tensor, block: Block, r: slice, c: slice, gradients: Gradients) -> None:
+    x, y, (grad_x, grad_y, _) = block.x[r], block.y[c], gradients
     if x.is_cuda:  # for tensor cores
         coefficients = coefficients.to(x.dtype)
     if grad_x is not None:

@@ -29,6 +29,7 @@ import triton
 from torch import Tensor
 
 from . import triton_sigmoid, triton_softmax, triton_tiles
+from .blocks import Block, Gradients
 from .triton_operands import PAIRS, Operands
 from .triton_tiling import INTERPRETED, boxes, cdiv
 
@@ -54,29 +55,20 @@ GROUP_OF_STATISTICS, GROUP_OF_COEFFICIENTS = 33, 16
 # ---- The operators ----
 
 
-def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    with _on_device(x):
-        block = Operands.of(x, y)
-        tile = block.tiling.tile
-        out = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        triton_softmax.positives[(cdiv(len(x), tile),)](
-            *block.features(), scale, out, len(x), B=tile, **block.constants()
+def positive_logits(block: Block) -> Tensor:
+    with _on_device(block.x):
+        m, operands = len(block.x), Operands.of(block)
+        tile = operands.tiling.tile
+        out = torch.empty(m, dtype=torch.float32, device=block.x.device)
+        triton_softmax.positives[(cdiv(m, tile),)](
+            *operands.features(), block.scale, out, m, B=tile, **operands.constants()
         )
         return out
 
 
-def softmax_statistics(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    positive_x: Tensor,
-    positive_y: Tensor,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    with _on_device(x):
-        return _softmax_statistics(Operands.of(x, y, ids_x, ids_y, diagonal), scale, (positive_x, positive_y))
+def softmax_statistics(block: Block, positive_x: Tensor, positive_y: Tensor) -> tuple[Tensor, Tensor]:
+    with _on_device(block.x):
+        return _softmax_statistics(Operands.of(block), block.scale, (positive_x, positive_y))
 
 
 def softmax_losses(
@@ -92,49 +84,22 @@ def softmax_losses(
 
 
 def softmax_gradients(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    lse_x: Tensor,
-    lse_y: Tensor,
-    positive_coefficient: Tensor | None,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
+    block: Block, lse_x: Tensor, lse_y: Tensor, positive_coefficient: Tensor | None, gradients: Gradients
 ) -> Tensor:
-    with _on_device(x):
-        block = Operands.of(x, y, ids_x, ids_y, diagonal)
+    with _on_device(block.x):
         positives = lse_x if positive_coefficient is None else positive_coefficient  # never read without a diagonal
-        return _softmax_gradients(
-            *(block, scale, (lse_x, lse_y), (None, None), (positives, None)),
-            *((grad_x, grad_y), accumulate, x.shape[1]),
-        )
+        vectors = (lse_x, lse_y), (None, None), (positives, None)
+        return _softmax_gradients(Operands.of(block), block.scale, *vectors, gradients)
 
 
-def sigmoid_block(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    ids_x: Tensor | None = None,
-    ids_y: Tensor | None = None,
-    diagonal: int | None = None,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
-    equal_are_positive: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with _on_device(x):
-        block = Operands.of(x, y, ids_x, ids_y, diagonal, equal_are_positive)
+def sigmoid_block(block: Block, bias: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    with _on_device(block.x):
         sums: Tensor | None = None
-        for chunk in _chunks(block, grad_x, grad_y, accumulate, x.shape[1]):
+        for chunk in _chunks(Operands.of(block), gradients):
             if sums is None:  # no later chunk has more programs
                 # Kernels are compiled for rows of a multiple of 16 bytes.
-                sums = torch.zeros(4, cdiv(chunk.programs, 4) * 4, dtype=torch.float32, device=x.device)
-            vectors = (*sums, scale, bias)
+                sums = torch.zeros(4, cdiv(chunk.programs, 4) * 4, dtype=torch.float32, device=block.x.device)
+            vectors = (*sums, block.scale, bias)
             if chunk.hopper is not None:
                 chunk.launch_on_hopper(chunk.hopper.sigmoid_coefficients, vectors, {})
             else:
@@ -147,11 +112,11 @@ def sigmoid_block(
 
 
 def multi_positive_statistics(
-    x: Tensor, y: Tensor, scale: Tensor, pivot_x: Tensor, pivot_y: Tensor, ids_x: Tensor, ids_y: Tensor
+    block: Block, pivot_x: Tensor, pivot_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with _on_device(x):
-        block = Operands.of(x, y, ids_x, ids_y, equal_are_positive=True)
-        of_x, of_y = _softmax_statistics(block, scale, (pivot_x, pivot_y))
+    with _on_device(block.x):
+        operands = Operands.of(block._replace(equal_are_positive=True))
+        of_x, of_y = _softmax_statistics(operands, block.scale, (pivot_x, pivot_y))
         # Outputs of an operator do not share memory.
         negatives_x, positives_x, distance_x = (t.clone() for t in of_x.view(3, -1))
         negatives_y, positives_y, distance_y = (t.clone() for t in of_y.view(3, -1))
@@ -159,29 +124,22 @@ def multi_positive_statistics(
 
 
 def multi_positive_gradients(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
+    block: Block,
     pivot_x: Tensor,
     pivot_y: Tensor,
     relative_x: Tensor,
     relative_y: Tensor,
     share_x: Tensor,
     share_y: Tensor,
-    ids_x: Tensor,
-    ids_y: Tensor,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
+    gradients: Gradients,
 ) -> Tensor:
-    with _on_device(x):
-        block = Operands.of(x, y, ids_x, ids_y, equal_are_positive=True)
+    with _on_device(block.x):
+        operands = Operands.of(block._replace(equal_are_positive=True))
         lse: tuple[Tensor, Tensor] = (pivot_x, pivot_y)
         relative: tuple[Tensor | None, Tensor | None] = (relative_x, relative_y)
-        if block.parts == 1:  # the rounding of the sum is negligible beside that of coefficients in half precision
+        if operands.parts == 1:  # the rounding of the sum is negligible beside that of coefficients in half precision
             lse, relative = (pivot_x + relative_x, pivot_y + relative_y), (None, None)
-        shares, grads = (share_x, share_y), (grad_x, grad_y)
-        return _softmax_gradients(block, scale, lse, relative, shares, grads, accumulate, x.shape[1])
+        return _softmax_gradients(operands, block.scale, lse, relative, (share_x, share_y), gradients)
 
 
 # ---- Launches of the softmax loss, for pairs and for several positives ----
@@ -249,17 +207,15 @@ def _softmax_gradients(
     lse: tuple[Tensor, Tensor],
     relative: tuple[Tensor | None, Tensor | None],
     share: tuple[Tensor | None, Tensor | None],
-    grads: tuple[Tensor | None, Tensor | None],
-    accumulate: bool,
-    dimension: int,
+    gradients: Gradients,
 ) -> Tensor:
-    """Puts C·y and Cᵀ·x into grads, with the C of `triton_softmax.softmax_coefficients`, and returns Σ C_ij x_i·y_j.
+    """Computes the gradients, with the C of `triton_softmax.softmax_coefficients`, and returns Σ C_ij x_i·y_j.
 
-    lse, relative, share and grads are pairs, with one tensor for the rows and one for the columns.
+    lse, relative and share are pairs, with one tensor for the rows and one for the columns.
     """
     m, n = len(block.x), len(block.y)
     sums: Tensor | None = None
-    for chunk in _chunks(block, *grads, accumulate, dimension):
+    for chunk in _chunks(block, gradients):
         if sums is None:  # no later chunk has more programs
             sums = torch.zeros(chunk.programs, dtype=torch.float32, device=block.x.device)
         lse_of_chunk = chunk.both(lse)
@@ -285,11 +241,7 @@ class _Chunk:
     rows: slice
     columns: slice
     workspace: Tensor  # [parts, rows or more, columns or more]
-    grad_x: Tensor | None  # [rows, D], or None if not wanted
-    grad_y: Tensor | None  # [columns, D]
-    add_to_x: bool  # add to the content of grad_x instead of replacing it
-    add_to_y: bool
-    dimension: int  # D
+    gradients: Gradients  # of the whole block
     hopper: ModuleType | None  # `hopper_kernels`, if they are to be used
     tiles: int
     blocks: int
@@ -354,29 +306,27 @@ class _Chunk:
 
     def multiply(self) -> None:
         """Computes this chunk's part of the gradients from its coefficients."""
-        block, parts = self.block, self.block.parts
+        block, parts, (grad_x, grad_y, accumulate) = self.block, self.block.parts, self.gradients
         coefficients = self.workspace[:, : len(block.x), : len(block.y)]
         for i, (a, b) in enumerate(PAIRS[parts]):
             c = coefficients[a]
             # The other products are small beside that of the largest parts, and so are their errors.
             longest = EXACT_SUM if parts > 1 and a == b == 0 else 1 << 30
-            if self.grad_x is not None:
-                of_y, add = self._part(block.y, b, 1), self.add_to_x or i > 0
-                _put_product(self.grad_x, c, of_y, 2.0**-self.gain, longest, add)
-            if self.grad_y is not None:
-                of_x, add = self._part(block.x, b, 0), self.add_to_y or i > 0
-                _put_product(self.grad_y, c.t(), of_x, 2.0**-self.gain, longest, add)
+            if grad_x is not None:
+                of_y, add = self._part(block.y, b, 1), accumulate or self.columns.start > 0 or i > 0
+                _put_product(grad_x[self.rows], c, of_y, 2.0**-self.gain, longest, add)
+            if grad_y is not None:
+                of_x, add = self._part(block.x, b, 0), accumulate or self.rows.start > 0 or i > 0
+                _put_product(grad_y[self.columns], c.t(), of_x, 2.0**-self.gain, longest, add)
 
     def _part(self, features: Tensor, part: int, side: int) -> Tensor:
         """[m, D]: a part of the features of images (side 0) or texts (1), as laid out by `triton_operands.in_parts`."""
         pairs = PAIRS[self.block.parts]
         place = [pair[side] for pair in pairs].index(part)
-        return features[:, features.shape[1] // len(pairs) * place :][:, : self.dimension]
+        return features[:, features.shape[1] // len(pairs) * place :][:, : self.block.dimension]
 
 
-def _chunks(
-    block: Operands, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool, dimension: int
-) -> Iterator[_Chunk]:
+def _chunks(block: Operands, gradients: Gradients) -> Iterator[_Chunk]:
     """The chunks of a block, one after another in the same workspace."""
     m, n, tile = len(block.x), len(block.y), block.tiling.tile
     columns = _even(n, CHUNK_COLUMNS, tile)
@@ -391,21 +341,7 @@ def _chunks(
             # On Hopper a program computes two bands of a column block. Both kinds of kernels number the bands alike, so
             # that the slow launch of the sigmoid loss finds the bands that the fast launch has left.
             tiles, blocks, band = block.tiling.launches(*size, LONGEST_OF_COEFFICIENTS, 1 if hopper is None else 2)
-            yield _Chunk(
-                block=block.part(r, s),
-                rows=r,
-                columns=s,
-                workspace=workspace,
-                grad_x=None if grad_x is None else grad_x[r],
-                grad_y=None if grad_y is None else grad_y[s],
-                add_to_x=accumulate or column > 0,
-                add_to_y=accumulate or row > 0,
-                dimension=dimension,
-                hopper=hopper,
-                tiles=tiles,
-                blocks=blocks,
-                band=band,
-            )
+            yield _Chunk(block.part(r, s), r, s, workspace, gradients, hopper, tiles, blocks, band)
 
 
 def _put_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, longest: int, add: bool) -> None:

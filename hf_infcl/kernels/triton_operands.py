@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import triton_tiles
+from .blocks import Block
 from .triton_tiling import INTERPRETED, Tiling, boxes, cdiv, tiling_for
 
 # The pairs of parts (of x, of y) that are multiplied. The largest product comes last, because the rounding error of
@@ -23,6 +24,7 @@ class Operands:
 
     x: Tensor  # [m, pairs · D'], rows contiguous and a multiple of 16 bytes long
     y: Tensor  # [n, pairs · D']
+    dimension: int  # D
     parts: int  # the number of parts that add up to an element; more than 1 for fp32 features
     ids_x: Tensor | None  # [m] int32
     ids_y: Tensor | None  # [n] int32
@@ -32,28 +34,20 @@ class Operands:
     tiling: Tiling
 
     @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        y: Tensor,
-        ids_x: Tensor | None = None,
-        ids_y: Tensor | None = None,
-        diagonal: int | None = None,
-        equal_are_positive: bool = False,
-    ) -> Operands:
-        x, y, parts = _features(x, y)
-        tiling = tiling_for(x.device, parts)
-        place = triton_tiles.NOWHERE.value if diagonal is None else diagonal
-        if ids_x is None or ids_y is None:
-            return cls(x, y, parts, None, None, triton_tiles.NO_IDS.value, None, place, tiling)
-        ids_x, ids_y = ids_x.contiguous(), ids_y.contiguous()
+    def of(cls, block: Block) -> Operands:
+        x, y, parts = _features(block.x, block.y)
+        tiling, dimension = tiling_for(x.device, parts), block.x.shape[1]
+        place = triton_tiles.NOWHERE.value if block.diagonal is None else block.diagonal
+        if block.ids_x is None or block.ids_y is None:
+            return cls(x, y, dimension, parts, None, None, triton_tiles.NO_IDS.value, None, place, tiling)
+        ids_x, ids_y = block.ids_x.contiguous(), block.ids_y.contiguous()
         blocks = cdiv(len(y), tiling.tile)
         overlaps = torch.empty(blocks, 2, dtype=torch.int32, device=x.device)
         triton_tiles.id_overlaps[(blocks,)](
             *(ids_x, ids_y, overlaps, len(x), len(y), place), BM=tiling.tile, BN=tiling.tile, STRIP=1024
         )
-        equal = triton_tiles.POSITIVE if equal_are_positive else triton_tiles.EXCLUDED
-        return cls(x, y, parts, ids_x, ids_y, equal.value, overlaps, place, tiling)
+        equal = triton_tiles.POSITIVE if block.equal_are_positive else triton_tiles.EXCLUDED
+        return cls(x, y, dimension, parts, ids_x, ids_y, equal.value, overlaps, place, tiling)
 
     def part(self, rows: slice, columns: slice) -> Operands:
         """The operands of a part of the block. The part begins at the first row and column of a tile."""
