@@ -52,14 +52,14 @@ def compile_for(target: str) -> None:
 
     from hf_infcl.encoders import triton_quick_gelu
     from hf_infcl.kernels import triton_backend as backend
-    from hf_infcl.kernels.blocks import Block, Gradients
+    from hf_infcl.kernels.blocks import Block, BlockGradients
 
     backend.HOPPER_PAYS = 0  # also for the small blocks here
     x = torch.zeros(6000, 512, dtype=torch.bfloat16)
     scale, vector = torch.tensor(1.0), torch.zeros(6000)
     ids = torch.arange(6000, dtype=torch.int32) // 2
     of_ids, of_pairs = Block(x, x, scale, ids, ids), Block(x, x, scale, diagonal=0)
-    outputs = Gradients(None, None, accumulate=False)
+    outputs = BlockGradients(None, None, accumulate=False)
     backend.positive_logits(of_pairs)
     backend.softmax_losses(*[vector] * 5)
     triton_quick_gelu.forward(x)

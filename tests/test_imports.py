@@ -116,6 +116,8 @@ MUST_NOT_KNOW = {
         *inside("reference", "kernels", "processes", "loss", "encoders", "data", "windows", "loading", "training"),
     ),
     **dict.fromkeys((f"hf_infcl.options.{name}" for name in DECLARING), WITHOUT_TORCH),
+    # A function there imports the table of its choices.
+    "hf_infcl.options.contrastive": ("torch", *HUGGING_FACE, *inside("processes", "data", "windows", "training")),
     "hf_infcl.windows": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "data", "evaluation", "optimizers", "tools"),

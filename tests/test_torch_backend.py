@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_infcl import contrastive_loss, kernels, reference
 from hf_infcl.kernels import torch_backend
-from hf_infcl.kernels.blocks import Block, Gradients
+from hf_infcl.kernels.blocks import Block, BlockGradients
 
 KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros")
 
@@ -236,7 +236,9 @@ def test_a_backend_has_the_operators_with_the_parameters_and_results_that_are_de
     for operator, overload in operators.items():
         declared, own = inspect.signature(overload), inspect.signature(getattr(backend, operator))
         together = {"block": "x", "gradients": "grad_x"}  # the first one of those that stand together there
-        single = [name for name in declared.parameters if name not in (*Block._fields, *Gradients._fields, "backend")]
+        single = [
+            name for name in declared.parameters if name not in (*Block._fields, *BlockGradients._fields, "backend")
+        ]
         block = ["block"] if "x" in declared.parameters else []
         assert list(own.parameters) == block + single + (["gradients"] if "grad_x" in declared.parameters else [])
         for name, parameter in own.parameters.items():

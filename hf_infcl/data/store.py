@@ -133,7 +133,8 @@ class Store:
             if len(self._open) == _MOST_OPEN:
                 self._open.clear()
             values: Any = self._mapped(self._paths[number])
-            if values.ndim != 2 or (self._open and values.shape[1] != self.width):
+            other = next(iter(self._open.values()), values)
+            if values.ndim != 2 or values.shape[1] != other.shape[1]:
                 raise ValueError(f"{self._paths[number]} has the shape {list(values.shape)}")
             # Or the system would read 128 KiB for each row of files that do not stay in memory anyway. Of smaller ones
             # it should read ahead: the rows that come along are looked up later.

@@ -3,7 +3,7 @@
 These are operators of `torch.library` that know nothing of autograd or torch.distributed. Each is declared once, below:
 its schema is inferred from the signature, and the body, which only tracing runs, gives the shapes and dtypes of the
 results. The function of the same name in another module computes it, with a `Block` for the first parameters and
-`Gradients` for the outputs. The argument ``backend`` selects that module: `torch_backend`, in plain torch on any
+`BlockGradients` for the outputs. The argument ``backend`` selects that module: `torch_backend`, in plain torch on any
 device, or `triton_backend`, which launches Triton kernels.
 
 Terms: a *block* is m images against n texts, x [m, D] and y [n, D], with the logits z_ij = scale · x_i·y_j (+ bias).
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
-from .blocks import Block, Gradients
+from .blocks import Block, BlockGradients
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -117,8 +117,8 @@ def _operator(declaration: Callable[P, R]) -> Callable[P, R]:
     names = list(signature.parameters)
     written = [output for output in ("grad_x", "grad_y") if output in names]
     defaults = tuple(parameter.default for parameter in signature.parameters.values())
-    # The places of the parameters that form a `Block`, of those that form `Gradients`, and of the others.
-    of_block, of_gradients = ([names.index(n) for n in kind._fields if n in names] for kind in (Block, Gradients))
+    # The places of the parameters that form a `Block`, of those that form `BlockGradients`, and of the others.
+    of_block, of_gradients = ([names.index(n) for n in kind._fields if n in names] for kind in (Block, BlockGradients))
     others = [place for place in range(len(names) - 1) if place not in (*of_block, *of_gradients)]
 
     def compute(*given: Any) -> Any:
@@ -128,7 +128,7 @@ def _operator(declaration: Callable[P, R]) -> Callable[P, R]:
         # No kernel can be launched for an empty block. len(x) would take ten times as long as x.numel().
         module = select(backend, x) if x.numel() and y.numel() else torch_backend
         block = [Block(*[given[place] for place in of_block])] if of_block else []
-        gradients = [Gradients(*[given[place] for place in of_gradients])] if of_gradients else []
+        gradients = [BlockGradients(*[given[place] for place in of_gradients])] if of_gradients else []
         return getattr(module, name)(*block, *[given[place] for place in others], *gradients)
 
     torch.library.define(f"hf_infcl::{name}", torch.library.infer_schema(declaration, mutates_args=written))

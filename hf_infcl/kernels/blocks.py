@@ -19,7 +19,7 @@ class Block(NamedTuple):
     equal_are_positive: bool = False
 
 
-class Gradients(NamedTuple):
+class BlockGradients(NamedTuple):
     """Where the products of the coefficients go, or are added if they accumulate."""
 
     grad_x: Tensor | None  # [m, D]; None if it is not needed

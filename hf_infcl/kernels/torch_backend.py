@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import Block, Gradients
+from .blocks import Block, BlockGradients
 
 TILE_ELEMENTS = 1 << 20  # 4 MiB of fp32 logits, about a CPU core's cache; several tiles are alive at once
 TILE_ELEMENTS_GPU = 1 << 24  # it takes larger products to keep a GPU busy
@@ -66,7 +66,7 @@ def softmax_losses(
 
 
 def softmax_gradients(
-    block: Block, lse_x: Tensor, lse_y: Tensor, positive_coefficient: Tensor | None, gradients: Gradients
+    block: Block, lse_x: Tensor, lse_y: Tensor, positive_coefficient: Tensor | None, gradients: BlockGradients
 ) -> Tensor:
     scale_sums = _sums(block, gradients)
     for r, c, cosines in _tiles(block):
@@ -83,7 +83,7 @@ def softmax_gradients(
     return _sum(scale_sums)
 
 
-def sigmoid_block(block: Block, bias: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+def sigmoid_block(block: Block, bias: Tensor, gradients: BlockGradients) -> tuple[Tensor, Tensor, Tensor]:
     scale_sums = _sums(block, gradients)
     loss_sums, bias_sums = [*scale_sums], [*scale_sums]
     for r, c, cosines in _tiles(block):
@@ -139,7 +139,7 @@ def multi_positive_gradients(
     relative_y: Tensor,
     share_x: Tensor,
     share_y: Tensor,
-    gradients: Gradients,
+    gradients: BlockGradients,
 ) -> Tensor:
     scale_sums = _sums(block, gradients)
     for r, c, cosines in _tiles(block):
@@ -165,7 +165,7 @@ def _softplus(t: Tensor) -> Tensor:
     return F.softplus(t, threshold=40)
 
 
-def _sums(block: Block, gradients: Gradients) -> list[Tensor]:
+def _sums(block: Block, gradients: BlockGradients) -> list[Tensor]:
     """Where the sums of the tiles are collected, beginning with zero; clears the gradients unless they accumulate."""
     for gradient in gradients[:2]:
         if gradient is not None and not gradients.accumulate:
@@ -205,7 +205,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _accumulate(coefficients: Tensor, block: Block, r: slice, c: slice, gradients: Gradients) -> None:
+def _accumulate(coefficients: Tensor, block: Block, r: slice, c: slice, gradients: BlockGradients) -> None:
     x, y, (grad_x, grad_y, _) = block.x[r], block.y[c], gradients
     if x.is_cuda:  # for tensor cores
         coefficients = coefficients.to(x.dtype)

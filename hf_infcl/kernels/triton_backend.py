@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 
 from . import triton_sigmoid, triton_softmax, triton_tiles
-from .blocks import Block, Gradients
+from .blocks import Block, BlockGradients
 from .triton_operands import PAIRS, Operands
 from .triton_tiling import INTERPRETED, boxes, cdiv
 
@@ -84,7 +84,7 @@ def softmax_losses(
 
 
 def softmax_gradients(
-    block: Block, lse_x: Tensor, lse_y: Tensor, positive_coefficient: Tensor | None, gradients: Gradients
+    block: Block, lse_x: Tensor, lse_y: Tensor, positive_coefficient: Tensor | None, gradients: BlockGradients
 ) -> Tensor:
     with _on_device(block.x):
         positives = lse_x if positive_coefficient is None else positive_coefficient  # never read without a diagonal
@@ -92,7 +92,7 @@ def softmax_gradients(
         return _softmax_gradients(Operands.of(block), block.scale, *vectors, gradients)
 
 
-def sigmoid_block(block: Block, bias: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+def sigmoid_block(block: Block, bias: Tensor, gradients: BlockGradients) -> tuple[Tensor, Tensor, Tensor]:
     with _on_device(block.x):
         sums: Tensor | None = None
         for chunk in _chunks(Operands.of(block), gradients):
@@ -131,7 +131,7 @@ def multi_positive_gradients(
     relative_y: Tensor,
     share_x: Tensor,
     share_y: Tensor,
-    gradients: Gradients,
+    gradients: BlockGradients,
 ) -> Tensor:
     with _on_device(block.x):
         operands = Operands.of(block._replace(equal_are_positive=True))
@@ -207,7 +207,7 @@ def _softmax_gradients(
     lse: tuple[Tensor, Tensor],
     relative: tuple[Tensor | None, Tensor | None],
     share: tuple[Tensor | None, Tensor | None],
-    gradients: Gradients,
+    gradients: BlockGradients,
 ) -> Tensor:
     """Computes the gradients, with the C of `triton_softmax.softmax_coefficients`, and returns Σ C_ij x_i·y_j.
 
@@ -241,7 +241,7 @@ class _Chunk:
     rows: slice
     columns: slice
     workspace: Tensor  # [parts, rows or more, columns or more]
-    gradients: Gradients  # of the whole block
+    gradients: BlockGradients  # of the whole block
     hopper: ModuleType | None  # `hopper_kernels`, if they are to be used
     tiles: int
     blocks: int
@@ -326,7 +326,7 @@ class _Chunk:
         return features[:, features.shape[1] // len(pairs) * place :][:, : self.block.dimension]
 
 
-def _chunks(block: Operands, gradients: Gradients) -> Iterator[_Chunk]:
+def _chunks(block: Operands, gradients: BlockGradients) -> Iterator[_Chunk]:
     """The chunks of a block, one after another in the same workspace."""
     m, n, tile = len(block.x), len(block.y), block.tiling.tile
     columns = _even(n, CHUNK_COLUMNS, tile)

@@ -148,7 +148,7 @@ class ShardSource:
 
     def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
         for part in parts:
-            yield iter(load(_Samples(self._stream, part), batch_size=batch_size))
+            yield iter(load(_ShardSamples(self._stream, part), batch_size=batch_size))
 
     def fingerprint(self) -> str:
         deciding = "image_column", "caption_column", "on_bad_sample", "min_side"
@@ -159,7 +159,7 @@ class ShardSource:
         return described_shards(self._stream)
 
 
-class _Samples(IterableDataset[Item]):
+class _ShardSamples(IterableDataset[Item]):
     """The samples of a shard. Each of the workers reads the shard and decodes its share."""
 
     def __init__(self, stream: ImageTextStream, number: int) -> None:

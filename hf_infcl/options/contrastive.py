@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
@@ -16,6 +17,12 @@ RATES = ("logit_scale_learning_rate", "image_learning_rate", "text_learning_rate
 OPTIM_ARGS = {"momentum": float, "ns_steps": int}  # the settings of ``optimizer="muon"`` in ``optim_args``
 
 
+def objectives() -> Collection[str]:
+    from ..loss.objectives import OBJECTIVES  # which imports torch
+
+    return OBJECTIVES
+
+
 @dataclass
 class ContrastiveOptions:
     _argument_group_name: ClassVar[str] = "Exact contrastive training (hf_infcl.InfCLTrainingArguments)"
@@ -24,7 +31,7 @@ class ContrastiveOptions:
     objective: str | None = option(
         "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a logit_bias. "
         "Defaults to the one that the model was designed for.",
-        choices=("softmax", "sigmoid"),
+        choices=objectives,
     )
     strategy: str = option(
         "How the processes share the batch: ring, disco, local or gather. All give the same loss and gradient.",

@@ -42,7 +42,8 @@ class Facts:
 
     decides: bool = False  # whether it decides what is trained, so that a resume with another value is a change
     one_machine: bool = False  # whether machines of one training may set it differently
-    choices: Collection[object] = ()  # the values that it may have, besides its default; empty for any
+    # The values that it may have, besides its default; empty for any. A function asks a table whose import takes torch.
+    choices: Collection[object] | Callable[[], Collection[object]] = ()
     within: Range | None = None  # the numbers that it may be, besides None where that is the default
     needs: str = ""  # a condition without which it has no effect, see `holds`
     excludes: Mapping[str, str] = field(default_factory=dict)  # conditions that contradict it, and why

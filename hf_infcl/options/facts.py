@@ -38,8 +38,9 @@ def check_values(options: Options) -> None:
         if isinstance(value, Integral) and int(value) >= LARGEST and not name.endswith("seed"):
             raise ValueError(f"{name} must be less than {LARGEST:,}, which no training counts up to, got {value:,}.")
         is_default = one.default is not MISSING and value == one.default
-        if facts.choices and not is_default and value not in facts.choices:
-            known = dict.fromkeys([one.default, *facts.choices])
+        choices = facts.choices() if callable(facts.choices) and not is_default else facts.choices
+        if not is_default and not callable(choices) and choices and value not in choices:
+            known = dict.fromkeys([one.default, *choices])
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         if facts.within is not None and not (value is None and one.default is None):
             facts.within.check(name, value)

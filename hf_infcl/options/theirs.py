@@ -6,7 +6,9 @@ installed release has and the file lacks is accepted, see `hf_infcl.tools.cli.pa
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 from dataclasses import fields, make_dataclass
 from functools import cache
 from numbers import Real
@@ -70,6 +72,16 @@ def release_of_file() -> str:
     return str(_content()["release"])
 
 
+def _type(words: str) -> Any:
+    """The type that the file names, such as "str | None" or "Literal['no', 'steps'] | str"."""
+    if words.startswith("Literal["):
+        named, _, words = words.removeprefix("Literal[").partition("] | ")
+        return Literal[tuple(json.loads(f"[{named}]".replace("'", '"')))] | _type(words)  # type: ignore[index]
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list[str]": list[str], "None": None}
+    kinds["Literal[False]"] = Literal[False]
+    return functools.reduce(operator.or_, (kinds[word] for word in words.split(" | ")))
+
+
 @cache
 def of_transformers() -> type:
     """A dataclass with the fields of transformers.TrainingArguments that this package does not declare itself."""
@@ -77,7 +89,7 @@ def of_transformers() -> type:
     declared: list[tuple[str, Any, Any]] = []
     for name, one in _content()["options"].items():
         metadata = {key: fact for key, fact in one.items() if key not in ("type", "default")}
-        kind = eval(one["type"], {"Literal": Literal})  # of a file of this package
+        kind = _type(one["type"])
         declared += [(name, kind, field_of(one["default"], metadata))] * (name not in ours)
     group = {"_argument_group_name": "The training (transformers.TrainingArguments)"}
     return make_dataclass("TheirOptions", declared, namespace=group)

@@ -60,6 +60,7 @@ class Progress:
 
 
 def trained_seconds(state: TrainerState) -> float:
-    """The seconds of a training, which its checkpoints keep."""
+    """The seconds of a training, which its checkpoints keep; for those of other trainers, up to the last log."""
     kept: Any = state.stateful_callbacks
-    return float(kept.get(_SECONDS, 0.0))
+    logged = (entry[_SECONDS] for entry in reversed(state.log_history) if _SECONDS in entry)
+    return float(kept[_SECONDS] if _SECONDS in kept else next(logged, 0.0))

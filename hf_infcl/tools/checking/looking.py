@@ -78,15 +78,20 @@ class Look:
 
 
 class Looker:
-    """Looks at pairs, with the collator of the training, which knows the tokenizer, and the config of the model."""
+    """Looks at pairs, with the collator of the training, which knows the tokenizer, and the config of the model.
 
-    def __init__(self, collator: ContrastiveCollator, config: PretrainedConfig) -> None:
+    With ``before_training`` it leaves captions that get one embedding to the trainer, which checks those that it reads.
+    """
+
+    def __init__(
+        self, collator: ContrastiveCollator, config: PretrainedConfig, *, before_training: bool = False
+    ) -> None:
         self._collator, self._vocabulary = collator, getattr(config.text_config, "vocab_size", None)
         side = getattr(config.vision_config, "image_size", USUAL_SIDE)
         self.side: int = min(side) if isinstance(side, (list, tuple)) else side  # of the images that the model reads
         self.tiny = self.side // 4  # a shorter side is enlarged more than four times, and shows next to nothing
         self.tokens, self.more_positions = collator.max_length, collator.more_positions
-        self._same_embeddings = SameEmbeddings(Pooling.of_config(config.text_config))
+        self._same_embeddings = SameEmbeddings(None if before_training else Pooling.of_config(config.text_config))
 
     def look(self, name: str, values: dict[str, Any], item: Callable[[], dict[str, Any]]) -> Look:
         """Looks at one pair.

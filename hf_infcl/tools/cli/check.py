@@ -112,7 +112,8 @@ def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStre
     if samples == 0:
         return
     collator: Any = trainer.data_collator
-    facts = SetFacts(TRAINED, dataset.plain(), Looker(collator, trainer.dual_encoder.model.config), samples)
+    looker = Looker(collator, trainer.dual_encoder.model.config, before_training=True)
+    facts = SetFacts(TRAINED, dataset.plain(), looker, samples)
     every = find(facts, (), skips_bad=data.on_bad_sample == "skip")
     findings = [finding for finding in every if finding.kind not in ("cut", "repeated_captions")]
     verb = "was" if len(facts.looks) == 1 else "were"
