@@ -232,8 +232,8 @@ def plot(rows: list[Row], path: Path) -> None:
     figure = Figure(figsize=(10, 4.6), layout="constrained", dpi=150)
     panels = {"test_loss": "global contrastive loss (nats)", "test_recall@1": "retrieval recall@1"}
     for axis, (column, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        shown = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[5], COLOURS[3])
-        for method, colour, marker in zip(METHODS, shown, "s^oDPv", strict=True):
+        shown = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[5])
+        for method, colour, marker in zip(METHODS, shown, "s^oDP", strict=True):
             points: dict[int, list[float]] = {}
             for row in rows:
                 if row["method"] == method:

@@ -194,7 +194,7 @@ def test_no_gradients_are_computed_without_grad_mode(monkeypatch, mode, name):
 
     def watched(*arguments: Any) -> Any:
         given = inspect.signature(compute).bind(*arguments).arguments
-        asked.extend((given["grad_x"], given["grad_y"]))
+        asked.extend((given["gradients"].grad_x, given["gradients"].grad_y))
         return compute(*arguments)
 
     monkeypatch.setattr(tiled, name, watched)

@@ -76,8 +76,16 @@ def _type(words: str) -> Any:
     """The type that the file names, such as "str | None" or "Literal['no', 'steps'] | str"."""
     if words.startswith("Literal["):
         named, _, words = words.removeprefix("Literal[").partition("] | ")
-        return Literal[tuple(json.loads(f"[{named}]".replace("'", '"')))] | _type(words)  # type: ignore[index]
-    kinds = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list[str]": list[str], "None": None}
+        return Literal[tuple(json.loads(f"[{named}]".replace("'", '"')))] | _type(words)
+    kinds: dict[str, Any] = {
+        "str": str,
+        "int": int,
+        "float": float,
+        "bool": bool,
+        "dict": dict,
+        "list[str]": list[str],
+        "None": None,
+    }
     kinds["Literal[False]"] = Literal[False]
     return functools.reduce(operator.or_, (kinds[word] for word in words.split(" | ")))
 

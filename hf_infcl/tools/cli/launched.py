@@ -69,8 +69,10 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
 
 
 # Their warnings are of what one process alone has met: its shards, its samples and its signals.
-_OF_ONE_PROCESS = ("hf_infcl.data.stream_batches", "hf_infcl.data.store", "hf_infcl.shards", "hf_infcl.processes")
-_OF_ONE_PROCESS += ("hf_infcl.loading.computing",)
+_OF_ONE_PROCESS = (
+    *("hf_infcl.data.stream_batches", "hf_infcl.data.store", "hf_infcl.loading.computing"),
+    *("hf_infcl.shards", "hf_infcl.processes"),
+)
 
 
 def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
