@@ -1,6 +1,9 @@
 """`infcl train --dry_run` starts like a training, tells what it will take, and writes nothing."""
 
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -94,9 +97,11 @@ def test_what_is_printed_is_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_memory_of_a_gpu_and_its_share_of_the_peak(small, capsys):
+def test_the_memory_of_a_gpu_and_its_share_of_the_peak(small):
     words: list[Any] = [word for word in small if word != "--use_cpu"]
-    infcl(*words, "--bf16", "--dry_run")
-    printed = capsys.readouterr().out
+    one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # without a launcher only one is allowed
+    command = [sys.executable, "-m", "hf_infcl", *map(str, words), "--bf16", "--dry_run"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": one}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
     print(printed)
     assert re.search(r"^Memory: \d+\.\d\d GiB at the peak, of the \d+\.\d on each \S", printed, re.MULTILINE)
