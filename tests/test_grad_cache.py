@@ -223,3 +223,29 @@ def test_random_generators_continue_after_an_error():
     with pytest.raises(ZeroDivisionError), seeded(7):
         torch.rand(3).tolist()[0] / 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("retain", [1, 2, 4])
+@pytest.mark.parametrize("first", ["frozen", "trained"])
+def test_micro_batches_of_a_frozen_and_of_a_trained_encoder(first, retain):
+    """Which features require a gradient may differ: a frozen encoder of queries, and a trained one of documents."""
+    torch.manual_seed(0)
+    frozen, trained = nn.Linear(4, 3).requires_grad_(False), nn.Linear(4, 3)
+    encoders = [frozen, trained] if first == "frozen" else [trained, frozen]
+    batches = [(encoder, torch.randn(5, 4)) for encoder in encoders for _ in range(2)]
+
+    def of_all(features: tuple[Tensor, ...], parameters: tuple[Tensor, ...] = ()) -> Tensor:
+        one, two = features[0].split(10)
+        return (one @ two.t()).logsumexp(1).sum()
+
+    of_all((torch.cat([encoder(x) for encoder, x in batches]),)).backward()
+    expected = [p.grad.clone() for p in trained.parameters()]
+    trained.zero_grad()
+    window = CachedWindow(lambda batch: (batch[0](batch[1]),), batches, retain=retain)
+    window.encode()
+    window.differentiate(of_all)
+    for index in range(len(batches)):
+        if (surrogate := window.surrogate(index)) is not None:
+            surrogate.backward()
+    for parameter, gradient in zip(trained.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
