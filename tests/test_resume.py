@@ -377,3 +377,16 @@ def test_a_rank_with_other_options_is_refused_before_the_first_step(rank, world_
     run = trainer_for(f"{tmp_path}/shared", **{**OPTIONS, **mine, "max_steps": 1, "save_strategy": "no"})
     run.args.dataloader_pin_memory = bool(rank)  # use_cpu has set it to False
     run.train()
+
+
+def test_a_state_that_does_not_fit_the_optimizer_is_told(tmp_path):
+    def trainer(groups: int, **options: Any) -> InfCLTrainer:
+        model = models.clip()
+        parts = [list(model.parameters())[place::groups] for place in range(groups)]
+        optimizer = torch.optim.SGD([{"params": part} for part in parts], lr=0.1)
+        saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+        return trainer_for(tmp_path, model, optimizers=(optimizer, None), **saving, **options)
+
+    trainer(1, callbacks=[StopAt(1)]).train()
+    with pytest.raises(ValueError, match=r"state in .*checkpoint-1 does not fit this run .*--model .*checkpoint-1"):
+        trainer(2).train(resume_from_checkpoint=True)

@@ -230,7 +230,13 @@ class InfCLTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         self.resumption.check_optimizer(self.optimization.options)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"The optimizer's state in {checkpoint} does not fit this run ({error}). Start anew from its weights: "
+                f"--model {checkpoint}"
+            ) from error
 
     # ---- Data ----
 
