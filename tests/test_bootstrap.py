@@ -20,12 +20,12 @@ def ones(count: int) -> Tensor:
 
 
 def classified(right: Tensor, labels: Tensor, num_classes: int = 4) -> ClassRanks:
-    return ClassRanks((~right).int(), labels, num_classes, labels, torch.zeros(len(right)))
+    return ClassRanks((~right).int(), labels, num_classes)
 
 
 def retrieved(found: Tensor, text_image: Tensor, num_images: int) -> PairRanks:
     texts = torch.full((num_images,), len(text_image), dtype=torch.int32)
-    return PairRanks(100 * (~found).int(), texts, text_image, text_image[:num_images], torch.zeros(num_images))
+    return PairRanks(100 * (~found).int(), texts, text_image)
 
 
 def test_the_interval_of_an_accuracy_is_scipys():
@@ -84,9 +84,9 @@ def test_images_of_one_kind_are_drawn_as_if_each_was_drawn_alone():
     ranks, labels = torch.randint(0, 9, (400,), generator=random(3)), torch.randint(0, 9, (400,), generator=random(4))
     text_image = torch.arange(400).repeat_interleave(torch.arange(400) % 3 + 1)
     texts = torch.randint(0, 9, (len(text_image),), generator=random(5))
-    pairs = PairRanks(texts.int(), ranks.int(), text_image, text_image[:400], torch.zeros(400))
+    pairs = PairRanks(texts.int(), ranks.int(), text_image)
     drawn = np.random.default_rng(0).integers(400, size=(RESAMPLES, 400))
-    for found in (ClassRanks(ranks.int(), labels, 9, labels, torch.zeros(400)), pairs):
+    for found in (ClassRanks(ranks.int(), labels, 9), pairs):
         for name, hits in count_hits(found).items():
             right, queries = (part.numpy()[drawn] for part in (hits.right, hits.queries))
             if hits.groups is None:

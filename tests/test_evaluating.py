@@ -480,7 +480,9 @@ def test_short_prompts_are_encoded_several_batches_at_once(tmp_path, monkeypatch
             embeds.append(DualEncoder(model).encode_texts(dict(tokens)))
     classifier = zero_shot_classifier(torch.cat(embeds), 6)
     images = DualEncoder(model).encode_images(ContrastiveCollator(processor)([data[i] for i in range(9)]))
-    assert predicted.predictions[:, 1].tolist() == (images @ classifier.T).argmax(1).tolist()
+    cosines = images @ classifier.T
+    own = cosines.gather(1, torch.as_tensor(predicted.label_ids)[:, None])
+    assert predicted.predictions.tolist() == (cosines > own).sum(1).tolist()
 
 
 def test_classes_with_equal_prompts_have_equal_vectors(tmp_path, monkeypatch):
@@ -512,7 +514,7 @@ def test_a_tokenizer_of_ones_own_may_return_more_than_rows_of_tokens(tmp_path):
     for own, usual, model in collators:
         options = {"per_device_eval_batch_size": 2}
         runs = [trainer_for(tmp_path, model, data_collator=one, **options) for one in (own, usual)]
-        found = [run.predict(labelled(5)).predictions[:, 1].tolist() for run in runs]
+        found = [run.predict(labelled(5)).predictions.tolist() for run in runs]
         assert found[0] == found[1]
 
 
@@ -624,11 +626,8 @@ def test_of_labelled_images_ranks_are_gathered_instead_of_embeddings(tmp_path):
     predicted = trainer.predict(data)
     images, prompts = embeddings(trainer.model, data)
     classifier = zero_shot_classifier(prompts, len(data.templates))
-    ranks, answers, gaps = torch.as_tensor(predicted.predictions).T
+    ranks = torch.as_tensor(predicted.predictions)
     cosines = images @ classifier.T
     labels = torch.as_tensor(predicted.label_ids)
     own = cosines.gather(1, labels[:, None])
-    assert answers.tolist() == cosines.argmax(1).tolist()
     assert ranks.tolist() == (cosines > own).sum(1).tolist()
-    torch.testing.assert_close(gaps, cosines.max(1).values - own[:, 0], atol=1e-6, rtol=0)
-    assert trainer.found["test"].answers.tolist() == answers.tolist()

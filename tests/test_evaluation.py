@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_infcl.evaluation import (
     caption_ids,
-    checked_scores,
+    checked_classes,
     group_by_image,
     image_of_captions,
     ranking,
@@ -292,7 +292,10 @@ NAN = torch.eye(3).index_fill(0, torch.tensor([1]), math.nan)
         (lambda: zero_shot_metrics(X, X, I.bool()), "labels must be an integer .* torch.bool"),
         (lambda: zero_shot_metrics(X, X, 2 * torch.eye(3)), r"labels \[N, C\] must hold 0 or 1 .* from 0.0 to 2.0"),
         (lambda: zero_shot_metrics(X, X, torch.eye(3)[:, :2]), r"3 images and 3 classes, got shape \(3, 2\)"),
-        (lambda: checked_scores(NAN, torch.eye(3)), "image_embeds must be finite, .* stand in 1 of 3 rows, .* row 1"),
+        (
+            lambda: checked_classes(NAN, torch.eye(3), 3),
+            "image_embeds must be finite, .* stand in 1 of 3 rows, .* row 1",
+        ),
         (lambda: zero_shot_classifier(NAN, 1), "text_embeds must be finite"),
         (lambda: zero_shot_classifier(X, 2), "3 rows of text_embeds cannot be divided into classes of num_templates=2"),
         (lambda: zero_shot_classifier(X, 0), "num_templates=0"),

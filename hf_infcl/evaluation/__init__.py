@@ -2,17 +2,7 @@
 
 from .bootstrap import Difference, bounds, count_hits, differences, interval, resampled
 from .captions import WithTextsOnHost, caption_ids, group_by_image, image_of_captions, taken_apart
-from .classification import (
-    checked_ranks,
-    checked_scores,
-    class_places,
-    class_ranks,
-    class_scores,
-    distinct,
-    label_scores,
-    zero_shot_classifier,
-    zero_shot_metrics,
-)
+from .classification import checked_classes, class_places, distinct, zero_shot_classifier, zero_shot_metrics
 from .metrics import METRICS, Choices, ClassRanks, Found, LabelScores, PairRanks, measured
 from .retrieval import choices, pair_ranks, recall_ceilings, retrieval_metrics
 
@@ -27,19 +17,15 @@ __all__ = [
     "WithTextsOnHost",
     "bounds",
     "caption_ids",
-    "checked_ranks",
-    "checked_scores",
+    "checked_classes",
     "choices",
     "class_places",
-    "class_ranks",
-    "class_scores",
     "count_hits",
     "differences",
     "distinct",
     "group_by_image",
     "image_of_captions",
     "interval",
-    "label_scores",
     "measured",
     "pair_ranks",
     "recall_ceilings",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .metrics import ClassRanks, LabelScores, measured
-from .ranking import Places, checked_embeds, checked_finite, checked_index, positive_places
+from .ranking import NOT_FINITE, checked_embeds, checked_finite, checked_index, positive_ranks
 
 
 def distinct(prompts: Sequence[str]) -> tuple[list[str], list[int]]:
@@ -67,69 +67,44 @@ def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) 
     Raises:
         ValueError: wrong shape or dtype, NaN or infinity, labels out of range.
     """
-    ranking = label_scores if labels.ndim == 2 else class_ranks
-    return measured(ranking(image_embeds, classifier, labels))
-
-
-@torch.no_grad()
-def label_scores(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> LabelScores:
-    """The score of each image for each class; arguments, labels being [N, C], and errors as for `zero_shot_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     classifier = checked_embeds("classifier", classifier, like=image_embeds)
-    return checked_scores(class_scores(image_embeds, classifier), labels)
+    labels = labels.to(image_embeds.device)
+    if labels.ndim != 2:
+        labels = checked_index("labels", labels, len(image_embeds), len(classifier), labels.device)
+    return measured(checked_classes(class_places(image_embeds, classifier, labels), labels, len(classifier)))
 
 
 @torch.no_grad()
-def class_scores(image_embeds: Tensor, classifier: Tensor) -> Tensor:
-    """The scores [N, C] of `label_scores` for one batch of many, unchecked: a check would wait for the batch."""
-    return F.normalize(image_embeds, dim=-1) @ classifier.T
+def class_places(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> Tensor:
+    """What `checked_classes` needs of a batch, still on the device, which a check would wait for.
 
-
-def checked_scores(scores: Tensor, labels: Tensor) -> LabelScores:
-    """The scores [N, C] of a whole set from the `class_scores` of its batches, with the checks left out there.
-
-    Raises:
-        ValueError: an embedding was not finite, or labels [N, C] are not 0 or 1.
+    Returns:
+        [n] int32, the rank of each image's class; or of labels [n, C], the scores of all classes [n, C].
     """
-    checked_finite("image_embeds", scores.isfinite().all(dim=1))
-    if labels.shape != scores.shape or not ((labels == 0) | (labels == 1)).all():
-        raise ValueError(
-            f"labels [N, C] must hold 0 or 1 for each of {len(scores)} images and {scores.shape[1]} classes, got "
-            f"shape {tuple(labels.shape)} with values from {labels.min()} to {labels.max()}."
-        )
-    return LabelScores(scores, labels.to(scores.device).bool())
+    images = F.normalize(image_embeds, dim=-1)
+    if labels.ndim == 2:
+        return images @ classifier.T
+    return positive_ranks(images, classifier, labels, torch.arange(len(classifier), device=classifier.device))
 
 
-@torch.no_grad()
-def class_ranks(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> ClassRanks:
-    """The rank of each image's class; arguments and errors as for `zero_shot_metrics`."""
-    image_embeds = checked_embeds("image_embeds", image_embeds)
-    classifier = checked_embeds("classifier", classifier, like=image_embeds)
-    num_classes = len(classifier)
-    labels = checked_index("labels", labels, len(image_embeds), num_classes, image_embeds.device)
-
-    ranks, answers, gaps = (part.cpu() for part in class_places(image_embeds, classifier, labels))
-    return ClassRanks(ranks, labels.cpu(), num_classes, answers, gaps)
-
-
-@torch.no_grad()
-def class_places(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> Places:
-    """`class_ranks` of one batch of many, unchecked and still on the device: a check would wait for the batch."""
-    classes = torch.arange(len(classifier), device=classifier.device)
-    return positive_places(F.normalize(image_embeds, dim=-1), classifier, labels, classes)
-
-
-def checked_ranks(places: Tensor, labels: Tensor, num_classes: int) -> ClassRanks:
-    """The ranks of a whole set from the `class_places` of its batches, with the checks that were left out there.
+def checked_classes(places: Tensor, labels: Tensor, num_classes: int) -> ClassRanks | LabelScores:
+    """The ranks or scores of a whole set from the `class_places` of its batches.
 
     Args:
-        places: [N, 3] fp32 on the CPU: rank, answer and gap of each image.
-        labels: [N] integer in [0, num_classes), on the CPU.
+        labels: [N] integer in [0, num_classes), or [N, C] of 0 and 1, on the device of the places.
 
     Raises:
-        ValueError: an embedding was not finite, or a label is out of range.
+        ValueError: an embedding was not finite, or a label is none of these.
     """
-    ranks, answers, gaps = places.T
-    checked_finite("image_embeds", ~gaps.isnan())
-    labels = checked_index("labels", labels, len(places), num_classes, labels.device)
-    return ClassRanks(ranks.int(), labels, num_classes, answers.long(), gaps)
+    if places.ndim == 1:
+        checked_finite("image_embeds", places != NOT_FINITE)
+        labels = checked_index("labels", labels, len(places), num_classes, labels.device)
+        return ClassRanks(places.cpu(), labels.cpu(), num_classes)
+    checked_finite("image_embeds", places.isfinite().all(dim=1))
+    if labels.shape != places.shape or not ((labels == 0) | (labels == 1)).all():
+        raise ValueError(
+            f"labels [N, C] must hold 0 or 1 for each of {len(places)} images and {places.shape[1]} classes, got "
+            f"shape {tuple(labels.shape)} with values from {labels.min()} to {labels.max()}."
+        )
+    return LabelScores(places, labels.bool())

@@ -23,13 +23,6 @@ class PairRanks(NamedTuple):
     images: Tensor  # [M] int32, the rank of each caption's image among all images
     texts: Tensor  # [N] int32, the rank of each image's best-placed caption among all captions; M if it has none
     text_image: Tensor  # [M] int64, the image of each caption
-    answers: Tensor  # [N] int64, the caption that each image ranks first
-    gaps: Tensor  # [N] float, by how much the cosine of the answer exceeds that of the image's best caption
-
-    @property
-    def right(self) -> Tensor:
-        """[N] bool, whether each image finds one of its captions first."""
-        return self.texts == 0
 
 
 class ClassRanks(NamedTuple):
@@ -38,13 +31,6 @@ class ClassRanks(NamedTuple):
     classes: Tensor  # [N] int32, the rank of each image's class among all classes
     labels: Tensor  # [N] int64, the class of each image
     num_classes: int  # C
-    answers: Tensor  # [N] int64, the class that is chosen for each image
-    gaps: Tensor  # [N] float, by how much the cosine of the answer exceeds that of the image's class
-
-    @property
-    def right(self) -> Tensor:
-        """[N] bool, whether the class of each image is chosen."""
-        return self.classes == 0
 
 
 class Hits(NamedTuple):
@@ -66,8 +52,6 @@ class Choices(NamedTuple):
     """What N images choose between their right captions and wrong ones, on the CPU."""
 
     right: Tensor  # [N] bool, whether all right captions are preferred to all wrong ones
-    answers: Tensor  # [N] int64, the caption that is chosen, by its number within the image
-    gaps: Tensor  # [N] float, the cosine of the best wrong caption minus the cosine of the worst right one
 
 
 class LabelScores(NamedTuple):

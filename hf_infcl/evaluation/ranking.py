@@ -13,7 +13,6 @@ the score of chance.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +21,15 @@ from torch import Tensor
 TILE_NUMEL = 2**22
 
 
-class Places(NamedTuple):
-    """Where Q queries find their positives among K candidates."""
-
-    ranks: Tensor  # [Q] int32, of the best-placed positive: 0 is the top, K means that there is none
-    answers: Tensor  # [Q] int64, the candidate at the top
-    # [Q] float, by how much the score of the answer exceeds that of the best-placed positive: 0 for a hit, infinity
-    # without a positive, NaN for a query that is not finite.
-    gaps: Tensor
+NOT_FINITE = -1  # the rank of a query that is not finite
 
 
-def positive_places(
+def positive_ranks(
     queries: Tensor, candidates: Tensor, query_ids: Tensor, candidate_ids: Tensor, copies: Tensor | None = None
-) -> Places:
-    """Ranks the candidates of each query by their dot products. The results are on the device, which may still work.
+) -> Tensor:
+    """The rank of each query's best-placed positive by dot products, [Q] int32: 0 is the top, K means there is none.
+
+    The result is on the device, which may still work. The rank of a query that is not finite is `NOT_FINITE`.
 
     Args:
         queries: [Q, D].
@@ -48,7 +42,7 @@ def positive_places(
     num_candidates = len(candidate_ids)
     order = torch.arange(num_candidates, device=candidates.device)
     rows = max(1, TILE_NUMEL // num_candidates)
-    ranks, answers, gaps = [], [], []
+    ranks = []
     for query, ids in zip(queries.split(rows), query_ids.split(rows), strict=True):
         scores = query @ candidates.T  # [rows, K]
         if copies is not None:
@@ -57,11 +51,9 @@ def positive_places(
         # max takes the first of equal values. Without a positive `best` is -inf and all candidates are ahead of it.
         best, place = scores.masked_fill(~positive, -math.inf).max(dim=1, keepdim=True)
         ahead = (scores > best) | ((scores == best) & (order < place))
-        ranks.append(ahead.sum(dim=1, dtype=torch.int32))  # on a CPU ten times as fast as the default, int64
-        top, answer = scores.max(dim=1)
-        answers.append(answer)
-        gaps.append(top - best[:, 0])
-    return Places(*map(torch.cat, (ranks, answers, gaps)))
+        ranked = ahead.sum(dim=1, dtype=torch.int32)  # on a CPU ten times as fast as the default, int64
+        ranks.append(ranked.masked_fill(best[:, 0].isnan(), NOT_FINITE))
+    return torch.cat(ranks)
 
 
 def checked_embeds(name: str, embeds: Tensor, like: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .metrics import CEILING, KS, Choices, PairRanks, measured, recalls
-from .ranking import checked_embeds, checked_index, checked_integers, positive_places
+from .ranking import checked_embeds, checked_index, checked_integers, positive_ranks
 
 
 @torch.no_grad()
@@ -80,10 +80,9 @@ def pair_ranks(
         texts = texts[first]  # [U, D]
         queries = texts[copies]
     image_index = torch.arange(len(images), device=device)
-    by_captions = positive_places(queries, images, text_image, image_index)
-    by_images = positive_places(images, texts, image_index, text_image, copies)
-    parts = by_captions.ranks, by_images.ranks, text_image, by_images.answers, by_images.gaps
-    return PairRanks(*(part.cpu() for part in parts))
+    by_captions = positive_ranks(queries, images, text_image, image_index)
+    by_images = positive_ranks(images, texts, image_index, text_image, copies)
+    return PairRanks(by_captions.cpu(), by_images.cpu(), text_image.cpu())
 
 
 @torch.no_grad()
@@ -114,18 +113,12 @@ def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right
     images, texts = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
     cosines = (images[text_image] * texts).sum(-1)  # [M]
     first = counts.cumsum(0) - counts
-    index = torch.arange(len(cosines), device=cosines.device)
-    of_right = index - first[text_image] < right
-    wrong = cosines.masked_fill(of_right, -torch.inf)
-    best_wrong = cosines.new_full((len(images),), -torch.inf).scatter_reduce_(0, text_image, wrong, "amax")
-    least_right = torch.full_like(best_wrong, torch.inf).scatter_reduce_(
-        0, text_image, cosines.masked_fill(~of_right, torch.inf), "amin"
+    of_right = torch.arange(len(cosines), device=cosines.device) - first[text_image] < right
+    least_right, best_wrong = (
+        cosines.new_full((len(images),), worst).scatter_reduce_(0, text_image, cosines.masked_fill(~kept, worst), how)
+        for kept, worst, how in ((of_right, torch.inf, "amin"), (~of_right, -torch.inf, "amax"))
     )
-    # The first caption of an image with the best wrong cosine; a tie with a right one counts as wrong.
-    of_best = torch.where(wrong == best_wrong[text_image], index, len(wrong))
-    best = torch.full_like(first, len(wrong)).scatter_reduce_(0, text_image, of_best, "amin")
-    is_right = least_right > best_wrong
-    return Choices(is_right.cpu(), torch.where(is_right, 0, best - first).cpu(), (best_wrong - least_right).cpu())
+    return Choices((least_right > best_wrong).cpu())
 
 
 def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks: Sequence[int]) -> dict[str, float]:

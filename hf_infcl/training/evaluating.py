@@ -127,9 +127,8 @@ class Evaluator:
             For pairs, ``(image_embeds [n, D], text_embeds [m, D])``, with the captions in the order of their images,
             and ``(counts [n], caption_ids [m])``: the number of captions of each image, and an int64 that is equal for
             captions with equal tokens. If the batch has ``pair_ids``, these [n] are the third label. For labelled
-            images, [n, 3] fp32, the rank of the image's class, the class that is chosen and by how much its cosine
-            exceeds that of the image's class, and the labels [n]; if an image may be of several classes, the scores
-            [n, C] and the labels [n, C].
+            images, [n] int32, the rank of the image's class, and the labels [n]; if an image may be of several
+            classes, the scores [n, C] and the labels [n, C].
         """
         if self._accelerator.distributed_type == DistributedType.FSDP:
             Processes().agree([])  # before the forward, in which a process would wait for one that has failed
@@ -165,7 +164,8 @@ class Evaluator:
                     f"{self._type_of_set} around one. Select rows of the dataset inside it instead."
                 )
             labels = batch["labels"][:rows]
-            predictions = self._classified(images[:rows], self._classifier, labels)
+            # A check would wait for the device, which works on while the next batches are prepared; see `metrics`.
+            predictions = evaluation.class_places(images[:rows], self._classifier, labels)
         else:
             order, counts = evaluation.group_by_image(on_host.get("caption_image"), len(texts), len(images))
             counts = counts[:rows]
@@ -180,16 +180,6 @@ class Evaluator:
         if with_inputs:  # Trainer gathers this input after this method returns
             inputs[name] = batch[name][kept[name]]
         return predictions, labels
-
-    @staticmethod
-    def _classified(images: Tensor, classifier: Tensor, labels: Tensor) -> Tensor:
-        several = labels.ndim == 2
-        if len(images) == 0:  # a process may have no rows of the last batch
-            return images.new_zeros(0, len(classifier) if several else 3)
-        # A check would wait for the device, which works on while the next batches are prepared; see `metrics`.
-        if several:
-            return evaluation.class_scores(images, classifier)
-        return torch.stack([part.to(images) for part in evaluation.class_places(images, classifier, labels)], dim=1)
 
     def _without_padding(self) -> AbstractContextManager[None]:
         """The context in which Trainer's loop does not ask all processes for the width of what `embed` has returned.
@@ -215,10 +205,7 @@ class Evaluator:
             return self._pair_metrics(predictions, labels)
         assert self._classifier is not None
         predictions, labels = (torch.as_tensor(array).cpu() for array in (predictions, labels))
-        if labels.ndim == 2:
-            self.found = evaluation.checked_scores(predictions, labels)
-        else:
-            self.found = evaluation.checked_ranks(predictions, labels, len(self._classifier))
+        self.found = evaluation.checked_classes(predictions, labels, len(self._classifier))
         return evaluation.measured(self.found)
 
     def _pair_metrics(self, predictions: tuple[Any, Any], labels: tuple[Any, ...]) -> dict[str, float]:
