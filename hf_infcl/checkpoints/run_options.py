@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data import ContrastiveCollator
 from ..encoders.adapters import has_adapters
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import WITHOUT_WARM_UP
@@ -57,7 +56,7 @@ def options_of_data(parts: Sequence[Any], collator: object) -> dict[str, Any]:
         place = f"dataset {number}" if len(described) > 1 else "dataset"
         options |= {f"{place}: {name}": value for name, value in of_part.items()}
     options["collator"] = getattr(collator, "__qualname__", type(collator).__qualname__)
-    if isinstance(collator, ContrastiveCollator):
+    if isinstance(getattr(collator, "options", None), Mapping):
         options |= {f"collator: {name}": value for name, value in collator.options.items()}
     return as_json(options)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import ProcessorMixin
 
-MODULES, CONFIG, MODULE_CONFIG = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
-SENTENCE_FILES = (MODULES, CONFIG, MODULE_CONFIG)
+MODULES, SENTENCE_CONFIG, MODULE_CONFIG = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+SENTENCE_FILES = (MODULES, SENTENCE_CONFIG, MODULE_CONFIG)
 
 
 def write_sentence_files(
@@ -60,9 +60,9 @@ def write_sentence_files(
             "module_output_name": "sentence_embedding",
             "processing_kwargs": {"text": text, "image": image} if image else {"text": text},
         },
-        CONFIG: {"similarity_fn_name": "cosine", "prompts": {}},
+        SENTENCE_CONFIG: {"similarity_fn_name": "cosine", "prompts": {}},
     }
     if matryoshka_dims:
-        contents[CONFIG]["matryoshka_dims"] = list(matryoshka_dims)
+        contents[SENTENCE_CONFIG]["matryoshka_dims"] = list(matryoshka_dims)
     for name, content in contents.items():
         Path(folder, name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -327,3 +327,20 @@ def _as_array(image: object) -> np.ndarray | None:
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3:
         return image
     return None
+
+
+def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """A batch on the device whose uint8 images are normalised there by the collator.
+
+    ``prepare`` is Trainer's preparation of a tensor.
+    """
+    pixel_values = inputs.get("pixel_values")
+    if pixel_values is None or pixel_values.dtype != torch.uint8:
+        return inputs
+    if not hasattr(collator, "normalise"):
+        raise ValueError(
+            f"The data collator, a {type(collator).__name__}, returns pixel_values in uint8, which no model accepts. "
+            "Return floating point values, or give the collator a method normalise(pixel_values) like that of "
+            "ContrastiveCollator."
+        )
+    return {**inputs, "pixel_values": prepare(collator.normalise(pixel_values))}

@@ -15,8 +15,8 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
-from ..data import ContrastiveCollator, ImageTextStream
-from ..data.collator import DataCollator
+from ..data import ImageTextStream
+from ..data.collator import ContrastiveCollator, DataCollator
 from ..data.keyed import KeyedItem, PlainRows
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.preemption import heed_parent_alone
@@ -177,23 +177,6 @@ def rows_of(data: object) -> int | None:
 def without_epochs(dataset: Any) -> Any:
     """A dataset with a length to be evaluated; only its `PlainRows` if it has a method ``set_epoch``."""
     return PlainRows(dataset) if has_epochs(dataset) and not isinstance(dataset, PlainRows) else dataset
-
-
-def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """A batch on the device whose uint8 images are normalised there by the collator.
-
-    ``prepare`` is Trainer's preparation of a tensor.
-    """
-    pixel_values = inputs.get("pixel_values")
-    if pixel_values is None or pixel_values.dtype != torch.uint8:
-        return inputs
-    if not hasattr(collator, "normalise"):
-        raise ValueError(
-            f"The data collator, a {type(collator).__name__}, returns pixel_values in uint8, which no model accepts. "
-            "Return floating point values, or give the collator a method normalise(pixel_values) like that of "
-            "ContrastiveCollator."
-        )
-    return {**inputs, "pixel_values": prepare(collator.normalise(pixel_values))}
 
 
 def loader_of_stream(dataset: IterableDataset, collate: DataCollator, setup: Setup) -> DataLoader:

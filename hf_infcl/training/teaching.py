@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import DistributedType, send_to_device
-from transformers.utils import logging
 
 from ..conversion.models import load, stated_licence
-from ..data import ContrastiveCollator
+from ..data.collator import ContrastiveCollator, normalised
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.embedding import described, embed
-from ..loading.loaders import normalised
 from ..loading.sources import source_of_training
 from ..loading.stored_teachers import StoredTeacher, embedding_folders, leaves
 from ..options.contrastive import ContrastiveOptions
@@ -23,7 +22,7 @@ from ..windows.terms import TeacherDistance
 
 CACHE = "_teacher"  # in output_dir; a push leaves out what begins with an underscore
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def make_teachers(setup: Setup, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:

@@ -21,6 +21,7 @@ from ..checkpoints import pushes
 from ..checkpoints.files import rotate
 from ..checkpoints.lock import locked
 from ..checkpoints.record import RunRecord
+from ..data.collator import normalised
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
@@ -284,7 +285,7 @@ class InfCLTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """Moves a batch to the device and normalises uint8 images there."""
-        return loaders.normalised(super()._prepare_inputs(inputs), self.data_collator, self._prepare_input)
+        return normalised(super()._prepare_inputs(inputs), self.data_collator, self._prepare_input)
 
     # ---- The step ----
 
