@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import ProcessorMixin
 
-MODULES, SENTENCE_CONFIG, MODULE_CONFIG = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+MODULES, MODULE_CONFIG = "modules.json", "sentence_bert_config.json"
+SENTENCE_CONFIG = "config_sentence_transformers.json"
 SENTENCE_FILES = (MODULES, SENTENCE_CONFIG, MODULE_CONFIG)
 
 
