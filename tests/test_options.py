@@ -11,7 +11,7 @@ from hf_infcl import InfCLTrainingArguments
 from hf_infcl.checkpoints.run_options import options_of_arguments
 from hf_infcl.options import theirs
 from hf_infcl.options.contrastive import ContrastiveOptions
-from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, option
+from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, described, option
 from hf_infcl.options.facts import check_values, facts_by_name, values_of_card
 from hf_infcl.options.theirs import facts_of_theirs
 from hf_infcl.tools.cli import commands
@@ -21,23 +21,36 @@ OURS = {one.name for one in fields(ContrastiveOptions)}  # the options that this
 
 
 @dataclass
+@described
 class Small:
-    """Options as a new capability would declare them."""
+    """Options as a new capability would declare them.
 
-    dose: float | None = option(
-        help="How much. A dose of 0 is none.",
-        decides=True,
-        card="dose of the teacher",
-    )
-    layers: int = option(default=2, help="How many.", decides=True, within=FROM_1)
-    side: str = option(default="both", help="Which.", decides=True, choices=("both", "left"), needs="dose")
+    Attributes:
+        dose: How much. A dose of 0 is none.
+        layers: How many, of which
+            5% are few.
+        side: Which.
+        place: Where.
+    """
+
+    dose: float | None = option(card="dose of the teacher")
+    layers: int = option(2, within=FROM_1)
+    side: str = option("both", choices=("both", "left"), needs="dose")
     place: str | None = option(
-        help="Where.",
-        decides=False,
         one_machine=True,
         choices=("cpu",),
         excludes={"side=left": "there is no room", "dose": "it works alone"},
     )
+
+
+def test_the_help_of_an_option_stands_in_the_docstring():
+    helps = {one.name: one.metadata["help"] for one in fields(Small)}
+    of_layers = "How many, of which 5%% are few."
+    assert helps == {"dose": "How much. A dose of 0 is none.", "layers": of_layers, "side": "Which.", "place": "Where."}
+    every = [*vars(commands.options).values(), ContrastiveOptions]
+    declared = [one for kind in every if hasattr(kind, "_argument_group_name") for one in fields(kind)]
+    assert len(declared) > 100
+    assert [one.name for one in declared if not one.metadata["help"]] == []
 
 
 def test_every_option_of_the_package_says_what_it_decides():

@@ -28,8 +28,8 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
     take more time, but additional memory only for embeddings and inputs. With several captions per image, or negative
     captions, these numbers count images, and the text tower processes all texts of a micro-batch at once.
 
-    The ``help`` of each field describes it; the guide, hf_infcl/training/README.md, has all in one table. A short help
-    of the command shows its first sentence.
+    The docstring of `hf_infcl.options.contrastive.ContrastiveOptions` describes the fields; the guide,
+    hf_infcl/training/README.md, has all in one table.
 
     Defaults that differ from TrainingArguments: ``remove_unused_columns`` and ``logging_nan_inf_filter`` are off;
     ``ddp_find_unused_parameters=None`` means False; ``ddp_broadcast_buffers=None`` means False for models without batch

@@ -5,14 +5,17 @@ Nothing here imports torch, so that the help and mistakes on the command line ar
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from fnmatch import fnmatch
 from numbers import Integral, Real
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
+_T = TypeVar("_T")
 _FACTS = "facts"  # the key of an option's `Facts` in the metadata of its field
 
 
@@ -40,7 +43,7 @@ SHARE = Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <=
 class Facts:
     """What the package has to know of an option, besides its type, default and help."""
 
-    decides: bool = False  # whether it decides what is trained, so that a resume with another value is a change
+    decides: bool = True  # whether it decides what is trained, so that a resume with another value is a change
     one_machine: bool = False  # whether machines of one training may set it differently
     # The values that it may have, besides its default; empty for any. A function asks a table whose import takes torch.
     choices: Collection[object] | Callable[[], Collection[object]] = ()
@@ -87,7 +90,7 @@ class _Metadata(dict[str, Any]):
     them, whereas ``field.metadata[key]`` reaches `__missing__` here.
     """
 
-    def __init__(self, facts: Facts, **items: object) -> None:
+    def __init__(self, facts: Facts, items: Mapping[str, object]) -> None:
         super().__init__(items)
         self._facts = facts
 
@@ -97,27 +100,39 @@ class _Metadata(dict[str, Any]):
         return self._facts
 
 
-def option(help: str, default: object = None, *, decides: bool = True, one_machine: bool = False, **facts: Any) -> Any:
-    """The field of an option of the training in a dataclass.
+def option(
+    default: object = None,
+    *,
+    decides: bool = True,
+    one_machine: bool = False,
+    aliases: Sequence[str] = (),
+    **facts: Any,
+) -> Any:
+    """The field of an option in a dataclass that is `described`.
 
     Args:
-        help: what it does; a short help shows its first sentence.
-        default: its default; a list is copied for each instance.
+        default: its default; a list is copied for each instance. MISSING of `dataclasses` makes it required.
         decides, one_machine, facts: see `Facts`. What machines may set differently decides nothing.
+        aliases: further names of it on the command line, with their dashes.
     """
-    metadata = _Metadata(Facts(decides and not one_machine, one_machine, **facts), help=help)
-    return field_of(default, metadata)
+    items = {"aliases": list(aliases)} if aliases else {}
+    return field_of(default, _Metadata(Facts(decides and not one_machine, one_machine, **facts), items))
 
 
-def command_option(help: str, default: object = None, *, aliases: Sequence[str] = (), **facts: Any) -> Any:
-    """The field of an option that commands have beside those of the training.
+def described(kind: type[_T]) -> type[_T]:
+    """Declares every annotated field of a class as an option whose help is in the docstring, below "Attributes:".
 
-    Args:
-        help, facts: as for `option`.
-        default: its default; a list is copied for each instance, and with MISSING of `dataclasses` it is required.
-        aliases: further names of it, with their dashes.
+    It stands below ``@dataclass``. A short help on the command line shows the first sentence.
     """
-    return field_of(default, _Metadata(Facts(**facts), help=help, aliases=list(aliases)))
+    _, *parts = re.split(r"^ {4}(\w+): ", inspect.cleandoc(kind.__doc__ or ""), flags=re.MULTILINE)
+    helps = dict(zip(parts[::2], parts[1::2], strict=True))  # none with python -OO
+    for name in (name for name in kind.__annotations__ if not name.startswith("_")):
+        declared = vars(kind).get(name, MISSING)
+        declared = declared if isinstance(declared, Field) else option(declared)
+        help = " ".join(helps.get(name, "").split()).replace("%", "%%")  # argparse fills in %(default)s
+        declared.metadata = MappingProxyType(_Metadata(declared.metadata[_FACTS], {**declared.metadata, "help": help}))
+        setattr(kind, name, declared)
+    return kind
 
 
 def field_of(default: object, metadata: Mapping[str, Any]) -> Any:
@@ -128,7 +143,7 @@ def field_of(default: object, metadata: Mapping[str, Any]) -> Any:
 
 
 def declared_facts(declared: Field[object]) -> Facts | None:
-    """The facts of a field; None if it is declared by neither `option` nor `command_option`."""
+    """The facts of a field; None if no `option` declared it."""
     try:
         facts: Facts = declared.metadata[_FACTS]
     except KeyError:

@@ -6,14 +6,12 @@ installed release has and the file lacks is accepted, see `hf_infcl.tools.cli.pa
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
 from dataclasses import fields, make_dataclass
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal  # noqa: F401  # Literal is in types of the file
 
 from .contrastive import ContrastiveOptions
 from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, field_of
@@ -61,33 +59,9 @@ def facts_of_theirs(name: str) -> Facts:
     return Facts(decides, one_machine, _CHOICES.get(name, ()), _WITHIN.get(name), needs)
 
 
-@cache
-def _content() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return content
-
-
 def release_of_file() -> str:
     """The release of transformers whose options the file has."""
-    return str(_content()["release"])
-
-
-def _type(words: str) -> Any:
-    """The type that the file names, such as "str | None" or "Literal['no', 'steps'] | str"."""
-    if words.startswith("Literal["):
-        named, _, words = words.removeprefix("Literal[").partition("] | ")
-        return Literal[tuple(json.loads(f"[{named}]".replace("'", '"')))] | _type(words)
-    kinds: dict[str, Any] = {
-        "str": str,
-        "int": int,
-        "float": float,
-        "bool": bool,
-        "dict": dict,
-        "list[str]": list[str],
-        "None": None,
-    }
-    kinds["Literal[False]"] = Literal[False]
-    return functools.reduce(operator.or_, (kinds[word] for word in words.split(" | ")))
+    return str(json.loads(FILE.read_text(encoding="utf-8"))["release"])
 
 
 @cache
@@ -95,9 +69,9 @@ def of_transformers() -> type:
     """A dataclass with the fields of transformers.TrainingArguments that this package does not declare itself."""
     ours = {one.name for one in fields(ContrastiveOptions)}
     declared: list[tuple[str, Any, Any]] = []
-    for name, one in _content()["options"].items():
-        metadata = {key: fact for key, fact in one.items() if key not in ("type", "default")}
-        kind = _type(one["type"])
-        declared += [(name, kind, field_of(one["default"], metadata))] * (name not in ours)
-    group = {"_argument_group_name": "The training (transformers.TrainingArguments)"}
-    return make_dataclass("TheirOptions", declared, namespace=group)
+    for name, one in json.loads(FILE.read_text(encoding="utf-8"))["options"].items():
+        kind, default = one.pop("type"), one.pop("default")
+        declared += [(name, kind, field_of(default, one))] * (name not in ours)
+    # The types are text, which is evaluated in this module.
+    space = {"_argument_group_name": "The training (transformers.TrainingArguments)", "__module__": __name__}
+    return make_dataclass("TheirOptions", declared, namespace=space)
