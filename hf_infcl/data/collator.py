@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..encoders.model_types import pads_texts, text_positions
+from ..encoders.model_types import pads_texts, reads_padding, text_positions
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ class ContrastiveCollator:
         self.max_length = self.positions = self._stated = max_length
         if fixed_length is None:
             fixed_length = (
-                type(processor).__name__.startswith("Siglip")
-                or "attention_mask" not in processor.tokenizer.model_input_names
+                reads_padding(type(processor).__name__) or "attention_mask" not in processor.tokenizer.model_input_names
             )
         self._padding = "max_length" if fixed_length else "longest"
         self.uint8 = uint8

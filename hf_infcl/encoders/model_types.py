@@ -124,6 +124,11 @@ def pads_texts(config: PretrainedConfig | None) -> bool:
     return kind is not None and kind.pads_texts
 
 
+def reads_padding(name: str) -> bool:
+    """Whether a class of transformers, such as SiglipProcessor, is one of a type that reads padding like text."""
+    return name.lower().startswith(tuple(kind for kind, facts in MODEL_TYPES.items() if facts.pads_texts))
+
+
 def text_positions(config: PretrainedConfig | None) -> int | None:
     """The largest number of tokens of a text, special ones included; None if the config states none."""
     text: Any = getattr(config, "text_config", None)

@@ -92,6 +92,10 @@ class Evaluation:
         """Which part of the dataset it is, in words."""
         return f"split {self.split}" + (f", column {self.column}" if self.column else "")
 
+    @property
+    def score(self) -> float | None:
+        return score_if_measured(self.metrics)
+
 
 @dataclass(frozen=True)
 class TrainingFacts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 _LONGEST = 200  # characters of a name that are shown
 # Control characters, and those that turn the direction of the text after them.
@@ -45,8 +45,17 @@ def joined(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; pipes within cells are escaped, also within code, as the tables of the Hub require."""
+def line(*, caller: Callable[[], str]) -> str:
+    """One line of what a template encloses, which it may break anywhere."""
+    return one_line(caller())
+
+
+def cell(text: str) -> str:
+    """The text in a cell of a table; pipes are escaped, also within code, as the tables of the Hub require."""
     # A pipe after an even number of backslashes would end the cell, since these escape each other.
-    cells = [[re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", one_line(cell)) for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *cells])
+    return re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", one_line(text))
+
+
+def row(*cells: str, caller: Callable[[], str] | None = None) -> str:
+    """A row of a table; what a template encloses is its last cell."""
+    return f"| {' | '.join(map(cell, cells if caller is None else (*cells, caller())))} |"
