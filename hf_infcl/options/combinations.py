@@ -12,41 +12,46 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
 
-from .declaring import refuse, spelled
+from .declaring import refuse
 from .theirs import CHECKPOINTING
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
 
-# (an option, the value that it must have, why)
+_OF_SET = "metrics are those of the whole set, not of batches"
+_IN_BF16 = "it leaves the model's weights in {0}; {0}=True evaluates in {0} as well"
+_BETWEEN = (
+    "it changes the weights in every backward, that is between the micro-batches of a step, whose gradients would then "
+    "not add up to the gradient of the global batch; adamw_torch_fused does not"
+)
+# Conditions that must not hold, and why; see `refuse`.
 _UNSUPPORTED = (
-    ("dataloader_drop_last", False, "it would drop rows of evaluations; training has full batches anyway"),
-    ("batch_eval_metrics", False, "metrics are those of the whole set, not of batches"),
-    ("eval_do_concat_batches", True, "metrics are those of the whole set, not of batches"),
-    ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
-    ("label_smoothing_factor", 0.0, "the contrastive loss has no labels"),
-    ("neftune_noise_alpha", None, "it adds noise to the embeddings of language models"),
-    ("dataloader_in_order", True, "evaluations would lose rows, and chance would order the training set"),
-    ("prediction_loss_only", False, "the loss of a whole set needs its embeddings, and thus gives its recalls"),
-    ("eval_use_gather_object", False, "evaluations gather tensors"),
-    ("bf16_full_eval", False, "it leaves the model's weights in bf16; bf16=True evaluates in bf16 as well"),
-    ("fp16_full_eval", False, "it leaves the model's weights in fp16; fp16=True evaluates in fp16 as well"),
-    ("ignore_data_skip", False, "it would train rows of an epoch again; a resume reads none of those before it"),
-    ("use_liger_kernel", False, "Liger has no kernels for dual encoders and would change nothing"),
-    (
-        "auto_find_batch_size",
-        False,
-        "it changes the contrastive batch; global_batch_size alone finds what fits",
-    ),
-    ("split_batches", False, "it would divide per_device_train_batch_size by the number of processes"),
-    ("dispatch_batches", False, "the main process would read all rows; every process reads its own rows"),
-    ("even_batches", True, "processes with fewer batches would end evaluations early; rows that pad are not counted"),
+    ("dataloader_drop_last", "it would drop rows of evaluations; training has full batches anyway"),
+    ("batch_eval_metrics", _OF_SET),
+    ("eval_do_concat_batches=False", _OF_SET),
+    ("enable_jit_checkpoint", "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
+    ("label_smoothing_factor", "the contrastive loss has no labels"),
+    ("neftune_noise_alpha", "it adds noise to the embeddings of language models"),
+    ("dataloader_in_order=False", "evaluations would lose rows, and chance would order the training set"),
+    ("prediction_loss_only", "the loss of a whole set needs its embeddings, and thus gives its recalls"),
+    ("eval_use_gather_object", "evaluations gather tensors"),
+    ("bf16_full_eval", _IN_BF16.format("bf16")),
+    ("fp16_full_eval", _IN_BF16.format("fp16")),
+    ("ignore_data_skip", "it would train rows of an epoch again; a resume reads none of those before it"),
+    ("use_liger_kernel", "Liger has no kernels for dual encoders and would change nothing"),
+    ("auto_find_batch_size", "it changes the contrastive batch; global_batch_size alone finds what fits"),
+    ("optim=lomo|adalomo|*_layerwise", _BETWEEN),
+)
+_UNSUPPORTED_OF_ACCELERATE = (
+    ("split_batches", "it would divide per_device_train_batch_size by the number of processes"),
+    ("dispatch_batches", "the main process would read all rows; every process reads its own rows"),
+    ("even_batches=False", "processes with fewer batches would end evaluations early; rows that pad are not counted"),
 )
 _ONE_TOWER = "a frozen tower has no learning rate"
 _RELATIVE = "it is relative to learning_rate; freeze leaves a tower as it is"
 _DIVIDE = "each divides the parameters in its own way"
 _NO_WARM_UP = "it has no warm-up, as constant_with_warmup has"
-# Conditions that must not hold together, and why; see `refuse`.
+# Conditions that must not hold together, and why.
 _EXCLUSIVE = (
     ("save_strategy=best eval_strategy=no", "it saves after evaluations, of which there are none"),
     (f"warmup_steps lr_scheduler_type={'|'.join(WITHOUT_WARM_UP)}", _NO_WARM_UP),
@@ -95,7 +100,6 @@ def check_combinations(args: Any, *, divided: bool) -> None:
         if getattr(args, f"{kind}_strategy") == "steps" and interval is not None and not interval > 0:
             raise ValueError(f"{kind}_steps must be more than 0 with {kind}_strategy='steps', got {interval}.")
     refuse(_EXCLUSIVE, args)
-    _check_best_checkpoint(args)
     _check_cache_folder(args)
     for name in CHECKPOINTING if args.freeze_layers is not None else ():
         if getattr(args, name, False):
@@ -113,7 +117,7 @@ def check_combinations(args: Any, *, divided: bool) -> None:
 
 def check_processes(args: Any) -> None:
     """As `check_combinations`, when the processes are set up and the config of accelerate has been read."""
-    _refuse_unsupported(args.accelerator_config)
+    refuse(_UNSUPPORTED_OF_ACCELERATE, args.accelerator_config)
     if args.world_size > 1:
         refuse(_EXCLUSIVE_AMONG_PROCESSES, args)
 
@@ -122,26 +126,14 @@ def check_command(data: Any, args: Any) -> None:
     """As `check_combinations`, for options of `infcl train`."""
     if len(data.dataset or ()) > 1 and not data.streaming:
         raise ValueError("Only shards that are read with --streaming can have several --dataset.")
-    check_replay(data, args)
+    if args.replay_share and not data.replay_dataset:
+        raise ValueError("--replay_share has no effect without --replay_dataset: add it or drop --replay_share.")
     if args.cache_features and not args.keep_features and args.freeze != "image":
         raise ValueError(
             "cache_features computes what is frozen once, but the image tower trains. Pass --freeze image, or keep the "
             "start's with --keep_features."
         )
     refuse(_EXCLUSIVE_IN_COMMANDS, SimpleNamespace(**{**vars(args), **vars(data)}))
-
-
-def check_replay(data: Any, args: Any) -> None:
-    """Raises a ValueError for a share of old pairs without old pairs."""
-    if args.replay_share and not data.replay_dataset:
-        raise ValueError("--replay_share has no effect without --replay_dataset: add it or drop --replay_share.")
-
-
-def _refuse_unsupported(options: Any) -> None:
-    for name, wanted, reason in _UNSUPPORTED:
-        # Older releases of transformers have not all of them.
-        if (value := getattr(options, name, wanted)) != wanted and value is not None:
-            raise ValueError(f"InfCLTrainer does not support {name}={value}: {reason}. Leave it at {wanted}.")
 
 
 def _check_support(args: Any) -> None:
@@ -152,7 +144,7 @@ def _check_support(args: Any) -> None:
             "InfCLTrainer does not train under DeepSpeed. To shard the parameters, use FSDP2 (--fsdp, or accelerate "
             "launch --config_file scripts/configs/fsdp2.yaml) instead of its config."
         )
-    _refuse_unsupported(args)
+    refuse(_UNSUPPORTED, args)
     if "transformers" not in args.save_formats or set(args.save_formats) - {"transformers", "open_clip"}:
         raise ValueError(
             "save_formats must be transformers, or transformers and open_clip, got "
@@ -167,26 +159,6 @@ def _check_support(args: Any) -> None:
         raise ValueError(
             f"leave_out must be 'noisy', got {str(args.leave_out)!r}. To train without a share of the pairs, score "
             "them with `infcl score`, and pass its ledger as `--exclude _ledger.parquet:5%`."
-        )
-    optimizer = spelled(args.optim)
-    if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
-        raise ValueError(
-            f"optim={optimizer!r} changes the weights in every backward, that is between the micro-batches of a "
-            "step, whose gradients would then not add up to the gradient of the global batch. Use another "
-            "optimizer, such as 'adamw_torch_fused'."
-        )
-
-
-def _check_best_checkpoint(args: Any) -> None:
-    """Raises a ValueError if the best checkpoint cannot be loaded, because not every checkpoint is evaluated."""
-    saved, evaluated = spelled(args.save_strategy), spelled(args.eval_strategy)
-    saves, evaluations = args.save_steps, args.eval_steps or args.logging_steps
-    fits = (saves < 1) == (evaluations < 1) and not round(saves * 1e6) % max(1, round(evaluations * 1e6))
-    if args.load_best_model_at_end and saved != "best" and (saved != evaluated or (saved == "steps" and not fits)):
-        raise ValueError(
-            f"load_best_model_at_end needs an evaluation for each checkpoint, but save_strategy is {saved!r}, "
-            f"eval_strategy {evaluated!r}, save_steps {saves} and eval_steps {evaluations}. Choose the same strategy "
-            "for both, with save_steps that are a multiple of eval_steps, or save_strategy='best'."
         )
 
 

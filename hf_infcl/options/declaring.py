@@ -64,10 +64,10 @@ def spelled(value: object) -> str:
 def holds(options: object, condition: str) -> bool:
     """Whether an option is set ("name"), has one of several values ("name=one|other*"), none of them, or a larger one.
 
-    The latter two are "name!=one|other*" and "name>1".
+    The latter two are "name!=one|other*" and "name>1". Older releases of transformers do not have all options.
     """
     name, sign, wanted = re.split("(!=|=|>|$)", condition, maxsplit=1)
-    value = getattr(options, name)
+    value = getattr(options, name, None)
     if sign == ">":
         return value is not None and value > float(wanted)
     is_one = any(fnmatch(spelled(value), one) for one in wanted.split("|"))
@@ -75,12 +75,13 @@ def holds(options: object, condition: str) -> bool:
 
 
 def refuse(rows: Iterable[tuple[str, str]], options: object) -> None:
-    """Raises a ValueError for the first row whose conditions all hold: which options contradict each other, and why."""
+    """Raises a ValueError for the first row whose conditions all hold: what cannot be trained, and why."""
     for conditions, why in rows:
         if all(holds(options, condition) for condition in conditions.split()):
             names = [re.split("!=|=|>", condition)[0] for condition in conditions.split()]
-            found = " and ".join(f"{name}={spelled(getattr(options, name))}" for name in names)
-            raise ValueError(f"{found} exclude each other: {why}. Omit one of them.")
+            seen = " and ".join(f"{name}={spelled(getattr(options, name))}" for name in names)
+            what = "exclude each other" if len(names) > 1 else "is not supported"
+            raise ValueError(f"{seen} {what}: {why}. Omit {'one of them' if len(names) > 1 else 'it'}.")
 
 
 class _Metadata(dict[str, Any]):

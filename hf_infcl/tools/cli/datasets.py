@@ -17,7 +17,6 @@ from ...data.images import is_string
 from ...data.labelled import captions_of_classes, read_lines
 from ...data.sets import SetSpec, read_sets
 from ...options.arguments import InfCLTrainingArguments
-from ...options.combinations import check_replay
 from ...options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from ...shards.values import counted
 from ..benchmarks.sets import benchmark_sets
@@ -69,7 +68,6 @@ def replay_set(
     data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
 ) -> ImageTextDataset | ConcatDataset[Any] | ImageTextStream | None:
     """The old pairs to replay, if any: tables one after the other, or a stream of shards."""
-    check_replay(data, args)
     specs = [replace(spec, split=spec.split or "train") for spec in read_sets("replay_dataset", data.replay_dataset)]
     if not specs:
         return None
