@@ -22,6 +22,7 @@ from sentence_transformers import SentenceTransformer, util
 from sentence_transformers.sentence_transformer import losses, modules
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_infcl.passes.embedders import ExactContrastiveLoss
 
@@ -279,6 +280,48 @@ def test_bf16_is_near_the_loss_in_fp32(tmp_path):
     assert value.item() == pytest.approx(expected[0], rel=2e-2)
     whole, other = (torch.cat([g[n].flatten() for n in expected[1]]) for g in (expected[1], found))
     assert (other - whole).norm() < 0.1 * whole.norm()
+
+
+class Rounded(TorchDispatchMode):
+    """Counts how often weights of this shape are rounded to bf16."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.count += output.shape == self.shape and output.dtype == torch.bfloat16
+        return output
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_weights_are_rounded_once_for_the_first_pass_and_again_for_each_graph(tmp_path, outer):
+    model = bert(tmp_path)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # as accelerate does
+    features = tokens(model, texts(16, 2))
+    found = []
+    for graphs, count in ((1, 1 + 1 + 7), (3, 1 + 3 + 5), (8, 8)):
+        loss = ExactContrastiveLoss(model, mini_batch_size=4, retain_graphs=graphs)
+        with Rounded(model[0].auto_model.encoder.layer[0].intermediate.dense.weight.shape) as rounded:
+            with torch.autocast("cpu", torch.bfloat16, enabled=outer):
+                value = loss(copy.deepcopy(features), None)
+            value.backward()
+        assert rounded.count == 2 * count  # layers
+        found.append((value.item(), gradients(model)))
+    check(found[0], found[2])
+    check(found[1], found[2])
+
+
+def test_attention_does_without_the_plans_of_cudnn(tmp_path):
+    model = bert(tmp_path)
+    seen: list[bool] = []
+    model[0].register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    computed(ExactContrastiveLoss(model), tokens(model, texts(4, 2)))
+    assert seen == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def rank_of_both(rank: int, world_size: int, folder: Path, counts: list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -172,7 +173,8 @@ class ExactContrastiveLoss(nn.Module):
         )
         if exchanges:
             wrapper.begin_window()
-        with wrapper.gradient_sync(exchanges and len(parts) == 1):
+        # An autocast around all forwards keeps the weights that they have rounded, although it rounds nothing itself.
+        with wrapper.gradient_sync(exchanges and len(parts) == 1), autocast(enabled=False):
             window.encode()
         loss = window.differentiate(lambda features, _: self._loss(features[0], order, rows, labels))
         leaf = loss.detach().requires_grad_()
@@ -219,7 +221,9 @@ class ExactContrastiveLoss(nn.Module):
                 return
 
     def _encode(self, autocast: Callable[[], Any], part: Part) -> tuple[Tensor]:
-        with autocast():
+        if torch.is_grad_enabled():
+            torch.clear_autocast_cache()  # weights that were rounded without a graph would get no gradient
+        with autocast(), _without_plans():
             outputs = self.model(dict(part[2]))  # modules write into the dictionary that they get
         if "sentence_embedding" not in outputs:
             raise ValueError(
@@ -301,6 +305,17 @@ class ExactContrastiveLoss(nn.Module):
         """The model of transformers that encodes texts; None behind a Router, which has several."""
         module = without_compiler(self.model)
         return getattr(getattr(module, "module", module)[0], "auto_model", None)
+
+
+@contextmanager
+def _without_plans() -> Iterator[None]:
+    """Attention without cuDNN, which plans a second for each new shape: texts have other lengths in every batch."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def _columns(features: Tensor, order: Tensor, rows: int) -> list[list[Tensor]]:

@@ -7,8 +7,11 @@ Models have random weights: 12 layers of width 384, pooled by the mean (as MiniL
 parameters, pooled at the last token (as Qwen2). Texts have 64 tokens, or 24 on average and 128 at most. A step is the
 loss of all rows of all processes and its backward, without an optimizer; the model computes under autocast in bf16, as
 accelerate wraps it, in both passes. ``ms`` is the median of the timed steps, ``peak_gib`` the peak of torch's
-allocator. ``ratio`` is the rate relative to the better of theirs in the same run. Both get the same tokens in a
-mini-batch: theirs as rows of the mean length, or by ``mini_batch_num_tokens``, which counts no padding.
+allocator. ``ratio`` is the rate relative to the better of theirs in the same run.
+
+Mini-batches of both have the same memory, ``tokens`` with padding: theirs has as many rows as reach it with the longest
+text, or as many tokens as these rows have on average (with equal lengths the same mini-batches). Attention is without
+cuDNN, which would take a second for each new shape; theirs would take it in each step with other lengths.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ COLUMNS = tuple(
     """.split()
 )
 VOCABULARY, LONGEST = 30_000, 128
-WARM = 3  # steps before the timed ones where graphs that fit are counted, in the second and third; else one
+WARM = 3  # steps of a quarter of the rows before the timed ones: graphs that fit are counted in the second and third
 
 
 class Encoder(nn.Module):
@@ -87,16 +90,18 @@ def make_features(name: str, rows: int, lengths: str, device: torch.device) -> l
 def implementations(model: nn.Module, tokens: int, lengths: str) -> Iterator[tuple[str, nn.Module]]:
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss as Theirs
 
-    rows = tokens // (64 if lengths == "equal" else 24)
+    rows = tokens // (64 if lengths == "equal" else LONGEST)
     gather = {"gather_across_devices": common.world_size() > 1}
     yield "theirs", Theirs(model, mini_batch_size=rows, **gather)
-    yield "theirs, by tokens", Theirs(model, mini_batch_size=rows, mini_batch_num_tokens=tokens, **gather)
+    if lengths == "mixed":
+        yield "theirs, by tokens", Theirs(model, mini_batch_size=rows, mini_batch_num_tokens=24 * rows, **gather)
     yield "ours, one graph", ExactContrastiveLoss(model, mini_batch_num_tokens=tokens)
     yield "ours, graphs that fit", ExactContrastiveLoss(model, mini_batch_num_tokens=tokens, retain_graphs="auto")
 
 
 def run(args: argparse.Namespace) -> None:
     device = common.start_processes()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     w = common.world_size()
     environment = common.environment(device, "transformers", "sentence-transformers") | {"world_size": w}
     for name in args.models:
@@ -122,12 +127,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measured(loss: nn.Module, features: list[dict[str, Tensor]], device: torch.device, args: argparse.Namespace) -> Row:
-    def step() -> None:
+    def step(rows: int | None = None) -> None:
         loss.model.zero_grad()
-        loss([dict(column) for column in features], None).backward()
+        loss([{name: value[:rows] for name, value in column.items()} for column in features], None).backward()
 
     for _ in range(WARM if getattr(loss, "retain_graphs", 1) == "auto" else 1):
-        step()
+        step(len(features[0]["input_ids"]) // 4)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = [common.over_processes(common.seconds(step, device), device) for _ in range(args.steps)]
