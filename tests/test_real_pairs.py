@@ -5,10 +5,10 @@ import dataclasses
 import importlib
 import json
 import math
+import re
 import shutil
 import sys
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from helpers.demo import SCRIPTS
 from PIL import Image, ImageDraw
 
 from hf_infcl.loading.batch_checks import check_batch
+from hf_infcl.windows.terms import TeacherDistance
 
 SHAPES = {
     "circle": lambda draw, box, colour: draw.ellipse(box, fill=colour),
@@ -176,139 +177,6 @@ def test_several_captions_and_negatives_are_drawn_as_the_collator_gives_them(mod
     assert set(seen) == {0, 3, 4, 6, 7, 8, 100, 101, 120}
 
 
-def test_the_best_rate_is_looked_for_beyond_the_grid_while_the_best_so_far_gets_the_other_seeds(module):
-    module("training")
-    experiments = module("experiments")
-    run = module("training").Run("toy", "InfCLTrainer", 8, 8, 64, 1e-3)
-    plan = experiments.Plan(run, (1e-3, 2e-3), (0, 1, 2))
-
-    def wanted(scores: dict[float, float]) -> list[tuple[float, int]]:
-        return [(r.learning_rate, r.seed) for r in plan.wanted({(rate, 0): s for rate, s in scores.items()})]
-
-    assert wanted({}) == [(1e-3, 0), (2e-3, 0), (1e-3, 1), (1e-3, 2)], "the first rate is thought to be the best"
-    assert wanted({2e-3: 0.5}) == [(1e-3, 0), (2e-3, 1), (2e-3, 2)]
-    assert wanted({1e-3: 0.1, 2e-3: 0.5}) == [(4e-3, 0), (2e-3, 1), (2e-3, 2)]
-    assert wanted({1e-3: 0.5, 2e-3: 0.1}) == [(5e-4, 0), (1e-3, 1), (1e-3, 2)]
-    assert wanted({1e-3: 0.1, 2e-3: 0.5, 4e-3: 0.3}) == [(2e-3, 1), (2e-3, 2)]
-    plan = experiments.Plan(run, (1e-3,), (0, 1, 2))
-    assert wanted({1e-3: 0.1, 2e-3: 0.5}) == [(1e-3, 1), (1e-3, 2)], "a single rate is not tuned"
-
-
-def test_what_ended_earlier_is_not_run_again(module, tmp_path):
-    training, experiments = module("training"), module("experiments")
-    run = training.Run("toy", "InfCLTrainer", 8, 8, 64, 1e-3)
-    plans = [experiments.Plan(run, (1e-3, 2e-3), (0, 1))]
-    worker = experiments.Worker(None, None, 0)
-    table = tmp_path / "results.csv"
-    queue = experiments.Queue(plans, table, math.inf, {})
-    for value in (0.5, 0.1):
-        worker.plan, worker.run = queue.next_for(worker, [worker])
-        measured = {f"validation_image_recall@{k}": value for k in (1, 5, 10)}
-        queue.finished(worker, [{**vars(worker.run), "way": "", "finished": True, "seconds": 1.0, **measured}], "")
-
-    again = experiments.Queue(plans, table, math.inf, {})
-    assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, learning_rate=5e-4), "the best was the least"
-    assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, seed=1), "the best so far"
-    assert again.next_for(worker, [worker]) is None
-    assert len(table.read_text().splitlines()) == 3
-
-    larger = [experiments.Plan(dataclasses.replace(run, micro_batch=4), (1e-3, 2e-3), (0, 1))]
-    same = experiments.Queue(larger, table, math.inf, {}).next_for(worker, [worker])[1]
-    assert same.learning_rate == 5e-4, "what InfCLTrainer learns does not depend on the micro-batch"
-    header, *rows = table.read_text().splitlines()
-    columns = header.split(",")
-    new = ("captions", "equal_ids", "negatives", "optimizer")
-    places = [columns.index(name) for name in columns if name not in new]
-    older = [",".join(line.split(",")[place] for place in places) for line in (header, *rows)]
-    table.write_text("\n".join(older) + "\n")
-    of_older = experiments.Queue(plans, table, math.inf, {}).next_for(worker, [worker])[1]
-    assert of_older.learning_rate == 5e-4, "rows from before some columns"
-    others = [experiments.Plan(dataclasses.replace(run, samples=32), (1e-3, 2e-3), (0, 1))]
-    assert experiments.Queue(others, table, math.inf, {}).next_for(worker, [worker])[1].learning_rate == 1e-3
-
-
-def test_plans_that_share_a_run_share_its_score(module, tmp_path):
-    """A plan of one rate can stand first, and one that tunes the rate further down."""
-    training, experiments = module("training"), module("experiments")
-    run = training.Run("toy", "InfCLTrainer", 8, 8, 64, 2e-3, optimizer="muon")
-    first, tuned = experiments.Plan(run, (2e-3,), (0, 1)), experiments.Plan(run, (2e-3, 1e-3, 4e-3), (0, 1))
-    other = experiments.Plan(dataclasses.replace(run, optimizer="adamw"), (2e-3,), (0,))
-    queue = experiments.Queue([first, tuned, other], tmp_path / "results.csv", math.inf, {})
-    worker, order = experiments.Worker(None, None, 0), []
-    values = {2e-3: 0.4, 1e-3: 0.1, 4e-3: 0.3}
-    while (found := queue.next_for(worker, [worker])) is not None:
-        worker.plan, worker.run = found
-        order.append((found[1].optimizer, found[1].learning_rate, found[1].seed))
-        measured = {"validation_image_recall@1": values[found[1].learning_rate]}
-        queue.finished(worker, [{**vars(worker.run), "way": "", "finished": True, "seconds": 1.0, **measured}], "")
-    assert order == [("muon", 2e-3, 0), ("muon", 2e-3, 1), ("muon", 1e-3, 0), ("muon", 4e-3, 0), ("adamw", 2e-3, 0)]
-
-
-def test_fine_tunings_follow_their_base_and_are_not_run_again(module, tmp_path):
-    """A base is trained once for all its fine-tunings, and again in a later session only if one of them is missing."""
-    training, experiments = module("training"), module("experiments")
-    base = training.Run("toy", "InfCLTrainer", 8, 8, 128, 1e-3, way="base")
-    full = dataclasses.replace(base, samples=64, learning_rate=1e-4, way="full")
-    keeping = dataclasses.replace(full, options='{"weight_decay": 0.0}')
-    of_base = [experiments.Plan(run, (1e-4,), (0, 1), base=base) for run in (full, keeping)]
-    plans, table = [experiments.Plan(base, (1e-3,), (0, 1)), *of_base], tmp_path / "results.csv"
-    workers = [experiments.Worker(None, None, 0) for _ in range(4)]
-
-    def begun(queue: Any) -> list[Any]:
-        for worker in workers:
-            if worker.plan is None and (task := queue.next_for(worker, workers)) is not None:
-                worker.plan, worker.run = task
-        return [worker.run and (worker.run.way, worker.run.options, worker.run.seed) for worker in workers]
-
-    def end(queue: Any, worker: Any) -> None:
-        measured = {"finished": True, "seconds": 1.0, "validation_image_recall@1": 0.5}
-        queue.finished(worker, [{**vars(worker.run), **measured}], "")
-
-    queue = experiments.Queue(plans, table, math.inf, {})
-    assert begun(queue) == [("base", "", 0), ("base", "", 1), None, None]
-    end(queue, workers[1])
-    assert begun(queue) == [("base", "", 0), ("full", "", 1), ("full", keeping.options, 1), None]
-    for worker in workers[1:3]:
-        end(queue, worker)
-    workers[0].plan = workers[0].run = None  # the session ended
-    again = experiments.Queue(plans, table, math.inf, {})
-    assert begun(again) == [("base", "", 0), None, None, None], "seed 1 is complete"
-    end(again, workers[0])
-    assert begun(again) == [("full", "", 0), ("full", keeping.options, 0), None, None]
-    for worker in workers[:2]:
-        end(again, worker)
-    assert begun(experiments.Queue(plans, table, math.inf, {})) == [None] * 4
-    assert len(table.read_text().splitlines()) == 1 + 6, "no row twice"
-
-
-def test_no_run_is_begun_that_earlier_ones_of_this_machine_tell_to_be_too_long(module, tmp_path):
-    training, experiments = module("training"), module("experiments")
-    run = training.Run("toy", "InfCLTrainer", 8, 8, 64, 1e-3)
-    plan, more = experiments.Plan(run, (1e-3,), (0, 1)), experiments.Plan(dataclasses.replace(run, samples=32), (1e-3,))
-    worker, table = experiments.Worker(None, None, 0), tmp_path / "results.csv"
-    machine = {"device": "this", "torch_compile": True}
-    queue = experiments.Queue([plan], table, math.inf, machine)
-    worker.plan, worker.run = queue.next_for(worker, [worker])
-    row = {**vars(worker.run), "finished": True, "seconds": 640.0, "validation_image_recall@1": 0.5}
-    queue.finished(worker, [{**row, **machine}], "")  # 10 seconds per sample
-
-    def begun(plan: Any, seconds: float, **other: Any) -> bool:
-        queue = experiments.Queue([plan], table, time.monotonic() + seconds, {**machine, **other})
-        found = queue.next_for(worker, [worker])
-        assert bool(queue.skipped) == (found is None)
-        return found is not None
-
-    assert [begun(plan, 700), begun(plan, 720)] == [False, True], "the second seed, with a tenth for the measuring"
-    assert [begun(more, 340), begun(more, 360)] == [False, True], "half of the samples"
-    costly = dataclasses.replace(run, experiment="cost", evaluations=0)
-    queue = experiments.Queue([experiments.Plan(costly, (1e-3,), (0,))], table, math.inf, machine)
-    worker.plan, worker.run = queue.next_for(worker, [worker])
-    queue.finished(worker, [{**row, **machine, **vars(costly), "seconds": 6400.0}], "")
-    assert begun(plan, 720), "a run for its cost is short and compiles nevertheless: it tells nothing about others"
-    assert begun(plan, 1, device="another")
-    assert begun(plan, 1, torch_compile=False)
-
-
 def corpus_of(sources: list[str], length: int) -> dict[str, Any]:
     """Random pairs of these sources."""
     generator, count = torch.Generator().manual_seed(0), len(sources)
@@ -324,9 +192,9 @@ def test_old_pairs_of_other_sources_are_mixed_into_a_fine_tuning(module, monkeyp
     data, batches = corpus_of([*"aaacbbbb"], in_memory.LENGTH), []
     collate = in_memory.InMemory.collate
     monkeypatch.setattr(in_memory.InMemory, "collate", lambda own, rows: batches.append(rows) or collate(own, rows))
-    options = {"evaluations": 0, "options": '{"replay_share": 0.4}', "replay": "b,c"}
+    options = {"evaluations": 0, "options": '{"replay_share": 0.4}', "replay": "b,c", "sources": "a"}
     run = training.Run("toy", "InfCLTrainer", 5, 5, 25, 1e-2, **options)
-    training.train(run, data, {}, sources=["a"], toy=True)
+    training.train(run, data, {}, toy=True)
     assert [sorted(batch)[:3] for batch in batches] == [[0, 1, 2]] * 5
     assert {number for batch in batches for number in batch[3:]} == {3, 4, 5, 6, 7}
 
@@ -338,7 +206,7 @@ def test_both_trainers_have_the_same_muon(module):
 
     def trained(method: str, optimizer: str) -> dict[str, torch.Tensor]:
         run = training.Run("toy", method, 4, 4, 12, 2e-2, evaluations=0, optimizer=optimizer)
-        return dict(training.train(run, data, {}, toy=True)[1].named_parameters())
+        return dict(training.train(run, data, {}, toy=True)[1].model.named_parameters())
 
     ours, theirs, adamw = (trained(*of) for of in (("InfCLTrainer", "muon"), ("Trainer", "muon"), ("Trainer", "adamw")))
     for name, parameter in ours.items():
@@ -357,25 +225,113 @@ def test_adamw_has_at_most_its_best_rate_beside_muon(module, optimizer, rate, of
     assert (args.learning_rate, args.muon_learning_rate) == (of_the_rest, rate if optimizer == "muon" else None)
 
 
-def test_the_files_of_the_experiments_can_be_run(module):
-    training, experiments = module("training"), module("experiments")
-    files = sorted((SCRIPTS / "real_pairs/experiments").glob("*.yaml"))
-    plans = experiments.read_plans(files)
-    assert {plan.run.experiment for plan in plans} == {path.stem for path in files}
-    ours = [plan for plan in plans if (plan.run.experiment, plan.run.method) == ("1_global_batch", "InfCLTrainer")]
-    for plan in ours:
-        factor = plan.run.batch / 256
-        for by_rule in (5e-4 * factor, 5e-4 * factor**0.5):
-            assert any(math.isclose(rate, by_rule, rel_tol=0.05) for rate in plan.rates), "the rules' rates are tried"
-    for plan in plans:
-        for run in (plan.run, plan.base or plan.run):
+def test_every_row_can_be_trained_again_or_is_history_with_its_commit(module):
+    """Their batches are made of micro-batches, and InfCLTrainer knows their options; the page lists the others."""
+    runs, training = module("runs"), module("training")
+    known = [path.stem for path in runs.RESULTS.glob("*.csv")]
+    assert sorted(known) == sorted(runs.TABLES)
+    past, rates = {}, set()
+    for table in runs.TABLES:
+        rows = runs.rows_of(table)
+        chosen, reasons = runs.chosen_runs(table, [])
+        averages = [row for row in rows if row.get("path") == "line"]
+        made = {runs.run_of(table, row) for row in rows if not runs.history(table, row)}
+        assert made == chosen.keys()
+        assert len(reasons) + len(averages) + len(chosen) <= len(rows)
+        for why, commit in reasons:
+            past.setdefault(why, set()).add(commit.removesuffix("-dirty"))
+        for run in chosen:
             assert run.method in training.TRAINERS
             assert run.batch % run.micro_batch == 0
+            assert run.samples % run.batch == 0, "equal samples"
             assert run.samples // run.batch >= 5, "enough steps"
             if run.method == "InfCLTrainer":  # it refuses options that it does not know
-                training.arguments(dataclasses.replace(run, replay=""), "unused", on_gpu=False)
-    tokens = [json.loads(plan.run.options or "{}") for plan in plans if plan.run.experiment == "15_fewer_tokens"]
-    assert {found["patch_dropout"] for found in tokens} == {0.5, 0.75}
+                args = training.arguments(dataclasses.replace(run, replay=""), "unused", on_gpu=False)
+                assert not run.towers or 0 < args.text_learning_rate <= args.learning_rate
+            if (run.experiment, run.method) == ("1_global_batch", "InfCLTrainer"):
+                rates.add((run.batch, run.learning_rate))
+    for batch in (512, 1024, 2048, 4096, 8192):
+        for by_rule in (5e-4 * batch / 256, 5e-4 * (batch / 256) ** 0.5):
+            assert any(b == batch and math.isclose(rate, by_rule, rel_tol=0.05) for b, rate in rates), "tried"
+    page = (SCRIPTS / "real_pairs/README.md").read_text()
+    lines = re.findall(r"^- `(.*)`: `(.*)`$", page.partition("### Rows that are history")[2], re.MULTILINE)
+    told = {why: set(commits.split("`, `")) for why, commits in lines}
+    assert told == past
+
+
+def test_a_row_names_its_run(module):
+    runs = module("runs")
+
+    def run(table: str, **wanted: str) -> Any:
+        (found, *_) = runs.chosen_runs(table, [f"{name}={value}" for name, value in wanted.items()])[0]
+        return found
+
+    assert (
+        run("results", experiment="9_optimizers", batch="1024", samples="589824", learning_rate="0.004").batch == 1024
+    )
+    tuned = run("results", experiment="13_replay_of_others", way="full", replay="twemoji", seed="1")
+    assert (tuned.sources, tuned.replay, tuned.experiment) == ("openclipart,tuxpaint", "twemoji", "13_replay_of_others")
+    of_base = run("results", experiment="13_replay_of_others", way="base", seed="1")
+    assert of_base.sources == "openmoji,fluent flat,fluent modern", "its own sources"
+    assert runs.needed_by(tuned) == {"start": of_base}
+    teacher = run("wrong_and_taught", taught_by="small 4 without twemoji", teacher="stored", seed="0")
+    (needed,) = runs.needed_by(teacher).values()
+    assert (needed.seed, needed.learning_rate, needed.samples) == (100, 2e-3, 4 * 589_824)
+    assert needed.sources == "openmoji,fluent flat,fluent modern,openclipart,tuxpaint"
+    ledger = runs.needed_by(run("wrong_and_taught", cleaned="0.9", wrong="0.2", trained_on="all"))["ledger"]
+    assert (ledger.wrong, ledger.options, ledger.learning_rate) == ("0.2", '{"leave_out": "noisy"}', 4e-3)
+    scored = runs.needed_by(run("wrong_and_taught", cleaned="0.5", trained_on="clip art"))
+    assert scored.keys() == {"start"}, "its start calls the pairs wrong"
+    assert scored["start"].sources == "openmoji,fluent flat,fluent modern,twemoji"
+    parts = run("icons", method="Trainer")
+    assert (parts.batch, parts.micro_batch, parts.learning_rate) == (4096, 256, 4e-3)
+    kept = run("pretrained_towers", way="tuned", optimizer="muon", options='{"replay_share": 0.5}', seed="2")
+    assert json.loads(kept.options) == {
+        **{"image_learning_rate": 3e-4, "text_learning_rate": pytest.approx(6e-5), "replay_share": 0.5}
+    }
+    assert (kept.replay.count(","), kept.learning_rate) == (3, pytest.approx(1.2e-3))
+    assert runs.needed_by(kept)["start"].way == "base"
+    with pytest.raises(SystemExit, match="has no column batches"):
+        runs.chosen_runs("icons", ["batches=1024"])
+
+
+def test_chosen_rows_are_trained_after_what_they_need_and_not_twice(module, drawings, tmp_path, monkeypatch, capsys):
+    corpus, runs, training = module("corpus"), module("runs"), module("training")
+    corpus.build(drawings, tmp_path / "corpus", 32, processes=1)
+    trained, train = [], training.train
+    monkeypatch.setattr(runs, "train", lambda run, *args, **more: trained.append(run) or train(run, *args, **more))
+    monkeypatch.setattr(runs, "called_wrong", lambda scores, probability: torch.arange(len(scores)) < 3)
+    every = ["--corpus", str(tmp_path / "corpus"), "--output_dir", str(tmp_path / "runs"), "--toy"]
+
+    def begin(table: str, *conditions: str) -> list[dict[str, str]]:
+        monkeypatch.setattr(sys, "argv", ["runs.py", table, *conditions, *every])
+        runs.main()
+        return runs.rows_of(table, tmp_path / "runs")
+
+    wrong = ("wrong=0.2", "trained_on=all", "size=small", "optimizer=muon", "oracle=False", "seed=1", "samples=589824")
+    options = '{"leave_out": "noisy"}'
+    rows = begin("wrong_and_taught", *wrong, "cleaned=0.5", "options={}")
+    assert [(run.options, run.sources.count("removed")) for run in trained] == [(options, 0), ("{}", 0)], "the ledger"
+    assert [row["cleaned"] for row in rows] == ["0.5"]
+    assert 0 <= float(rows[0]["vendor_recall@1"]) <= 100
+    begin("wrong_and_taught", *wrong, "cleaned=0.5", "options={}")
+    assert len(trained) == 2, "it is done"
+    rows = begin("wrong_and_taught", "wrong=0.0", "taught_by=small 4", "side=text", "seed=0")
+    assert [run.seed for run in trained[2:]] == [100, 0], "the teacher, then its student"
+    assert {"vendor_recall@1_of_32", "validation"} < rows[-1].keys()
+    begin("wrong_and_taught", "wrong=0.0", "taught_by=small 4", "side=image", "seed=0")
+    assert len(trained) == 5, "the teacher is there"
+    module("tables").means(tmp_path / "runs/wrong_and_taught.csv", {"side": "side"})
+
+    monkeypatch.setitem(training.TRAINERS, "OpenCLIP accumulation", None)
+    begin("results", "experiment=5_cost", "method=Trainer", "batch=256")
+    found = begin("results", "experiment=16_cost_of_tokens", 'options={"patch_dropout": 0.5}')
+    assert [row["method"] for row in found] == ["Trainer", "InfCLTrainer"]
+    assert {row["finished"] for row in found} == {"True"}
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["runs.py", "results", "experiment=17_growing_batch", "--list"])
+    runs.main()
+    assert capsys.readouterr().out.endswith("history: global_batch_schedule, commit f5f50e3.\n0 runs.\n")
 
 
 def test_the_committed_tables_are_those_of_the_committed_rows(module, tmp_path, monkeypatch):
@@ -597,48 +553,15 @@ def test_repeated_pictures_are_those_like_an_earlier_one_that_stays(module):
     assert splits.repeated(looks, looks[4:]).tolist() == [False, True, False, False, True]
 
 
-def test_runs_of_teachers_find_their_teachers(module):
-    taught = module("wrong_and_taught")
-    names = ["teachers", "base", "taught", "taught by large", "tuned", *taught.of_teachers()]
-    jobs = taught.make_jobs(names)
-    assert {key for job in jobs for key in job} == {*taught.PLAIN, "seed", "rate", "save"}, "no word is misspelt"
-    saved = {f"{kind} {job['save']}.pt" for job in jobs if "save" in job for kind in ("stored", "model")}
-    assert {name for job in jobs for name in taught.needed_by(job)} <= saved
-    runs = [str(job) for job in taught.make_jobs(list(taught.of_teachers()))]
-    assert len(set(runs)) == len(runs), "no run is in it twice"
-
-
-def test_similarities_of_a_teacher_are_learned_from_its_softmax_both_ways(module):
-    taught = module("wrong_and_taught")
-    images, texts, of_images, of_texts = F.normalize(torch.randn(4, 6, 5), dim=-1).unbind()
-    term = taught.TeacherSimilarities(0.5, 20.0, torch.device("cpu"))
-    ours, theirs = images @ texts.T / 0.07, 20 * of_images @ of_texts.T
-    wanted = -sum((b.softmax(1) * a.log_softmax(1)).sum(1).mean() for a, b in ((ours, theirs), (ours.T, theirs.T)))
-    torch.testing.assert_close(term.value((images, texts), (of_images, of_texts)), 0.25 * wanted)
-
-
 @pytest.mark.parametrize("side", ["image", "text"])
-def test_a_side_is_taught_by_the_teacher_s_embeddings_of_it(module, tmp_path, side):
-    taught, data = module("wrong_and_taught"), {"images": torch.zeros(1), "stored": (None, None)}
-    job = {**taught.PLAIN, **module("wrong_and_taught_runs").stored_by("small 4", side=side)}
-    term = taught._term(job, data, tmp_path, 8)
+def test_a_side_is_taught_by_the_teacher_s_embeddings_of_it(module, side):
+    term = TeacherDistance(module("wrong_and_taught").FromBatch([side]), 1.0, [side])
     features = F.normalize(torch.randn(2, 6, 8), dim=-1)
     known = features.roll(1, dims=-1)
     references = term.reference({"stored_images": known[0], "stored_texts": known[1]}, {})
     place = ["image", "text"].index(side)
     wanted = (features[place] - known[place]).square().sum(1).mean()
     torch.testing.assert_close(term.value(tuple(features), references), wanted)
-
-
-def test_a_wider_teacher_has_the_same_similarities(module, tmp_path):
-    taught, data = module("wrong_and_taught"), {"images": torch.zeros(1)}
-    images, texts = torch.randn(6, 8), torch.randn(6, 2, 8)
-    data["stored"] = images, texts
-    job = {**taught.PLAIN, "seed": 0, **module("wrong_and_taught_runs").stored_by("small 4"), "teacher": "wider"}
-    term = taught._term(job, data, tmp_path, 8)
-    assert [weight.shape for weight in term.parameters()] == [(12, 8)] * 2
-    wider_images, wider_texts = data["stored"]
-    torch.testing.assert_close(wider_images @ wider_texts[:, 1].T, images @ texts[:, 1].T)
 
 
 def test_titles_of_collections_are_wrong_captions(module, drawings, tmp_path):
@@ -662,47 +585,20 @@ def test_titles_of_collections_are_wrong_captions(module, drawings, tmp_path):
     assert not torch.equal(changed["tokens"], data["tokens"]), "the data stays as it is"
 
 
-def test_runs_with_icons_and_of_pretrained_towers_can_be_made(module):
-    """Their batches are made of micro-batches, and InfCLTrainer knows their options."""
-    training, taught, towers = module("training"), module("wrong_and_taught"), module("pretrained_towers")
-    parts = taught.with_icons()
-    jobs = taught.make_jobs(list(parts))
-    assert {job["batch"] for job in jobs} == {256, 1024, 4096, 16_384}
-    for job in jobs:
-        micro = 256 if job["method"] == "Trainer" else min(job["batch"], taught.MICRO_BATCH)
-        assert job["batch"] % micro == 0
-        assert set(job) <= {*taught.PLAIN, "seed", "rate", "save"}, "no word is misspelt"
-        assert job["times"] * taught.SAMPLES % job["batch"] == 0, "equal samples"
-    of_256 = [i % 4 for i, job in enumerate(parts["icons"]) if job["batch"] == 256]
-    assert of_256 == [0, 1, 2, 3], "on GPUs of their own"
-    waiting = {name for job in jobs for name in taught.needed_by(job)}
-    assert waiting == {f"stored {job['save']}.pt" for job in jobs if "save" in job}
-    jobs = towers.make_jobs(["lit", "both", "rates", "less", "keeping", "short"])
-    assert {name for job in jobs for name in towers.needed_by(job)} == {job["save"] for job in jobs if "save" in job}
-    for job in jobs:
-        run = towers.run_of(job, toy=False)
-        assert set(job) - {"save"} == {*towers.PLAIN}
-        assert run.samples % run.batch == 0
-        args = training.arguments(run, "unused", on_gpu=False)
-        assert args.text_learning_rate == pytest.approx(args.learning_rate * job["text"])
-
-
-def test_a_toy_of_pretrained_towers_keeps_clip_art_and_the_rest_with_their_swaps(module):
+def test_sets_of_clip_art_keep_their_swaps(module):
     """Each caption is the number of its image here, and so is each swapped one."""
-    towers, rows, swapped = module("pretrained_towers"), torch.arange(6), torch.tensor([0, 1, 1, 3, 5, 5])
+    rows, swapped = torch.arange(6), torch.tensor([0, 1, 1, 3, 5, 5])
     clip_art = torch.tensor([0, 0, 1, 0, 1, 1]).bool()
     swaps = {"image": swapped, "tokens": swapped, "kind": torch.zeros(6)}
     of_set = {"images": rows, "tokens": rows, "clip_art": clip_art, "swaps": swaps}
-    data = {**dict.fromkeys(("images", "tokens", "counts"), rows), "sources": [*3 * ["openmoji"], *3 * ["tuxpaint"]]}
-    toy = towers.without({**data, "sets": dict.fromkeys(("validation", "concepts", "vendor"), of_set)}, 2)
-    assert sorted(toy["images"].tolist()) == sorted(toy["counts"].tolist()) == [0, 1, 3, 4]
-    assert [data["sources"][row] for row in toy["tokens"].tolist()] == toy["sources"]
-    assert sorted(toy["sets"]["vendor"]["images"].tolist()) == [0, 1, 2, 4]
-    assert toy["sets"]["vendor"]["swaps"]["tokens"].tolist() == [0, 1, 1]
-    of_clip_art = towers.sets_of_clip_art(toy["sets"])
-    assert of_clip_art["concepts"]["images"].tolist() == [2, 4]
-    for found in (*toy["sets"].values(), *of_clip_art.values()):
-        assert torch.equal(found["images"][found["swaps"]["image"]], found["swaps"]["tokens"])
+    sets = dict.fromkeys(("validation", "concepts", "vendor"), of_set)
+    found = module("runs").sets_of_clip_art(sets)
+    assert found["concepts"]["images"].tolist() == found["validation"]["images"].tolist() == [2, 4, 5]
+    assert found["concepts"]["swaps"]["tokens"].tolist() == [5, 5]
+    assert found["vendor"] is of_set, "the guard"
+    assert of_set["swaps"] is swaps, "the data stays as it is"
+    for values in found.values():
+        assert torch.equal(values["images"][values["swaps"]["image"]], values["swaps"]["tokens"])
 
 
 def test_a_frozen_norm_is_the_batch_norm_in_evaluation(module):

@@ -1,4 +1,4 @@
-"""Tables of what scripts have measured that run jobs side by side, such as wrong_and_taught.py."""
+"""Tables of what scripts have measured that run jobs side by side, such as wrong_and_taught.csv."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIDE_BY_SIDE = {
 
 
 def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping[str, str]]]:
-    """The rows of wrong_and_taught.py by setting and seed; the newest run of a seed counts. Empty without the file."""
+    """The rows of wrong_and_taught.csv by setting and seed; the newest run of a seed counts. Empty without the file."""
     if not path.exists():
         return {}
     found: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = defaultdict(dict)  # by setting and seed
@@ -45,7 +45,7 @@ def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping
 
 
 def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, str]]]) -> str:
-    """The means over the seeds of each setting of wrong_and_taught.py."""
+    """The means over the seeds of each setting of wrong_and_taught.csv."""
     body, figures = [], ("vendor_recall@1", "concepts_recall@5", "validation")
     for setting, rows in sorted(found.items()):
         body.append([*setting, str(len(rows)), *(_mean(rows.values(), name) for name in figures)])

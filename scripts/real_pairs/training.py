@@ -1,4 +1,4 @@
-"""One run of the experiments: a small CLIP, a trainer, and what is measured on the way."""
+"""One training of a small CLIP: its settings, its trainer, and what is measured on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import benchmarks.training
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -44,47 +43,68 @@ SIZES = {"tiny": TINY, "small": SMALL, "large": LARGE}
 
 @dataclass(frozen=True)
 class Run:
-    """The settings that determine one training.
+    """The settings of one training.
 
     Attributes:
-        experiment: the name of the YAML file.
+        table: the CSV of its rows.
+        experiment: the experiment in results.csv that it belongs to.
         method: a key of `TRAINERS`.
         batch: the pairs of one optimizer step.
         micro_batch: the pairs of one forward. `Trainer` computes a loss for each.
         samples: the pairs seen, in all.
+        learning_rate: after a warm-up over a tenth of the steps; a cosine ends at 0. With Muon, that of its matrices.
         objective: "softmax" or "sigmoid".
         pair_ids: pairs of one name are not each other's negatives.
-        learning_rate: after a warm-up over a tenth of the steps; a cosine ends at 0.
         seed: of the initial weights, the order, the captions drawn and the augmentation.
-        evaluations: how often the run is measured.
+        evaluations: how often the run is measured; with 0, only its time and memory are.
         captions: the captions drawn per image.
         equal_ids: "exclude" or "positive", as in `InfCLTrainingArguments`.
         negatives: a hard negative caption is drawn for each image that has any.
-        optimizer: "adamw" or "muon"; the learning rate is that of Muon's matrices then (see `adamw_rate`).
-        way: of a fine-tuning: "full", "LoRA" or "locked image tower"; "base" is the training before it.
+        optimizer: "adamw" or "muon".
+        way: of a fine-tuning on clip art: "full", "LoRA" or "locked image tower"; "base" is the training before it.
         options: further options of `InfCLTrainingArguments`, in JSON.
-        sources: of the base's training, with commas between them; `fine_tuning.EMOJI` by default.
-        replay: the sources of old pairs that are mixed into the fine-tuning, with commas between them.
+        sources: of the pairs, with commas between them; by default all.
+        replay: the sources of old pairs that are mixed in, with commas between them.
+        size: a key of `SIZES`.
+        wrong: the share of the pairs that have the captions of another pair, or "titles": drawings of Open Clip Art
+            have the titles of their files, also where these are those of their collections.
+        oracle: pairs with wrong captions are removed before the training.
+        cleaned: removed are the pairs that a ledger calls wrong with at least this probability: the ledger of a
+            training with ``leave_out`` and the same captions or, for a fine-tuning, of its base.
+        taught_by: the teacher whose stored embeddings are learned.
+        weight, side: the teacher's weight, and the side that it teaches: "image", "text" or "both".
+        towers: of pretrained towers, what trains beside their heads: "heads", "lit", "text lora" or "both".
+        compiled: whether the layers are compiled, on a GPU.
     """
 
-    experiment: str
+    table: str
     method: str
     batch: int
     micro_batch: int
     samples: int
     learning_rate: float
+    experiment: str = ""
     objective: str = "softmax"
     pair_ids: bool = False
     seed: int = 0
-    evaluations: int = 4
+    evaluations: int = 1
     captions: int = 1
     equal_ids: str = "exclude"
     negatives: bool = False
     optimizer: str = "adamw"
     way: str = ""
-    options: str = ""
+    options: str = "{}"
     sources: str = ""
     replay: str = ""
+    size: str = "small"
+    wrong: str = "0.0"
+    oracle: bool = False
+    cleaned: float = 0.0
+    taught_by: str = ""
+    weight: float = 0.0
+    side: str = "both"
+    towers: str = ""
+    compiled: bool = True
 
     @property
     def adamw_rate(self) -> float:
@@ -93,12 +113,6 @@ class Run:
         A quarter is the default of `InfCLTrainingArguments`, and 5e-4 the best rate of AdamW alone for every batch.
         """
         return self.learning_rate if self.optimizer == "adamw" else min(self.learning_rate / 4, 5e-4)
-
-    @property
-    def indifferent(self) -> dict[str, Any]:
-        """The fields on which the result does not depend, but for rounding and for the augmentations drawn."""
-        of_cost = not self.evaluations
-        return {} if self.method == "Trainer" or of_cost else {"micro_batch": self.micro_batch}
 
 
 # ---- Model and trainers ----
@@ -169,13 +183,13 @@ TRAINERS: dict[str, Any] = {
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # evaluation sets are of many sizes
-def measure(model: Any, data: dict, sets: Sequence[str]) -> Row:
+def measure(model: Any, data: dict, sets: Sequence[str], width: int | None = None) -> Row:
     """Retrieval recalls, the images found for ten captions, and zero-shot accuracies of evaluation sets.
 
-    The model is left in evaluation mode.
+    With a ``width`` the embeddings are cut to it. The model is left in evaluation mode.
     """
     model.eval()
-    dual = DualEncoder(model)
+    dual = DualEncoder(model, width)
     device = data["images"].device
 
     def encode(images: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
@@ -284,7 +298,6 @@ class Measure(TrainerCallback):
         self._seconds += now - self._since
         if state.global_step in due:
             row = {
-                **vars(self._run),
                 "steps": state.global_step,
                 "samples_seen": state.global_step * self._run.batch,
                 "finished": state.global_step == state.max_steps,
@@ -304,7 +317,7 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
     ours = {"objective": run.objective, "equal_ids": run.equal_ids}
     if run.optimizer == "muon":
         ours |= {"optimizer": "muon", "muon_learning_rate": run.learning_rate}
-    ours |= json.loads(run.options or "{}")
+    ours |= json.loads(run.options)
     steps = run.samples // run.batch
     own = ours if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
     usual = {
@@ -347,39 +360,27 @@ def muon_for_trainer(run: Run, model: nn.Module, args: TrainingArguments) -> Muo
 
 
 def train(
-    run: Run,
-    data: dict,
-    origin: Row,
-    *,
-    model: Any = None,
-    sources: Sequence[str] | None = None,
-    toy: bool = False,
-    compiled: bool = False,
-    **guests: Any,
+    run: Run, data: dict, origin: Row, *, model: Any = None, toy: bool = False, **guests: Any
 ) -> tuple[list[Row], Any]:
-    """Trains; returns what was measured and the model.
+    """Trains; returns what was measured and the trainer.
 
     Args:
         run: what to train.
         data: of `prepare`, on the device to train on.
         origin: columns for every row, such as the commit and the device.
         model: the model to train on; by default a new one.
-        sources: the sources to train on; by default all.
         toy: whether a new model is tiny, to try things out.
-        compiled: whether the layers of a new model are compiled.
-        guests: ``extensions`` or a ``teacher`` for `InfCLTrainer`.
+        guests: ``extensions`` for `InfCLTrainer`.
     """
     if run.batch % run.micro_batch or run.samples < run.batch:
         raise ValueError(f"{run.samples} samples and micro-batches of {run.micro_batch} do not make up {run.batch}.")
     drawn: Any = {"pair_ids": run.pair_ids, "captions_per_image": run.captions, "negatives": run.negatives}
-    pairs = InMemory(data, run.seed, sources=sources, **drawn)
+    pairs = InMemory(data, run.seed, sources=run.sources.split(",") if run.sources else None, **drawn)
     old = {"replay_dataset": InMemory(data, run.seed, sources=run.replay.split(","), **drawn)} if run.replay else {}
     if run.batch > len(pairs) and not old:
         raise ValueError(f"A batch of {run.batch} pairs needs as many, and there are {len(pairs)}.")
     if model is None:
         model = new_model(data, run.seed, run.objective, toy=toy)
-        if compiled:
-            compile_layers(model, texts=run.captions == 1 and not run.negatives)
     callback = Measure(data, run, origin)
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(run, folder, on_gpu=data["images"].is_cuda)
@@ -400,8 +401,4 @@ def train(
     if not run.evaluations:  # a run for its cost: the median of the steps, without the first ones
         steps = sorted(callback.step_seconds[2:])
         callback.rows[-1]["seconds"] = round(steps[len(steps) // 2] * callback.rows[-1]["steps"], 4)
-    return callback.rows, model
-
-
-def versions() -> Row:
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
+    return callback.rows, trainer
