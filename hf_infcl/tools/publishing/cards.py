@@ -1,4 +1,4 @@
-"""The model card of a training run: `template.md`, which reads `TrainingFacts`."""
+"""The model card of a training run: `model_cards/template.md`, which reads `TrainingFacts`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
         facts=facts,
         outcome=outcome(facts),
         objective=OBJECTIVES[facts.objective].words,
-        duration=_duration(facts.seconds),
         changes=changes(facts),
         results=_results(facts),
         repeating=[_place(one) for one in facts.evaluations if any(name.endswith(CEILING) for name in one.metrics)],
@@ -143,11 +142,3 @@ def _results(facts: TrainingFacts) -> str:
     used = [n for n in range(len(rows[0])) if n < 4 or any(one[n] for one in rows[1:])]
     shown = [row(*(one[n] for n in used)) for one in rows]
     return "\n".join([shown[0], row(*["---"] * len(used)), *shown[1:]])
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, rest = divmod(rest, 60)
-    if hours:
-        return f"{hours} h {minutes} min {rest} s"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...evaluation import Difference
 from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
@@ -22,7 +22,7 @@ _INTERVAL = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Change:
     """The change of the score of one set by a training."""
 
@@ -37,13 +37,21 @@ def changes(facts: TrainingFacts) -> list[Change]:
 
     Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
     """
-    measured = sorted(_changes(facts), key=lambda change: change.evaluation.guard)
-    places = [(change.evaluation.dataset, change.evaluation.split) for change in measured]
-    kinds = [" (classes)" if change.evaluation.class_names else " (captions)" for change in measured]
-    return [
-        replace(change, kind=kind if places.count(place) > 1 else "")
-        for change, place, kind in zip(measured, places, kinds, strict=True)
-    ]
+    found = []
+    for one in sorted(facts.evaluations, key=lambda one: one.guard):
+        if one.guard and facts.average is not None and facts.average.tolerance is not None:
+            before, after = (facts.average.at(alpha).rest[one.key] for alpha in (0, facts.average.alpha))
+            found.append(Change(one, Difference(before, after), half=True))
+            continue
+        before, after = score_if_measured(one.before), one.score
+        if before is not None and after is not None:
+            bounds = [one.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
+            found.append(Change(one, Difference(before, after, *bounds)))
+    places = [(change.evaluation.dataset, change.evaluation.split) for change in found]
+    for change, place in zip(found, places, strict=True):
+        if places.count(place) > 1:
+            change.kind = " (classes)" if change.evaluation.class_names else " (captions)"
+    return found
 
 
 def explained(set_changes: Sequence[Change]) -> str:
@@ -56,19 +64,6 @@ def words_of_scores(measured: Sequence[Mapping[str, float]]) -> str:
     """A sentence that says which metrics the scores of these sets are."""
     kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
     return f"The score is {joined([words for kind, words in _SCORE_OF.items() if kind in kinds])}."
-
-
-def _changes(facts: TrainingFacts) -> Iterator[Change]:
-    average = facts.average
-    for evaluation in facts.evaluations:
-        if average is not None and average.tolerance is not None and evaluation.guard:
-            before, after = (average.at(alpha).rest[evaluation.key] for alpha in (0, average.alpha))
-            yield Change(evaluation, Difference(before, after), half=True)
-            continue
-        scores = [score_if_measured(metrics) for metrics in (evaluation.before, evaluation.metrics)]
-        if scores[0] is not None and scores[1] is not None:
-            bounds = [evaluation.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
-            yield Change(evaluation, Difference(scores[0], scores[1], *bounds))
 
 
 def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:

@@ -12,6 +12,8 @@ from ...evaluation.metrics import CEILING, FRACTION, HIGH, LOW, METRICS, Metric,
 # Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
+TRAINING, LEFT_OUT = "training loss (nats)", "share of the pairs"  # axes beside those of evaluations
+
 Line = dict[int, float]  # values by optimizer step
 
 
@@ -36,37 +38,37 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    training: dict[str, Line] = {}
-    left_out: dict[str, Line] = {}
-    measured: dict[str | None, dict[str, Line]] = {metric.axis: {} for metric in METRICS.values()}
+    of_metrics = [metric.axis for metric in METRICS.values() if metric.axis is not None]
+    panels: dict[str, dict[str, Line]] = {axis: {} for axis in (TRAINING, LEFT_OUT, *of_metrics)}
     ceilings: dict[str, float] = {}  # by the label of the score
     intervals: dict[str, dict[int, tuple[float, float]]] = {}
     for entry in log_history:
         for key, value in entry.items():
+            metric = metric_named(key) if key.startswith("eval_") else None
             if value is None:
                 continue
             if key == "loss":
                 pairs = entry.get("global_batch_size")
-                name = f"one batch of {pairs:,} pairs" if pairs else "one batch"
-                training.setdefault(name, {}).setdefault(entry["step"], value)
+                axis, name = TRAINING, f"one batch of {pairs:,} pairs" if pairs else "one batch"
             elif key == "left_out":
-                left_out.setdefault("pairs left out of the training", {}).setdefault(entry["step"], value)
-            elif key.startswith("eval_") and (metric := metric_named(key)) is not None:
-                measured[metric.axis].setdefault(_label(key, metric), {}).setdefault(entry["step"], value)
-                if key + LOW in entry:
-                    between = entry[key + LOW], entry[key + HIGH]
-                    intervals.setdefault(_label(key, metric), {}).setdefault(entry["step"], between)
-                if entry.get(key + CEILING, 1) < 1:
-                    ceilings[_label(key, metric)] = entry[key + CEILING]
-    if not training:
+                axis, name = LEFT_OUT, "pairs left out of the training"
+            elif metric is not None and metric.axis is not None:
+                axis, name = metric.axis, _label(key, metric)
+            else:
+                continue
+            panels[axis].setdefault(name, {}).setdefault(entry["step"], value)
+            if key + LOW in entry:
+                intervals.setdefault(name, {}).setdefault(entry["step"], (entry[key + LOW], entry[key + HIGH]))
+            if entry.get(key + CEILING, 1) < 1:
+                ceilings[name] = entry[key + CEILING]
+    if not panels[TRAINING]:
         raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
 
-    panels = [("training loss (nats)", training), *([("share of the pairs", left_out)] if left_out else [])]
-    panels += [(axis, lines) for axis, lines in measured.items() if axis is not None and lines]
-    names = sum(len(lines) for _, lines in panels)  # each takes a line of its own above its panel
+    panels = {axis: lines for axis, lines in panels.items() if lines}
+    names = sum(len(lines) for lines in panels.values())  # each takes a line of its own above its panel
     figure = Figure(figsize=(7, 0.5 + 2.3 * len(panels) + 0.2 * names), layout="constrained", dpi=150)
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    for axis, (label, lines) in zip(axes, panels, strict=True):
+    for axis, (label, lines) in zip(axes, panels.items(), strict=True):
         bottom, top = _limits(lines, intervals, label)
         for index, (name, points) in enumerate(lines.items()):
             colour = COLOURS[index % len(COLOURS)]
@@ -108,10 +110,5 @@ def _label(key: str, metric: Metric) -> str:
     """The set, if it has a name, and what was measured: "pairs: image retrieval recall@1"."""
     (name,) = (name for name, known in METRICS.items() if known is metric)
     place = key.removeprefix("eval_").removesuffix(name).replace("_", " ").strip()
-    name = f"{place}: {metric.words}" if place else metric.words
-    return without_formulas(name)
-
-
-def without_formulas(name: str) -> str:
-    """The name as matplotlib is to draw it, which takes what is between two dollars for a formula."""
-    return name.replace("$", r"\$")
+    # matplotlib takes what is between two dollars for a formula.
+    return (f"{place}: " if place else "").replace("$", r"\$") + metric.words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from transformers import EvalPrediction, TrainerCallback, TrainerControl, Traine
 from transformers.utils import logging
 
 from ...data import ImageTextDataset, ZeroShotDataset
-from ..scoring.sheet import letters_of, lines_of
+from ..scoring.sheet import letters_of, lines_of, resized
 
 if TYPE_CHECKING:
     from ...training.trainer import InfCLTrainer
@@ -104,19 +105,12 @@ class PicturesCallback(TrainerCallback):
 
     def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
         """Gives the picture to the trackers that can show it."""
-        trackers = args.report_to or ()
-        if "wandb" in trackers:
-            import wandb
-
-            wandb.log({"pictures": wandb.Image(str(path))})
-        if "trackio" in trackers:
-            import trackio
-
-            trackio.log({"pictures": trackio.Image(str(path))})
-        if "mlflow" in trackers:
-            import mlflow
-
-            mlflow.log_artifact(str(path))
+        for tracker in {"wandb", "trackio", "mlflow"}.intersection(args.report_to or ()):
+            package: Any = importlib.import_module(tracker)
+            if tracker == "mlflow":
+                package.log_artifact(str(path))
+            else:
+                package.log({"pictures": package.Image(str(path))})
         for callback in self._trainer.callback_handler.callbacks:
             if (writer := getattr(callback, "tb_writer", None)) is not None:
                 writer.add_image("pictures", np.asarray(picture), state.global_step, dataformats="HWC")
@@ -139,10 +133,7 @@ def draw(
     left, furthest = SIDE + 28, 0.0
     for number, (image, answers, truths) in enumerate(zip(images, captions, right, strict=True)):
         top = number * height + 8
-        small = Image.fromarray(image)
-        scale = SIDE / max(small.size)
-        size = [max(1, round(side * scale)) for side in small.size]
-        picture.paste(small.resize((size[0], size[1]), Image.Resampling.BICUBIC), (8, top))
+        picture.paste(resized(image, SIDE), (8, top))
         more = f"  (and {len(truths) - 1} more)" if len(truths) > 1 else ""
         lines = [(f"right:  {_cut(truths[0] if truths else '')}{more}", "black")]
         lines += [(f"{cosine:.3f}  {_cut(text)}", _RIGHT if is_own else _WRONG) for text, cosine, is_own in answers]

@@ -6,7 +6,8 @@ The arguments alone do not decide: an optimizer may have been passed to the trai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...loading.replay import Replayed
@@ -45,14 +46,11 @@ def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
 
 def _options(trainer: InfCLTrainer) -> Iterator[tuple[str, str]]:
     """The rows that options declare."""
-    for name, row, value in values_of_card(trainer.args):
+    for _, row, value in values_of_card(trainer.args):
         if isinstance(value, list):
-            words = list(map(str, value))
-            text = " ".join(words) if name.endswith(("_schedule", "_dims")) else joined(list(map(code, words)))
+            yield row, joined([code(one) if isinstance(one, str) else str(one) for one in value])
         else:
-            text = f"{value:g}"
-        row, _, sentence = row.partition(": ")
-        yield row, sentence.format(text) if sentence else text
+            yield row, f"{value:g}"
 
 
 def highest_rates(trainer: InfCLTrainer) -> dict[str, float]:
@@ -86,17 +84,13 @@ def _optimizer(trainer: InfCLTrainer) -> Iterator[str]:
     optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate has wrapped it
     muon = "Muon and " if trainer.args.optimizer == "muon" else ""
     yield muon + spelled(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
-    groups = optimizer.param_groups
-    if betas := _first(groups, "betas"):
+    settings = ChainMap(*optimizer.param_groups)  # those of the first group that has them
+    if betas := settings.get("betas"):
         yield f"β = ({', '.join(map(str, betas))})"
-    if momentum := _first(groups, "momentum"):
+    if momentum := settings.get("momentum"):
         yield f"momentum {momentum}"
-    if decays := [group["weight_decay"] for group in groups if "weight_decay" in group]:
-        yield f"weight decay {max(decays):g}"
-
-
-def _first(groups: Sequence[Mapping[str, object]], name: str) -> Any:
-    return next((group[name] for group in groups if name in group), None)
+    if "weight_decay" in settings:
+        yield f"weight decay {max(group.get('weight_decay', 0) for group in settings.maps):g}"
 
 
 def _learning_rates(trainer: InfCLTrainer) -> dict[str, str]:

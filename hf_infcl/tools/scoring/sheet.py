@@ -19,12 +19,17 @@ _COLUMNS, _WIDTH, _SIDE, _HEIGHT = 4, 260, 120, 216  # pixels of a cell, and the
 _LETTERS, _BESIDE = 36, 18  # in a line below and beside an image
 
 
+def resized(image: np.ndarray, longer_side: int) -> Image.Image:
+    """An image in uint8 [H, W, 3], enlarged or reduced to so many pixels of its longer side."""
+    scale = longer_side / max(image.shape[:2])
+    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
+    return Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
+
+
 def small_jpeg(image: np.ndarray) -> bytes:
     """A JPEG of the size of a cell from an image in uint8 [H, W, 3]."""
-    small, file = Image.fromarray(image), io.BytesIO()
-    scale = _SIDE / max(small.size)
-    width, height = (max(1, round(side * scale)) for side in small.size)
-    small.resize((width, height), Image.Resampling.BICUBIC).save(file, "jpeg", quality=85)
+    file = io.BytesIO()
+    resized(image, _SIDE).save(file, "jpeg", quality=85)
     return file.getvalue()
 
 
