@@ -39,7 +39,7 @@ def repeated(folder: Any, number: int, *, backward: bool = False, most: int = 9,
     halved = most >= graphs
     assert memory.raised == (graphs if halved else most), "once for each graph that was kept"
     assert trainer.args.largest_micro_batch == (2 if halved else None)
-    assert trainer.window_step.memory.graph_budget.kept == max(1, graphs - most)
+    assert trainer.window_step.graphs.kept == max(1, graphs - most)
     return trainer
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +14,18 @@ from ..options.batch_division import possible_micro_batches
 from ..processes.collectives import OtherRankFailedError, alone
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
-from ..windows.window import Window, split_batches
+from ..windows.window import Window
 from .finding import Trial, Trials, largest_that_fits, memory_is_known, of_use, release_memory, undoing
 
 logger = logging.get_logger(__name__)
 
 
-class HasWindow(Protocol):
-    """The data of a training, as far as a step reads and replaces them: the window that is trained next."""
-
-    window: Window
-
-
-def run_repeating(step: WindowStep, model: nn.Module, data: HasWindow, number: int, setup: Setup) -> Tensor:
+def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: int, setup: Setup) -> Tensor:
     """Runs the step of a window, repeats it as long as memory runs out, and returns the loss; collective.
 
     Each time it keeps one graph fewer or, if it keeps only one, has halved micro-batches.
 
     Args:
-        data: has its next window, which becomes the one that is trained in the end.
         number: the optimizer steps that were trained.
         setup: has the arguments, of which ``largest_micro_batch`` becomes what fits.
 
@@ -42,7 +34,6 @@ def run_repeating(step: WindowStep, model: nn.Module, data: HasWindow, number: i
     """
     args = setup.args
     while True:
-        window = data.window
         largest = max(window.sizes[0])
         # As before the step, if it is repeated.
         undo = undoing(model, step.extensions) if window.loaded else None
@@ -62,19 +53,15 @@ def run_repeating(step: WindowStep, model: nn.Module, data: HasWindow, number: i
         # ---- The errors, which hold memory, are gone ----
         assert undo is not None
         undo()
-        if (graphs := step.memory.graph_budget.kept) > 1:
-            step.memory.keep_fewer_graphs()
+        if (graphs := step.graphs.kept) > 1:
+            step.graphs.keep_fewer()
+            if args.retain_graphs != "auto":  # which is measured anew where graphs take another amount of memory
+                args.retain_graphs = args.found["retain_graphs"] = str(graphs - 1)
             had, now, rounding = f"{graphs} graphs kept", graphs - 1, ""
         else:
             args.largest_micro_batch = -(-largest // 2)
             had, now, rounding = f"micro-batches of {largest} pairs", args.largest_micro_batch, "rounding and "
-        parts = split_batches(window.loaded, args.largest_micro_batch)
-        for index in range(len(window)):
-            window.release(index)  # Trainer's loop holds its batches
-        again = {"last_has_texts": window.last_has_texts, "keeps_loaded": True}
-        data.window = Window(parts, window.padding, window.at_once, **again)
-        # A selection remembers what it has seen, so it is not asked again.
-        data.window.is_selected, data.window.taking_part = window.is_selected, window.taking_part
+        window.divide(args.largest_micro_batch)
         release_memory()
         if args.process_index == 0:
             logger.warning(
@@ -85,7 +72,7 @@ def run_repeating(step: WindowStep, model: nn.Module, data: HasWindow, number: i
 
 def _may_take_less(step: WindowStep, window: Window) -> bool:
     """Whether the step can keep fewer graphs, or have smaller micro-batches."""
-    return bool(window.loaded) and (step.memory.graph_budget.kept > 1 or max(window.sizes[0]) > 1)
+    return bool(window.loaded) and (step.graphs.kept > 1 or max(window.sizes[0]) > 1)
 
 
 def _advise(setup: Setup, number: int, window: Window) -> None:

@@ -38,6 +38,11 @@ class GraphBudget:
         self.kept = max(1, min(self._wanted or 1, most))
         return self.kept
 
+    def keep_fewer(self) -> None:
+        """Keeps one graph fewer from now on, because memory ran out."""
+        self.kept = self._wanted = self.kept - 1
+        self._measures = False
+
     def end_window(self) -> None:
         """Measures the window that has been trained, before the optimizer or an evaluation takes memory; collective."""
         self._trained += 1

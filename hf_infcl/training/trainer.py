@@ -296,7 +296,7 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.setup)
+        return run_repeating(self.window_step, model, self.training_data.window, self.state.global_step, self.setup)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)

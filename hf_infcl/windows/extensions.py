@@ -122,7 +122,7 @@ class PairSelection(Extension):
     def select(
         self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None
     ) -> Tensor | None:
-        """Which images of this process take part in the contrastive loss with their captions; collective.
+        """Of which images of this process, with their captions, the contrastive loss is computed; collective.
 
         The others are neither positives nor negatives. Terms see all of them.
 

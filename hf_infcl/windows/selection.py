@@ -111,7 +111,7 @@ class WithoutNoisyPairs(PairSelection):
         return None if bool(stays.all()) else stays[processes.rank]
 
     def _stays(self, keys: Tensor, score: Tensor) -> Tensor:
-        """Which pairs of the window take part, [processes, images of each]."""
+        """Which pairs of the window are trained, [processes, images of each]."""
         stays = self._decided(keys, score)
         if self._takes_turns:
             self._trained[keys[stays & (keys != NO_KEY)]] = self._epoch
@@ -190,7 +190,7 @@ class WithoutNoisyPairs(PairSelection):
             self.border, self.waits_for = BORDER if below < MANY else BORDER_OF_MANY, ""
 
     def logs(self) -> dict[str, float]:
-        """``left_out``: the share of the new pairs that took no part, since the last log."""
+        """``left_out``: the share of the new pairs that were left out, since the last log."""
         left, pairs = self._counts
         self._logged = [self._logged[0] + left, self._logged[1] + pairs]
         self._counts = [0.0, 0.0]

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.profiler import record_function
 from transformers.utils import logging
@@ -21,6 +23,8 @@ from ..checkpoints.record import RunRecord
 from ..encoders.sharding import failures_announced_unless_sharded, is_sharded
 from ..loss import OBJECTIVES
 from ..passes.grad_cache import CachedWindow, Features
+from ..passes.graph_budget import GraphBudget
+from ..passes.offload import Fetcher
 from ..passes.wrappers import is_compiled, make_wrapper
 from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
@@ -38,7 +42,6 @@ from .extensions import (
     term_parameters,
     value_of_term,
 )
-from .memory import WindowMemory
 from .number_checks import NumberChecks, RowsOfDataset, finite_rows
 from .observers import DroppedPatches, PositiveCosines, TowerNorms
 from .selection import WithoutNoisyPairs, tell_if_too_short
@@ -84,9 +87,12 @@ class WindowStep:
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
         # micro-batch, where other processes wait for what this one sends.
         self.may_repeat = self.repeats
-        self.memory = WindowMemory(args, compiled=compiled)
+        # A trial or a first window of a compiled model leaves cycles: see `_collect_after_compiling`.
+        self._compiled, self._has_cycles = compiled, compiled
+        self.graphs = GraphBudget(None if args.retain_graphs == "auto" else int(args.retain_graphs or 1), args.device)
+        self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.checks = NumberChecks(setup, record, rows_of_dataset)
-        self._setup, self._phases, self._compiled = setup, phases, compiled
+        self._setup, self._phases = setup, phases
         self._loss = WindowLoss(
             args.process_index,
             setup.equal_ids,
@@ -112,105 +118,116 @@ class WindowStep:
         Returns:
             The global loss; if the window is skipped, that of the last trained window.
         """
-        count = len(window)
-        self._begin(model, window, step)
+        encoder, accelerator, args = self._setup.encoder, self._setup.accelerator, self._setup.args
+        checks, wrapper, count = self.checks, self._wrapper, len(window)
+        of_terms = term_parameters(self.extensions)
+        # Whether all processes repeat the step if memory runs out on one of them.
+        together = self.repeats and bool(window.loaded) and args.world_size > 1
+        announced = partial(failures_announced_unless_sharded, accelerator)
+        self.may_repeat = self.repeats
+        model.train()  # once, as the mode must be the same in both passes
+        encoder.eval_frozen_parts()
+        with announced(repeats=together):
+            for extension in self.extensions:
+                extension.begin_window(window, step)
+        wrapper.begin_window()
+        checks.begin_window(model, of_terms)
         # ---- First pass: the features of all micro-batches ----
         self._phases.enter("the first pass", step)
-        micro_batches = [MicroBatch(batch) for batch in window.batches]
-        passes = self._passes(model, window, micro_batches)
-        with self._gradient_sync(last=count == 1):
+        micro_batches, self._forwards = [MicroBatch(batch) for batch in window.batches], 0
+        arriving: Iterator[dict[str, Any]] | None = None
+        passes = CachedWindow(
+            lambda micro_batch: self._encode(model, micro_batch, arriving),
+            micro_batches,
+            device=args.device,
+            retain=self.graphs.graphs(wrapper.most_graphs(count)),
+            keep_grad_mode=self._compiled,
+            alike=True,
+            buffers=model.buffers(),
+        )
+        if self._fetcher is not None:  # the inputs arrive in the order in which both passes encode them
+            arriving = self._fetcher.fetch(window.batches[index] for index in passes.order)
+        accelerator.gradient_state._set_sync_gradients(count == 1)
+        with wrapper.gradient_sync(count == 1):
             # The other processes learn of an error here when they exchange the inputs of the loss.
-            announced = failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window))
-            with announced, record_function("infcl: first pass"):
+            with announced(repeats=together), record_function("infcl: first pass"):
                 for batch in window.batches if self.windows == 0 else ():
-                    self._setup.encoder.check_texts(batch)
+                    encoder.check_texts(batch)
                 encoded = passes.encode()
                 _check_rows(window, encoded)
                 features = window.in_order(encoded)
                 for observer in self._observers:
                     observer.after_first_pass(window, features)
             finite = finite_rows(features)
-            # ---- Selection: the pairs that take part ----
+            # ---- Selection: the pairs of which the contrastive loss is computed ----
             if self._selections and not window.is_selected:
                 Processes().agree([])  # where an error of the first pass of another process arrives
                 self.may_repeat = False
-                with failures_announced_unless_sharded(self._setup.accelerator):
-                    window.taking_part, window.is_selected = self._select(window, features), True
-            taking_part = window.taking_part
+                with announced():
+                    window.selected, window.is_selected = self._select(window, features), True
             del encoded, features  # they take the memory of the whole window
             # ---- The terms and the contrastive loss, and the gradient of the features ----
             self.may_repeat = self.repeats
             with record_function("infcl: loss"):
-                loss_of = partial(self._loss_and_terms, window, micro_batches, taking_part)
-                of_terms = term_parameters(self.extensions)
-                loss = passes.differentiate(loss_of, lambda: self._setup.encoder.temperature_parameters, of_terms)
-        self.checks.check_loss(loss, finite, window, step)  # before any gradient is added
+                loss_of = partial(self._loss_and_terms, window, micro_batches, together)
+                loss = passes.differentiate(loss_of, lambda: encoder.temperature_parameters, of_terms)
+        checks.check_loss(loss, finite, window, step)  # before any gradient is added
+        scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()  # of fp16's gradients
         # No wrapper averages the gradients of these over the processes, and no backward scales them as fp16 needs it.
         for parameter, gradient in zip(of_terms, passes.other_gradients, strict=True):
-            parameter.grad = Processes().sum(gradient) * (self._gradient_scale / self._setup.args.world_size)
+            parameter.grad = Processes().sum(gradient) * (scale / args.world_size)
         # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
         self._phases.enter("the second pass", step)
         self.may_repeat = self.repeats
+        every = args.torch_empty_cache_steps
         for index in range(count):
             last = index == count - 1
-            announces = self._announces(window)
-            if last and (announces or self._awaits_observers):
+            if last and (together or self._awaits_observers):
                 Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
                 self.may_repeat = False
-            announced = failures_announced(repeats=True) if announces and not last else nullcontext()
-            with announced, self._gradient_sync(last=last):
-                self._backward(model, window, passes, index, step, last=last)
-            observers = () if self.checks.skipped.skipping else self._observers
-            with failures_announced_unless_sharded(self._setup.accelerator, repeats=announces and not last):
-                for observer in observers:
-                    observer.after_backward(index, self._gradient_scale)
-            self.memory.after_backward(window, index, step)
+            repeats = together and not last
+            accelerator.gradient_state._set_sync_gradients(last)
+            with failures_announced(repeats=True) if repeats else nullcontext(), wrapper.gradient_sync(last):
+                if not checks.skipped.skipping:
+                    with record_function("infcl: second pass"):
+                        if (surrogate := passes.surrogate(index)) is not None:
+                            accelerator.backward(surrogate)
+                        del surrogate  # and its graph
+                    checks.check_gradient(model, passes, window, step, last=last)
+            with announced(repeats=repeats):
+                for observer in () if checks.skipped.skipping else self._observers:
+                    observer.after_backward(index, scale)
+            window.release(index)
+            if every is not None and step % every == 0:
+                clear_device_cache()
+            if index in (0, count - 1):
+                self._collect_after_compiling()
         # ---- The end of the window ----
-        if self.checks.skipped.skipping:
-            self.checks.prepare_skip(model)
-            return torch.full_like(loss, self.checks.skipped.last_loss, dtype=torch.float32)
-        self._end(window)
+        if checks.skipped.skipping:
+            checks.prepare_skip(model)
+            return torch.full_like(loss, checks.skipped.last_loss, dtype=torch.float32)
+        if self.windows == 0:
+            wrapper.check_gradients()
+        self.windows += 1
+        self._term_values, self._has_cycles = window.term_values, False
+        self.graphs.end_window()
+        with announced():
+            for observer in self._observers:
+                observer.end_window(window, scale)
+        if self._awaits_observers:
+            Processes().agree([])  # where an error of another process arrives, before anything else is exchanged
         return loss.float()
 
-    def _announces(self, window: Window) -> bool:
-        """Whether all processes repeat the step if memory runs out on one of them."""
-        return self.repeats and bool(window.loaded) and self._setup.args.world_size > 1
-
-    def _begin(self, model: nn.Module, window: Window, step: int) -> None:
-        self.may_repeat = self.repeats
-        model.train()  # once, as the mode must be the same in both passes
-        self._setup.encoder.eval_frozen_parts()
-        with failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window)):
-            for extension in self.extensions:
-                extension.begin_window(window, step)
-        self._wrapper.begin_window()
-        self.checks.begin_window(model, term_parameters(self.extensions))
-
-    def _passes(
-        self, model: nn.Module, window: Window, micro_batches: Sequence[MicroBatch]
-    ) -> CachedWindow[MicroBatch]:
-        passes = CachedWindow(
-            partial(self._encode, model, window),
-            micro_batches,
-            device=self._setup.args.device,
-            retain=self.memory.graph_budget.graphs(self._wrapper.most_graphs(len(window))),
-            keep_grad_mode=self._compiled,
-            alike=True,
-            buffers=model.buffers(),
-        )
-        if self.memory.fetcher is not None:  # the inputs arrive in the order in which both passes encode them
-            window.arrive(self.memory.fetcher.fetch(window.batches[index] for index in passes.order))
-        return passes
-
-    def _encode(self, model: nn.Module, window: Window, micro_batch: MicroBatch) -> Features:
+    def _encode(self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]] | None) -> Features:
         """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
 
         The first time, it also computes what the terms compare them with.
         """
         self._phases.note_progress()
-        if window.encoded == 1:
-            self.memory.collect_after_compiling()
-        inputs = self._setup.prepare_inputs(window.inputs(micro_batch))
+        self._forwards += 1
+        if self._forwards == 2:
+            self._collect_after_compiling()
+        inputs = self._setup.prepare_inputs(micro_batch.inputs if arriving is None else next(arriving))
         for change in self._changes:
             inputs = change.inputs(inputs)
         # Leaving out a tower would trigger another compilation of a compiled model.
@@ -220,36 +237,36 @@ class WindowStep:
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
 
-    @contextmanager
-    def _gradient_sync(self, *, last: bool) -> Iterator[None]:
-        """The context of forwards and backwards of a window, whose ``last`` backward exchanges the gradient."""
-        self._setup.accelerator.gradient_state._set_sync_gradients(last)
-        with self._wrapper.gradient_sync(last):
-            yield
+    def _collect_after_compiling(self) -> None:
+        """Frees activations in the first window of a compiled model.
+
+        Compilation leaves reference cycles that hold the activations of a micro-batch, so the window would hold the
+        activations of two micro-batches. This is called after the first forward, the first backward and the last one.
+        """
+        if self._has_cycles:
+            gc.collect()
 
     @torch.no_grad()
     def _select(self, window: Window, features: Features) -> Tensor | None:
-        taking_part: Tensor | None = None
+        selected: Tensor | None = None
         for selection in self._selections:
             chosen = selection.select(window, features, *self._setup.encoder.scale_and_bias())
             if chosen is not None:
                 check_mask(selection, "select", chosen, len(features[0]))
-                taking_part = chosen if taking_part is None else taking_part & chosen
-        if taking_part is None:
-            return None
-        if not taking_part.any():
+                selected = chosen if selected is None else selected & chosen
+        if selected is not None and not selected.any():
             names = ", ".join(selection.name for selection in self._selections)
             raise ValueError(
                 f"None of the {sum(window.sizes[0])} pairs that this process has of the step is left to be trained: "
                 f"the selection ({names}) has left them all out. Every process needs one at least."
             )
-        return taking_part
+        return selected
 
     def _loss_and_terms(
         self,
         window: Window,
         micro_batches: Sequence[MicroBatch],
-        taking_part: Tensor | None,
+        together: bool,
         features: Features,
         parameters: tuple[Tensor, ...],
     ) -> Tensor:
@@ -260,12 +277,12 @@ class WindowStep:
         temperature, in_order = self._setup.encoder.scale_and_bias(parameters), window.in_order(features)
         values = []
         # The other processes learn of an error here when they exchange the inputs of the loss.
-        with failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window)):
+        with failures_announced_unless_sharded(self._setup.accelerator, repeats=together):
             for number, term in enumerate(self._terms):
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
                 values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
         self.may_repeat = self.repeats and self._setup.args.world_size == 1
-        loss = self._loss.of(window, in_order, *temperature, taking_part)
+        loss = self._loss.of(window, in_order, *temperature)
         if (weight := self._setup.args.contrastive_weight) != 1:
             loss = loss.detach() + weight * (loss - loss.detach())
         for term, value in zip(self._terms, values, strict=True):
@@ -274,31 +291,6 @@ class WindowStep:
             # All processes have to see it if the term of one is not finite.
             loss = loss + (value - value.detach()) + (mean - mean)
         return loss
-
-    def _backward(
-        self, model: nn.Module, window: Window, passes: CachedWindow[MicroBatch], index: int, step: int, *, last: bool
-    ) -> None:
-        """The backward of one micro-batch, unless the window is skipped."""
-        if self.checks.skipped.skipping:
-            return
-        accelerator = self._setup.accelerator
-        with record_function("infcl: second pass"):
-            surrogate = passes.surrogate(index)
-            if surrogate is not None:
-                accelerator.backward(surrogate)
-        self.checks.check_gradient(model, passes, window, step, last=last)
-
-    def _end(self, window: Window) -> None:
-        if self.windows == 0:
-            self._wrapper.check_gradients()
-        self.windows += 1
-        self._term_values = window.term_values
-        self.memory.end_window()
-        with failures_announced_unless_sharded(self._setup.accelerator):
-            for observer in self._observers:
-                observer.end_window(window, self._gradient_scale)
-        if self._awaits_observers:
-            Processes().agree([])  # where an error of another process arrives, before anything else is exchanged
 
     # ---- Around the step ----
 
@@ -309,12 +301,6 @@ class WindowStep:
                 check_mask(selection, "passed_over", rows, self._setup.rows or 0)
                 return rows
         return NO_ROWS
-
-    @property
-    def _gradient_scale(self) -> float:
-        """The scale of fp16's gradients."""
-        scaler = self._setup.accelerator.scaler
-        return 1.0 if scaler is None else scaler.get_scale()
 
     def before_optimizer_step(self, optimizer: AcceleratedOptimizer, step: int) -> None:
         """Lets the optimizer update nothing if the window is skipped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -46,30 +46,29 @@ class Window:
         last_has_texts: bool = True,
         keeps_loaded: bool = False,
     ) -> None:
+        self._padding, self._at_once, self._last_has_texts = padding, at_once, last_has_texts
+        self._keeps_loaded = keeps_loaded
+        self.is_selected = False  # whether it is decided of which pairs the contrastive loss is computed
+        self.selected: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
+        self._take(batches)
+
+    def _take(self, batches: list[Any]) -> None:
         self.batches = batches
         # As the data loader returned them, if they are kept.
-        self.loaded = [dict(batch) for batch in batches] if keeps_loaded else []
-        self.padding, self.at_once, self.last_has_texts = padding, at_once, last_has_texts
+        self.loaded = [dict(batch) for batch in batches] if self._keeps_loaded else []
         # The numbers of images, and of texts, in each micro-batch as the data loader returned it.
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
-        self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)
-        self.encoded = 0  # forwards so far, in both passes
+        self._text_places = deal_texts(batches, self._padding, self._at_once, last_has_texts=self._last_has_texts)
         self.term_values: dict[str, Tensor] = {}  # means over the processes, by the names of the terms, once known
-        self.is_selected = False  # whether it is decided which pairs take part, also if it repeats another window
-        self.taking_part: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
-        self._arriving: Iterator[Mapping[str, Any]] | None = None
+
+    def divide(self, largest: int | None) -> None:
+        """Begins anew with micro-batches of at most so many pairs. Pairs that were selected stay so."""
+        for index in range(len(self)):
+            self.release(index)  # Trainer's loop holds its batches
+        self._take(split_batches(self.loaded, largest))
 
     def __len__(self) -> int:
         return len(self.batches)
-
-    def arrive(self, inputs: Iterator[Mapping[str, Tensor]]) -> None:
-        """Takes the inputs of the micro-batches from here, in the order in which they are encoded."""
-        self._arriving = inputs
-
-    def inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """The inputs of the micro-batch that is encoded now."""
-        self.encoded += 1
-        return micro_batch.inputs if self._arriving is None else dict(next(self._arriving))
 
     def in_order(self, rows: Sequence[Tensor]) -> Features:
         """Rows of the window's images and texts, [images, ...] and [texts, ...], as the data loader ordered them."""
@@ -135,27 +134,25 @@ class WindowLoss:
         features: Features,
         logit_scale: Tensor,
         logit_bias: Tensor | None,
-        taking_part: Tensor | None = None,
     ) -> Tensor:
-        """The loss, the same on every process; collective.
+        """The loss of the selected pairs of all windows, the same on every process; collective.
 
         Args:
             features: image and text embeddings of the window, [images, D] and [texts, D].
             logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`.
-            taking_part: [images] bool on the CPU, the images whose pairs make up the batch; None for all.
         """
         if self.prefixes:
             cut = [tuple(first_dimensions(f, width) for f in features) for width in self.prefixes]
             whole = replace(self, prefixes=())
-            of_widths = [whole.of(window, one, logit_scale, logit_bias, taking_part) for one in (*cut, features)]
+            of_widths = [whole.of(window, one, logit_scale, logit_bias) for one in (*cut, features)]
             return torch.stack(of_widths).mean()
         images, texts = (feature.bfloat16() if self.in_bf16 else feature for feature in features)
         ids = window.pair_ids()
-        if ids is None and self.equal_ids == "positive":  # all of them, also of pairs that do not take part
+        if ids is None and self.equal_ids == "positive":  # all of them, also of pairs that are left out
             ids = torch.arange(len(images)) + self.rank * len(images)
         pairs = _Pairs(images, texts, window.caption_image(), ids)
-        if taking_part is not None:
-            pairs = pairs.only(taking_part)
+        if window.selected is not None:
+            pairs = pairs.only(window.selected)
         return contrastive_loss(
             **pairs.arguments(self.equal_ids),
             logit_scale=logit_scale,
