@@ -124,7 +124,7 @@ MUST_NOT_KNOW = {
     ),
     "hf_infcl.windows.number_checks": (*TRAINER[:2], *MODELS, *inside("kernels", "data", "optimizers")),
     "hf_infcl.windows.observers": (*TRAINER[:2], *MODELS, *inside("kernels", "data", "optimizers", "options")),
-    "hf_infcl.windows.start": (*TRAINER[:2], *MODELS, *inside("kernels", "loss", "data", "optimizers", "options")),
+    "hf_infcl.windows.terms": (*TRAINER[:2], *MODELS, *inside("kernels", "loss", "data", "optimizers", "options")),
     "hf_infcl.windows.window": (*HUGGING_FACE, *DISTRIBUTED, *inside("kernels", "data", "options")),
     "hf_infcl.micro_batches": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),

@@ -119,7 +119,7 @@ def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
             encoder = start.encoder
             assert encoder is not None
             both = {"images": encoder.encode_images, "texts": encoder.encode_texts}
-            of_start = stores(start.model, {kind: partial(normalised_by, encode) for kind, encode in both.items()})
+            of_start = stores(encoder.model, {kind: partial(normalised_by, encode) for kind, encode in both.items()})
     return CachedItems(pairs, features, of_start)
 
 

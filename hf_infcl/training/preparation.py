@@ -20,7 +20,7 @@ from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_in_bf16, check_wrapper, is_sharded, prepare_for_fsdp
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import CHECKPOINTING
-from ..windows.start import Start
+from ..windows.terms import Start
 
 logger = logging.get_logger(__name__)
 

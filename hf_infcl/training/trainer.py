@@ -37,8 +37,8 @@ from ..options.best_metric import check_metric_of_training
 from ..processes.batches import gather_rows
 from ..processes.preemption import AskedToEndError, Interruptions, Preempted
 from ..windows.setup import Setup
-from ..windows.start import Start
 from ..windows.step import WindowStep
+from ..windows.terms import Start
 from .construction import check_overrides, checked_arguments, make_collator
 from .ending import saved_early
 from .evaluating import Evaluator, checked_metrics

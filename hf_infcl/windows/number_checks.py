@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -111,8 +110,7 @@ class NumberChecks:
         self.skipped = SkippedWindows(setup.args.skip_nonfinite, record)
         self._encoder, self._accelerator = setup.encoder, setup.accelerator
         self._rows_of_dataset = rows_of_dataset
-        self._loss = math.nan
-        self._scale = math.inf  # of the scaler of fp16
+        self.loss = math.nan  # of this window
         self._parameters: list[nn.Parameter] = []  # that are trained, listed once for a window
         self._of_terms: Sequence[nn.Parameter] = ()  # those of them that terms train beside the model
         # For each micro-batch, whether this process's gradient is finite after its backward.
@@ -123,7 +121,7 @@ class NumberChecks:
         """Begins a window, before its first forward. ``of_terms`` are trained beside the model."""
         self.skipped.begin_window(model.buffers())
         self._parameters, self._of_terms = [*model.parameters(), *of_terms], of_terms
-        self._finite_gradients, self._loss = [], math.nan
+        self._finite_gradients, self.loss = [], math.nan
 
     def check_loss(self, loss: Tensor, finite: Sequence[Tensor], window: Window, step: int) -> None:
         """Refuses or skips the window if its loss is not finite.
@@ -133,7 +131,7 @@ class NumberChecks:
         Raises:
             ValueError: the window must not be trained, and no more windows may be skipped.
         """
-        self._loss = value = loss.item()
+        self.loss = value = loss.item()
         if not math.isfinite(value):
             cause = describe_rows(finite, window.sizes, self._rows_of_dataset)
             with torch.no_grad():
@@ -175,38 +173,6 @@ class NumberChecks:
             f"{'that of the parameters of a term' if of_terms else '; '.join(filter(None, (parameters, places)))}."
         )
         model.zero_grad()
-
-    def prepare_skip(self, model: nn.Module) -> None:
-        """Removes the gradients of a skipped window, and makes the scaler of fp16 skip its step without them."""
-        for parameter in self._of_terms:
-            parameter.grad = None
-        if self._accelerator.scaler is not None:
-            first = next(p for p in model.parameters() if p.requires_grad)
-            first.grad = torch.full_like(first, math.inf)
-
-    def before_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Keeps accelerate's optimizer and Trainer's schedule where they are if the window is skipped."""
-        if self._accelerator.scaler is not None:
-            self._scale = self._accelerator.scaler.get_scale()
-        else:
-            # accelerate's optimizer takes no step between two synchronisations of the gradient.
-            self._accelerator.gradient_state._set_sync_gradients(not self.skipped.skipping)
-            optimizer._is_overflow = self.skipped.skipping  # Trainer then leaves the schedule as it is
-
-    def after_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Counts the window as trained, or as skipped by the scaler of fp16."""
-        self._accelerator.gradient_state._set_sync_gradients(True)
-        scale = math.inf
-        if self._accelerator.scaler is not None:
-            # A fused optimizer skips the step in its kernel, which accelerate does not see. The scale falls then.
-            scale = self._accelerator.scaler.get_scale()
-            optimizer._is_overflow = scale < self._scale
-        if self.skipped.skipping:
-            return
-        if self._accelerator.optimizer_step_was_skipped:
-            self.skipped.skipped_by_scaler(scale)
-        else:
-            self.skipped.end_window(self._loss)
 
     def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
         """The logs of `SkippedWindows`. Warns once if ``loss`` and ``grad_norm`` in Trainer's are exactly 0."""

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from ..encoders.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
 from .extensions import Extension
-from .start import Start
+from .terms import Start
 
 
 @dataclass(frozen=True)

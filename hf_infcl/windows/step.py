@@ -109,6 +109,7 @@ class WindowStep:
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
         self._largest_scale = _largest_scale(setup, warns=steps > 0)
+        self._scale = math.inf  # of the scaler of fp16, before the optimizer's step
 
     # ---- The step ----
 
@@ -204,7 +205,11 @@ class WindowStep:
                 self._collect_after_compiling()
         # ---- The end of the window ----
         if checks.skipped.skipping:
-            checks.prepare_skip(model)
+            for parameter in of_terms:
+                parameter.grad = None
+            if accelerator.scaler is not None:  # which then skips the step, for which there are no gradients
+                first = next(p for p in model.parameters() if p.requires_grad)
+                first.grad = torch.full_like(first, math.inf)
             return torch.full_like(loss, checks.skipped.last_loss, dtype=torch.float32)
         if self.windows == 0:
             wrapper.check_gradients()
@@ -303,14 +308,30 @@ class WindowStep:
         return NO_ROWS
 
     def before_optimizer_step(self, optimizer: AcceleratedOptimizer, step: int) -> None:
-        """Lets the optimizer update nothing if the window is skipped."""
+        """Keeps the optimizer and Trainer's schedule where they are if the window is skipped."""
         self._phases.enter("the optimizer's step", step)
-        self.checks.before_optimizer_step(optimizer)
+        accelerator, skipping = self._setup.accelerator, self.checks.skipped.skipping
+        if accelerator.scaler is not None:
+            self._scale = accelerator.scaler.get_scale()
+        else:
+            # accelerate's optimizer takes no step between two synchronisations of the gradient.
+            accelerator.gradient_state._set_sync_gradients(not skipping)
+            optimizer._is_overflow = skipping  # Trainer then leaves the schedule as it is
 
     def after_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Counts the window after the optimizer's step, and keeps logit_scale between 1 and its largest value."""
-        self.checks.after_optimizer_step(optimizer)
-        encoder = self._setup.encoder
+        """Counts the window as trained, or as skipped, and keeps logit_scale between 1 and its largest value."""
+        encoder, accelerator, skipped = self._setup.encoder, self._setup.accelerator, self.checks.skipped
+        accelerator.gradient_state._set_sync_gradients(True)
+        scale = math.inf
+        if accelerator.scaler is not None:
+            # A fused optimizer skips the step in its kernel, which accelerate does not see. The scale falls then.
+            scale = accelerator.scaler.get_scale()
+            optimizer._is_overflow = scale < self._scale
+        if not skipped.skipping:
+            if accelerator.optimizer_step_was_skipped:
+                skipped.skipped_by_scaler(scale)
+            else:
+                skipped.end_window(self.checks.loss)
         if self._largest_scale is not None and encoder.temperature_parameters[0].requires_grad:
             encoder.clamp_temperature(self._largest_scale)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from ..encoders.adapters import weight_fingerprint
+from ..encoders.dual_encoder import DualEncoder
 from ..passes.grad_cache import Features
 from ..processes.collectives import Processes
 from .extensions import LossTerm
-from .start import Start
 
 SIDES = ("image", "text")
 OF_TEACHER = "teacher_"  # what the names of a batch's tensors for the teacher begin with
@@ -123,12 +127,50 @@ class TeacherDistance(LossTerm):
             weight.copy_(state[side])
 
 
-class KeptFeatures(TeacherDistance):
-    """Holds the embeddings near those of the model before the training (``keep_features``), which is the teacher."""
+class Start:
+    """The model from which a training began: its fingerprint and, with ``keeps``, a frozen copy of it.
+
+    Without ``keeps`` the fingerprint is that of the frozen weights. What is frozen is not copied, unless FSDP2 shards
+    the model. Under FSDP2 every process has the whole copy. The model is unwrapped, and has not been trained yet.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator, *, keeps: bool) -> None:
+        self._accelerator = accelerator
+        self.fingerprint = weight_fingerprint(model, frozen=not keeps)
+        self.encoder: DualEncoder | None = None
+        if keeps:
+            alike = accelerator.distributed_type != DistributedType.FSDP
+            shared = {id(p): p for p in model.parameters() if alike and not p.requires_grad}
+            copied = copy.deepcopy(model, shared).requires_grad_(False).eval()
+            self.encoder = DualEncoder(copied.to(accelerator.device))
+
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
+        """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
+
+        They may be in the inputs (``cache_features``). The copies of frozen towers do not run: ``frozen_outputs`` are
+        what the model's have returned.
+        """
+        if "start_images" in inputs:
+            return inputs["start_images"], inputs["start_texts"]
+        assert self.encoder is not None
+        # A forward writes the projection into the output that it gets, which the second pass needs as it is.
+        outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
+        with torch.no_grad(), self._accelerator.autocast():
+            return self.encoder.embed(self.encoder.model, inputs, outputs)
+
+
+class KeptFeatures(LossTerm):
+    """Holds the embeddings near those of the start (``keep_features``), which reads the texts as they are encoded."""
 
     name = "keep_features"
-    in_order = False  # the start reads the texts as they are encoded
-    card: Mapping[str, str] = {}  # its option has a row
 
     def __init__(self, start: Start, weight: float) -> None:
-        super().__init__(start, weight)
+        self._start, self._weight = start, weight
+
+    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
+        return self._start.embed(inputs, frozen_outputs)
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        pairs = zip(features, references, strict=True)
+        squares = [(now.float() - before.float()).square().sum() for now, before in pairs]
+        return self._weight * (torch.stack(squares).sum() / len(features[0]))

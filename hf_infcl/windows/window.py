@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,64 +144,44 @@ class WindowLoss:
         if self.prefixes:
             cut = [tuple(first_dimensions(f, width) for f in features) for width in self.prefixes]
             whole = replace(self, prefixes=())
-            of_widths = [whole.of(window, one, logit_scale, logit_bias) for one in (*cut, features)]
-            return torch.stack(of_widths).mean()
+            return torch.stack([whole.of(window, one, logit_scale, logit_bias) for one in (*cut, features)]).mean()
         images, texts = (feature.bfloat16() if self.in_bf16 else feature for feature in features)
-        ids = window.pair_ids()
+        caption_image, ids, device, chosen = window.caption_image(), window.pair_ids(), texts.device, window.selected
         if ids is None and self.equal_ids == "positive":  # all of them, also of pairs that are left out
             ids = torch.arange(len(images)) + self.rank * len(images)
-        pairs = _Pairs(images, texts, window.caption_image(), ids)
-        if window.selected is not None:
-            pairs = pairs.only(window.selected)
-        return contrastive_loss(
-            **pairs.arguments(self.equal_ids),
-            logit_scale=logit_scale,
-            logit_bias=logit_bias,
-            objective=self.objective,
-            strategy=self.strategy,
-            backend=self.backend,
-        )
-
-
-class _Pairs(NamedTuple):
-    """The pairs of this process of which one loss is computed."""
-
-    images: Tensor  # [images, D]
-    texts: Tensor  # [texts, D]
-    caption_image: Tensor | None  # as `Window.caption_image`
-    pair_ids: Tensor | None  # [images] int64
-
-    def arguments(self, equal_ids: str) -> dict[str, Any]:
-        """The embeddings and ids for `hf_infcl.contrastive_loss`, the captions in the order of their images."""
-        images, texts, caption_image, pair_ids = self
-        device = texts.device
-        negatives = texts[:0]
+        # ---- The selected images, with their captions and all negative ones ----
+        if chosen is not None:
+            places = chosen.nonzero().flatten()
+            of_texts = places
+            if caption_image is not None:
+                of_texts = (chosen[caption_image] | (caption_image < 0)).nonzero().flatten()
+                caption_image = caption_image[of_texts]
+                caption_image = torch.where(caption_image < 0, -1, (chosen.cumsum(0) - 1)[caption_image])
+            ids = None if ids is None else ids[places.to(ids.device)]
+            images, texts = images[places.to(device)], texts[of_texts.to(device)]
+        # ---- Captions in the order of their images, negative ones apart ----
+        negatives = texts[:0]  # also if this process has none, because another process may have some
         if caption_image is not None:
             order = caption_image.argsort(stable=True)  # negative captions first
             count = int((caption_image < 0).sum())
-            sorted_texts = texts[order.to(device)]
-            negatives, texts = sorted_texts[:count], sorted_texts[count:]
+            negatives, texts = texts[order.to(device)].tensor_split([count])
             caption_image = caption_image[order[count:]]
-        # With negatives even if this process has none, because another process may have some.
-        embeddings = {"image_embeds": images, "text_embeds": texts, "negative_texts": negatives}
-        ids = None if pair_ids is None else pair_ids.to(device)
-        if equal_ids == "exclude":
-            return {**embeddings, "pair_ids": ids}
-        assert ids is not None
-        text_ids = ids if caption_image is None else ids[caption_image.to(device)]
-        return {**embeddings, "image_ids": ids, "text_ids": text_ids}
-
-    def only(self, chosen: Tensor) -> _Pairs:
-        """Those of some images, [images] bool on the CPU, with their captions and all negative ones."""
-        places = chosen.nonzero().flatten()
-        texts, caption_image = places, self.caption_image
-        if caption_image is not None:
-            texts = (chosen[caption_image] | (caption_image < 0)).nonzero().flatten()
-            caption_image = caption_image[texts]
-            caption_image = torch.where(caption_image < 0, -1, (chosen.cumsum(0) - 1)[caption_image])
-        ids = None if self.pair_ids is None else self.pair_ids[places.to(self.pair_ids.device)]
-        device = self.images.device
-        return _Pairs(self.images[places.to(device)], self.texts[texts.to(device)], caption_image, ids)
+        ids = None if ids is None else ids.to(device)
+        of_pairs = {"pair_ids": ids}
+        if self.equal_ids == "positive":
+            assert ids is not None
+            of_pairs = {"image_ids": ids, "text_ids": ids if caption_image is None else ids[caption_image.to(device)]}
+        return contrastive_loss(
+            images,
+            texts,
+            logit_scale,
+            logit_bias,
+            negative_texts=negatives,
+            objective=self.objective,
+            strategy=self.strategy,
+            backend=self.backend,
+            **of_pairs,
+        )
 
 
 def first_dimensions(features: Tensor, width: int) -> Tensor:
