@@ -324,8 +324,8 @@ def test_texts_and_graphs_are_found_for_micro_batches_that_are_given(tmp_path, o
     collator: Any = partial(default_collate)  # which may have attributes
     collator.text_padding, collator.max_length = {"input_ids": 1, "attention_mask": 0}, models.LENGTH
 
-    def fits(trials: Any, trial: Trial) -> tuple[int, int]:
-        trials._run(trial)
+    def fits(trials: Any, trial: Trial, tried: Any = Trials.__call__) -> tuple[int, int]:
+        tried(trials, trial)
         return 1, 10
 
     with mock.patch.object(Trials, "__call__", fits):

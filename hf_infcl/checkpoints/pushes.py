@@ -42,20 +42,16 @@ class Pushes:
         """The checkpoint whose push runs now, if any."""
         return [checkpoint for job, checkpoint in self._jobs.items() if not job.done()]
 
-    def finish(self) -> None:
-        """Waits for the push that runs: a later training could replace the files that it reads."""
+    def finish(self) -> float:
+        """Waits for the push that runs: a later training could replace the files that it reads.
+
+        Returns:
+            The seconds of the wait, which are no part of the training's time.
+        """
+        begin = time.monotonic()
         if self.uploading():
             logger.info("Waiting for the push to the Hub, which may take some minutes.")
             wait(self._jobs)
-
-    def finish_before_removals(self) -> float:
-        """As `finish`, before Trainer removes all checkpoints but the best with ``save_total_limit=1``.
-
-        Returns:
-            the seconds of the wait, which are no part of the training's time.
-        """
-        begin = time.monotonic()
-        self.finish()
         return time.monotonic() - begin
 
     def push_checkpoint(

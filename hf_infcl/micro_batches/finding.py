@@ -239,27 +239,24 @@ class Trials:
         Raises:
             torch.OutOfMemoryError: it does not fit.
         """
-        setup = self._setup
-        undo = undoing(setup.encoder.model, setup.extensions)
-        try:
-            with random_state_kept(setup.args.device), alone(), _as_prepared(setup.encoder.model, setup.accelerator):
-                return self._run(trial)
-        finally:
-            undo()
-
-    def _run(self, trial: Trial) -> tuple[int, int]:
-        args, device = copy.copy(self._setup.args), self._setup.args.device
+        setup, model, device = self._setup, self._setup.encoder.model, self._setup.args.device
+        args = copy.copy(setup.args)
         args.retain_graphs = str(trial.graphs)
         args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
         # Those that only look, or keep what they have seen, would take the trial for a step.
-        changing = [one for one in self._setup.extensions if isinstance(one, (LossTerm, StepChange))]
-        step = WindowStep(
-            replace(self._setup, args=args, extensions=changing),
-            self._setup.encoder.model,
-            rows_of_dataset=lambda places: [],
-            phases=Phases(),
-        )
-        step.windows = 1  # the first one of a training is looked at more closely
+        changing = [one for one in setup.extensions if isinstance(one, (LossTerm, StepChange))]
+        undo = undoing(model, setup.extensions)
+        try:
+            with random_state_kept(device), alone(), _as_prepared(model, setup.accelerator):
+                changed = replace(setup, args=args, extensions=changing)
+                step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
+                step.windows = 1  # the first one of a training is looked at more closely
+                return self._measured(step, trial)
+        finally:
+            undo()
+
+    def _measured(self, step: WindowStep, trial: Trial) -> tuple[int, int]:
+        device = self._setup.args.device
         batch = repeated(self._batch, trial.micro_batch)
         count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
         batches = [{name: copy.deepcopy(value) for name, value in batch.items()} for _ in range(count)]

@@ -20,19 +20,19 @@ from .finding import Trial, Trials, largest_that_fits, memory_is_known, of_use, 
 logger = logging.get_logger(__name__)
 
 
-def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: int, setup: Setup) -> Tensor:
+def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: int) -> Tensor:
     """Runs the step of a window, repeats it as long as memory runs out, and returns the loss; collective.
 
     Each time it keeps one graph fewer or, if it keeps only one, has halved micro-batches.
 
     Args:
+        step: has the arguments, of which ``largest_micro_batch`` becomes what fits.
         number: the optimizer steps that were trained.
-        setup: has the arguments, of which ``largest_micro_batch`` becomes what fits.
 
     Raises:
         torch.OutOfMemoryError: the step cannot be repeated; see `WindowStep.may_repeat`.
     """
-    args = setup.args
+    args = step.setup.args
     while True:
         largest = max(window.sizes[0])
         # As before the step, if it is repeated.
@@ -44,7 +44,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
         except torch.OutOfMemoryError as error:
             if not (step.may_repeat and _may_take_less(step, window)):
                 traceback.clear_frames(error.__traceback__)  # which hold memory
-                _advise(setup, number, window)
+                _advise(step.setup, number, window)
                 raise
         except OtherRankFailedError as error:  # which all other processes have heard of as well
             lacks_memory = torch.OutOfMemoryError.__name__ in str(error)

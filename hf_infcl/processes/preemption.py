@@ -155,7 +155,7 @@ class Interruptions:
         self._evaluates = False
 
     @contextmanager
-    def watched(self, timeout: float, finish: Callable[[], None]) -> Iterator[None]:
+    def watched(self, timeout: float, finish: Callable[[], object]) -> Iterator[None]:
         """The context of a training.
 
         Args:

@@ -85,8 +85,9 @@ class Evaluator:
             self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataset), self._setup.collator)
         check_same_size(dataset, prefix)
         with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), _texts_kept(dataloader):
-            batches = self._loaded(dataloader)
+            batches = AnnouncingDataLoader(dataloader, self._take_apart)
             if isinstance(dataset, ZeroShotDataset):
+                batches.begin()  # workers load the first ones while prompts are encoded
                 self._classifier = class_vectors(dataset, self._setup, self._processing_class)
             with self._without_padding():
                 output = loop(batches)  # which calls `embed`
@@ -102,15 +103,6 @@ class Evaluator:
         numbers = {name: value for name, value in output.metrics.items() if isinstance(value, (int, float))}
         output.metrics.update(Processes().gather_objects(numbers)[0])
         return output
-
-    # ---- Loading ----
-
-    def _loaded(self, dataloader: Any) -> Any:
-        """The batches of a loader for Trainer's loop; workers load the first ones while prompts are encoded."""
-        batches = AnnouncingDataLoader(dataloader, self._take_apart)
-        if isinstance(dataloader.dataset, ZeroShotDataset):
-            batches.begin()
-        return batches
 
     def _take_apart(self, batch: object) -> Any:
         self._of_batch = evaluation.taken_apart(batch)

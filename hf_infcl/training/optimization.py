@@ -142,7 +142,7 @@ def with_terms(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def of_all(trainer: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if beside := term_parameters(trainer.setup.extensions):
+        if beside := term_parameters(trainer.window_step.extensions):
             model = nn.ParameterList([*model.parameters(), *beside])
         return method(trainer, model, *args, **kwargs)
 

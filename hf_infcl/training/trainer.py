@@ -280,7 +280,8 @@ class InfCLTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.
         asked: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
-        self.training_data.fetch(*asked, equal_ids=self.setup.equal_ids, interruptions=self.interruptions)
+        equal_ids = self.window_step.setup.equal_ids
+        self.training_data.fetch(*asked, equal_ids=equal_ids, interruptions=self.interruptions)
         return self.training_data.batches_of_loop(), None
 
     def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -296,7 +297,7 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        return run_repeating(self.window_step, model, self.training_data.window, self.state.global_step, self.setup)
+        return run_repeating(self.window_step, model, self.training_data.window, self.state.global_step)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)
@@ -388,7 +389,8 @@ class InfCLTrainer(Trainer):
         super()._load_best_model()
 
     def _finalize_training(self, trial: object, samples: int, start_time: float) -> TrainOutput:
-        return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
+        # It removes all checkpoints but the best with save_total_limit=1.
+        return super()._finalize_training(trial, samples, start_time + self._pushes.finish())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""

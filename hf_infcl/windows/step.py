@@ -92,7 +92,7 @@ class WindowStep:
         self.graphs = GraphBudget(None if args.retain_graphs == "auto" else int(args.retain_graphs or 1), args.device)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.checks = NumberChecks(setup, record, rows_of_dataset)
-        self._setup, self._phases = setup, phases
+        self.setup, self._phases = setup, phases
         self._loss = WindowLoss(
             args.process_index,
             setup.equal_ids,
@@ -119,7 +119,7 @@ class WindowStep:
         Returns:
             The global loss; if the window is skipped, that of the last trained window.
         """
-        encoder, accelerator, args = self._setup.encoder, self._setup.accelerator, self._setup.args
+        encoder, accelerator, args = self.setup.encoder, self.setup.accelerator, self.setup.args
         checks, wrapper, count = self.checks, self._wrapper, len(window)
         of_terms = term_parameters(self.extensions)
         # Whether all processes repeat the step if memory runs out on one of them.
@@ -232,12 +232,12 @@ class WindowStep:
         self._forwards += 1
         if self._forwards == 2:
             self._collect_after_compiling()
-        inputs = self._setup.prepare_inputs(micro_batch.inputs if arriving is None else next(arriving))
+        inputs = self.setup.prepare_inputs(micro_batch.inputs if arriving is None else next(arriving))
         for change in self._changes:
             inputs = change.inputs(inputs)
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
-        embeds: Features = self._setup.encoder.embed(model, inputs, frozen_outputs)
+        embeds: Features = self.setup.encoder.embed(model, inputs, frozen_outputs)
         if micro_batch.references is None:
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
@@ -255,7 +255,7 @@ class WindowStep:
     def _select(self, window: Window, features: Features) -> Tensor | None:
         selected: Tensor | None = None
         for selection in self._selections:
-            chosen = selection.select(window, features, *self._setup.encoder.scale_and_bias())
+            chosen = selection.select(window, features, *self.setup.encoder.scale_and_bias())
             if chosen is not None:
                 check_mask(selection, "select", chosen, len(features[0]))
                 selected = chosen if selected is None else selected & chosen
@@ -279,19 +279,19 @@ class WindowStep:
 
         The values of the terms are logged apart.
         """
-        temperature, in_order = self._setup.encoder.scale_and_bias(parameters), window.in_order(features)
+        temperature, in_order = self.setup.encoder.scale_and_bias(parameters), window.in_order(features)
         values = []
         # The other processes learn of an error here when they exchange the inputs of the loss.
-        with failures_announced_unless_sharded(self._setup.accelerator, repeats=together):
+        with failures_announced_unless_sharded(self.setup.accelerator, repeats=together):
             for number, term in enumerate(self._terms):
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
                 values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
-        self.may_repeat = self.repeats and self._setup.args.world_size == 1
+        self.may_repeat = self.repeats and self.setup.args.world_size == 1
         loss = self._loss.of(window, in_order, *temperature)
-        if (weight := self._setup.args.contrastive_weight) != 1:
+        if (weight := self.setup.args.contrastive_weight) != 1:
             loss = loss.detach() + weight * (loss - loss.detach())
         for term, value in zip(self._terms, values, strict=True):
-            mean = Processes().sum(value.detach()) / self._setup.args.world_size
+            mean = Processes().sum(value.detach()) / self.setup.args.world_size
             window.term_values[term.name] = mean
             # All processes have to see it if the term of one is not finite.
             loss = loss + (value - value.detach()) + (mean - mean)
@@ -303,14 +303,14 @@ class WindowStep:
         """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
         for selection in self._selections:
             if len(rows := selection.passed_over(epoch)):
-                check_mask(selection, "passed_over", rows, self._setup.rows or 0)
+                check_mask(selection, "passed_over", rows, self.setup.rows or 0)
                 return rows
         return NO_ROWS
 
     def before_optimizer_step(self, optimizer: AcceleratedOptimizer, step: int) -> None:
         """Keeps the optimizer and Trainer's schedule where they are if the window is skipped."""
         self._phases.enter("the optimizer's step", step)
-        accelerator, skipping = self._setup.accelerator, self.checks.skipped.skipping
+        accelerator, skipping = self.setup.accelerator, self.checks.skipped.skipping
         if accelerator.scaler is not None:
             self._scale = accelerator.scaler.get_scale()
         else:
@@ -320,7 +320,7 @@ class WindowStep:
 
     def after_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Counts the window as trained, or as skipped, and keeps logit_scale between 1 and its largest value."""
-        encoder, accelerator, skipped = self._setup.encoder, self._setup.accelerator, self.checks.skipped
+        encoder, accelerator, skipped = self.setup.encoder, self.setup.accelerator, self.checks.skipped
         accelerator.gradient_state._set_sync_gradients(True)
         scale = math.inf
         if accelerator.scaler is not None:
@@ -339,12 +339,12 @@ class WindowStep:
         """Those of the extensions and of the checks, which read Trainer's; terms, logit_scale and bias; collective."""
         metrics: dict[str, float] = {}
         for extension in self.extensions:
-            with failures_announced_unless_sharded(self._setup.accelerator):
+            with failures_announced_unless_sharded(self.setup.accelerator):
                 metrics |= {name: float(value) for name, value in extension.logs().items()}  # JSON has no tensors
-            if extension in self._setup.extensions:
+            if extension in self.setup.extensions:
                 Processes().agree([])  # as at the end of a window
         metrics |= {f"{name}_loss": mean.item() for name, mean in self._term_values.items()}
-        scale, bias = self._setup.encoder.scale_and_bias()
+        scale, bias = self.setup.encoder.scale_and_bias()
         metrics |= {"logit_scale": scale.item()} | ({} if bias is None else {"logit_bias": bias.item()})
         return metrics | self.checks.logs(logs)
 
