@@ -896,7 +896,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("c.yaml: model: m\ndataset: d\nsamples_per_epoch: many\n", "c.yaml: argument --samples_per_epoch"),
         (
             "c.yaml: model: m\ndataset: d\ndataset_weights: [1, x]\n",
-            "c.yaml: dataset_weights: could not convert string",
+            "c.yaml: argument --dataset_weights/--dataset-weights: invalid float value: 'x'",
         ),
         ("m/a d/plain", "'m/a' 'd/plain' belong to no option. Every value follows its option: --NAME VALUE."),
         ("missing.yaml", "There is no file"),

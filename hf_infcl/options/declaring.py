@@ -9,14 +9,13 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import MISSING, dataclass, field
 from fnmatch import fnmatch
 from numbers import Integral, Real
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
-_FACTS = "facts"  # the key of an option's `Facts` in the metadata of its field
+_FACTS = "_facts"
 
 
 @dataclass(frozen=True)
@@ -84,21 +83,12 @@ def refuse(rows: Iterable[tuple[str, str]], options: object) -> None:
             raise ValueError(f"{seen} {what}: {why}. Omit {'one of them' if len(names) > 1 else 'it'}.")
 
 
-class _Metadata(dict[str, Any]):
-    """The metadata of a field, which HfArgumentParser copies into the arguments of argparse: only these items.
+class _Declared(NamedTuple):
+    """What `option` says of a field, which `described` makes."""
 
-    argparse refuses keywords that it does not know. The facts are therefore no item: a copy by `dict` does not have
-    them, whereas ``field.metadata[key]`` reaches `__missing__` here.
-    """
-
-    def __init__(self, facts: Facts, items: Mapping[str, object]) -> None:
-        super().__init__(items)
-        self._facts = facts
-
-    def __missing__(self, key: str) -> Facts:
-        if key != _FACTS:
-            raise KeyError(key)
-        return self._facts
+    default: object
+    facts: Facts
+    aliases: Sequence[str]
 
 
 def option(
@@ -116,23 +106,25 @@ def option(
         decides, one_machine, facts: see `Facts`. What machines may set differently decides nothing.
         aliases: further names of it on the command line, with their dashes.
     """
-    items = {"aliases": list(aliases)} if aliases else {}
-    return field_of(default, _Metadata(Facts(decides and not one_machine, one_machine, **facts), items))
+    return _Declared(default, Facts(decides and not one_machine, one_machine, **facts), aliases)
 
 
 def described(kind: type[_T]) -> type[_T]:
     """Declares every annotated field of a class as an option whose help is in the docstring, below "Attributes:".
 
-    It stands below ``@dataclass``. A short help on the command line shows the first sentence.
+    It stands below ``@dataclass``. A short help on the command line shows the first sentence. The `Facts` of all
+    options are in an attribute of the class, since HfArgumentParser hands all metadata of a field to argparse.
     """
     _, *parts = re.split(r"^ {4}(\w+): ", inspect.cleandoc(kind.__doc__ or ""), flags=re.MULTILINE)
     helps = dict(zip(parts[::2], parts[1::2], strict=True))  # none with python -OO
+    facts = dict(declared_facts(kind))
     for name in (name for name in kind.__annotations__ if not name.startswith("_")):
         declared = vars(kind).get(name, MISSING)
-        declared = declared if isinstance(declared, Field) else option(declared)
+        declared = declared if isinstance(declared, _Declared) else option(declared)
         help = " ".join(helps.get(name, "").split()).replace("%", "%%")  # argparse fills in %(default)s
-        declared.metadata = MappingProxyType(_Metadata(declared.metadata[_FACTS], {**declared.metadata, "help": help}))
-        setattr(kind, name, declared)
+        setattr(kind, name, field_of(declared.default, {"help": help, "aliases": [*declared.aliases]}))
+        facts[name] = declared.facts
+    setattr(kind, _FACTS, facts)
     return kind
 
 
@@ -143,10 +135,6 @@ def field_of(default: object, metadata: Mapping[str, Any]) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def declared_facts(declared: Field[object]) -> Facts | None:
-    """The facts of a field; None if no `option` declared it."""
-    try:
-        facts: Facts = declared.metadata[_FACTS]
-    except KeyError:
-        return None
-    return facts
+def declared_facts(kind: object) -> Mapping[str, Facts]:
+    """The facts of the options that a class, or the class of an object, has declared."""
+    return getattr(kind, _FACTS, {})

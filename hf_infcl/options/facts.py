@@ -21,7 +21,7 @@ class Options(Protocol):
 
 def facts_by_name(kind: Options | type[Options]) -> dict[str, Facts]:
     """The facts of each field of a dataclass of options, or of an instance of one."""
-    return {one.name: declared_facts(one) or facts_of_theirs(one.name) for one in fields(kind)}
+    return {one.name: declared_facts(kind).get(one.name) or facts_of_theirs(one.name) for one in fields(kind)}
 
 
 def check_values(options: Options) -> None:
@@ -32,7 +32,7 @@ def check_values(options: Options) -> None:
     facts_of_all = facts_by_name(options)
     for one in fields(options):
         name, facts = one.name, facts_of_all[one.name]
-        if declared_facts(one) is not None and str(one.type).startswith("list["):
+        if name in declared_facts(options) and str(one.type).startswith("list["):
             _make_list(options, one)
         value = getattr(options, name)
         if isinstance(value, Integral) and int(value) >= LARGEST and not name.endswith("seed"):

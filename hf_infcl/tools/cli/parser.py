@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, make_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ...options.contrastive import ContrastiveOptions
+from ...options.declaring import holds
 from ...options.facts import check_values
 from ...options.files import FILES, RECIPES, options_in
 from ...options.theirs import of_transformers, release_of_file
@@ -51,15 +52,12 @@ MOST_CHOICES = 11  # of an option that the short help lists
 # Options of the machine that computes, with values that any machine has.
 OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "ddp_backend": None}
 
-# An option of the command line that transformers would silently ignore, because of another one of the file.
-_IGNORED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("num_train_epochs", "max_steps", lambda options: options.max_steps > 0),
-    ("save_steps", "save_strategy", lambda options: options.save_strategy != "steps"),
-    ("eval_steps", "eval_strategy", lambda options: options.eval_strategy != "steps"),
-    ("logging_steps", "logging_strategy", lambda options: options.logging_strategy != "steps"),
-    ("torch_compile", "torch_compile_mode", lambda options: not options.torch_compile),
-    ("torch_compile", "torch_compile_backend", lambda options: not options.torch_compile),
-    ("gradient_checkpointing", "activation_checkpointing", lambda options: not options.gradient_checkpointing),
+# An option of the command line, another one of the file, and the condition under which transformers ignores the first.
+_IGNORED = (
+    ("num_train_epochs", "max_steps", "max_steps>0"),
+    *((f"{kind}_steps", f"{kind}_strategy", f"{kind}_strategy!=steps") for kind in ("save", "eval", "logging")),
+    *(("torch_compile", f"torch_compile_{name}", "torch_compile=False") for name in ("mode", "backend")),
+    ("gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing=False"),
 )
 
 
@@ -169,9 +167,7 @@ class Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, which only one of several processes prints."""
-        option = re.match(r"argument --(\w+)", message)  # argparse knows the words, not the file that they are of
-        file = self.file_of(option[1]) if option else ""
-        tell(self.prog, f"{file}: {message}" if file else message)
+        tell(self.prog, message)
         sys.exit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -196,23 +192,19 @@ class Parser(HfArgumentParser):
             print(self.format_help(), end="")  # print_help ignores a closed pipe
             self.exit()
         values: dict[str, Any] = {}
-        from_file: list[str] = []
         try:
-            words = self._with_recipe(asked)
-            if words and words[0].endswith(FILES):
-                values, from_file = self._read_file(Path(words[0]))
-                self._file = Path(words[0]).name
-                words = from_file + words[1:]
-            self._typed = self._names(asked)
-            self._of_file = (self._names(from_file) | values.keys()) - self._typed
+            file, words = self._file_and_words(asked)
+            if file is not None:
+                self._file, values = file.name, self._read_file(file)
+            self._typed = {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
+            self._of_file = values.keys() - self._typed
         except (OSError, ValueError) as error:
             self.error(str(error))
         for action in self._actions:
-            if action.dest in values:
-                action.required = False
+            action.required = action.required and action.dest not in values
         namespace = self.parse_args(words, argparse.Namespace(**values))
-        for option, other, ignores in _IGNORED:
-            if option in self._typed and other in self._of_file and ignores(namespace):
+        for option, other, condition in _IGNORED:
+            if option in self._typed and other in self._of_file and holds(namespace, condition):
                 self.error(
                     f"--{option} has no effect with {other}={getattr(namespace, other)} of {self._file}. Pass "
                     f"--{other} as well."
@@ -232,9 +224,6 @@ class Parser(HfArgumentParser):
         for name in (f.name for kind in self._declared[len(self._commands) :] for f in fields(kind)):
             if name not in kept or (name in self._of_file and name not in of_file):
                 setattr(namespace, name, self.get_default(name))
-
-    def _names(self, words: Sequence[str]) -> set[str]:
-        return {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
 
     def build(
         self, namespace: argparse.Namespace, user_options: set[str] | None = None, *, computes: bool = True
@@ -298,26 +287,26 @@ class Parser(HfArgumentParser):
         self._add_dataclass_arguments(typing.cast(Any, declared))
         self._kinds.update({one.name: kinds[one.name] for one in new})
 
-    def _with_recipe(self, words: list[str]) -> list[str]:
-        """The words, in which the file of a recipe stands first, before the option --recipe that names it."""
-        if "--recipe" not in self._option_string_actions:
-            return words
-        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        reader.add_argument("--recipe", nargs="?", const="")
-        args, rest = reader.parse_known_args(words)
+    def _file_and_words(self, words: list[str]) -> tuple[Path | None, list[str]]:
+        """The file of options that the first word or --recipe names, or None, and the other words."""
+        of_recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        if "--recipe" in self._option_string_actions:
+            of_recipe.add_argument("--recipe", nargs="?", const="")
+        args, rest = of_recipe.parse_known_args(words, argparse.Namespace(recipe=None))
+        is_file = bool(rest) and rest[0].endswith(FILES)
         if args.recipe is None:
-            return words
+            return (Path(words[0]), words[1:]) if is_file else (None, words)
         if args.recipe not in RECIPES:
             raise ValueError(
                 f"There is no recipe {args.recipe!r}. The recipes are {', '.join(RECIPES)}. A file of your own is the "
                 "first word of the command, without --recipe."
             )
-        if rest and rest[0].endswith(FILES):
+        if is_file:
             raise ValueError(
                 f"--recipe {args.recipe} and {rest[0]} are both files of options, and a command takes one. Write "
                 "the options of the other on the command line."
             )
-        return [str(RECIPES[args.recipe]), "--recipe", args.recipe, *rest]
+        return RECIPES[args.recipe], ["--recipe", args.recipe, *rest]
 
     def _known(self, name: str) -> str:
         if name not in self._kinds and transformers.__version__ != release_of_file():
@@ -340,10 +329,10 @@ class Parser(HfArgumentParser):
         before = f" Before the options stand {' '.join(map(str.upper, self._places))}." if self._places else ""
         raise ValueError(f"There is no option --{name}. {hint}{before}")
 
-    def _read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
-        """The options of a file: values that no command line can express, and command-line words for the others."""
+    def _read_file(self, path: Path) -> dict[str, Any]:
+        """The values of the options of a file: what the command line would make of its texts, lists and mappings."""
         values: dict[str, Any] = {}
-        words: list[str] = []
+        actions = {action.dest: action for action in reversed(self._actions)}
         for key, (value, text) in options_in(path).items():
             key = _name(key)
             name = self._known(key)
@@ -352,27 +341,29 @@ class Parser(HfArgumentParser):
                 raise ValueError(f"{path}: {key} only works on the command line.{instead}")
             kind = self._kinds[name]
             choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
-            lists = [choice for choice in choices if typing.get_origin(choice) is list]
-            is_flat = isinstance(value, list) and not any(one is None or isinstance(one, (dict, list)) for one in value)
-            if value is None and NoneType not in choices:
+            kinds = {typing.get_origin(choice) or choice for choice in choices}
+            items = value if isinstance(value, list) and list in kinds else [value]
+            if value is None and NoneType not in kinds:
                 raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
-            if name.endswith("dataset") and isinstance(value, (dict, list) if lists else dict):
-                values[name] = [text] if lists and not isinstance(text, list) else text
-            elif value is None or (isinstance(value, dict) and dict in [typing.get_origin(c) or c for c in choices]):
+            if name.endswith("dataset") and isinstance(value, (dict, list) if list in kinds else dict):
+                values[name] = [text] if list in kinds and not isinstance(text, list) else text
+            elif value is None or (isinstance(value, dict) and dict in kinds):
                 values[name] = value
-            elif lists and is_flat:
-                try:
-                    values[name] = [typing.get_args(lists[0])[0](item) for item in text]
-                except ValueError as error:
-                    raise ValueError(f"{path}: {name}: {error}.") from None
-            elif isinstance(value, (dict, list)):
-                what = "a single value, not a mapping" if isinstance(value, dict) else "a single value, not a list"
-                what = "a list of single values" if lists and isinstance(value, list) else what
-                more = instead_of_several(name) if isinstance(value, list) else ""
+            elif any(one is None or isinstance(one, (dict, list)) for one in items):
+                seen = "list" if isinstance(value, list) else "mapping"
+                what = "a list of single values" if items is value else f"a single value, not a {seen}"
+                more = instead_of_several(name) if seen == "list" else ""
                 raise ValueError(f"{path}: {name} must be {what}.{more}")
             else:
-                words.append(f"--{name}={text if str in choices else value}")
-        return values, words
+                texts = text if items is value else [text if str in kinds else value]
+                try:
+                    made = [self._get_value(actions[name], str(one)) for one in texts]
+                    for one in made:
+                        self._check_value(actions[name], one)
+                except argparse.ArgumentError as error:
+                    raise ValueError(f"{path}: {error}") from None
+                values[name] = made if items is value or actions[name].nargs == "+" else made[0]
+        return values
 
 
 def _among(action: argparse.Action) -> str:
