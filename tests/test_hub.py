@@ -226,7 +226,7 @@ def test_a_checkpoint_arrives_before_it_is_removed_in_favour_of_the_best(slow_hu
 
 
 def test_the_wait_for_pushes_is_no_time_of_the_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(pushes, "time", mock.Mock(monotonic=mock.Mock(side_effect=[0, 1000])))
+    monkeypatch.setattr(pushes, "time", mock.Mock(monotonic=mock.Mock(side_effect=[0, 1000, 1000, 1000])))
     trainer = trainer_for(tmp_path, **SAVING)
     begin = time.time()
     took = trainer.train().metrics["train_runtime"]
