@@ -16,20 +16,22 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
+from ..shards.lanes import LaneSource, Piece, SampleOrder
 from ..shards.names import sample_key
 from ..shards.opening import digest
-from ..shards.readers import Sample
 from ..shards.tar_layout import DamagedShardError
 from ..shards.values import counted
 from .collator import DataCollator
 from .images import BadSampleError
 from .keyed import KeyedItem
+
+if TYPE_CHECKING:
+    from .streams import ImageTextStream
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +40,8 @@ VERSION = 1  # version of the order of samples and of the state in checkpoints
 _MAX_BAD = 100
 _DRAWS = 1024  # number of choices between the sources of a mixture that are drawn at a time
 
-
-class Samples(Protocol):
-    """What the micro-batches need of an `ImageTextStream`, which documents the options."""
-
-    seed: int
-    shuffle_buffer: int
-    open_shards: int
-    lanes: int | None
-    on_bad_sample: str
-    shards: list[Shard]
-    groups: list[list[int]]  # the numbers of the shards that are dealt together
-    weights: list[float]  # of the groups
-    left_out: str  # says which samples are; empty for none
-
-    def item(self, passes: int, shard: int, key: str, sample: Sample) -> dict[str, Any]:
-        """The item of a raw sample, after this many passes."""
+# Reads the items of a micro-batch, of ascending numbers, and what `consume` has to know of it.
+Reader = Callable[[int], tuple[list[Any], dict[str, Any]]]
 
 
 class Share:
@@ -109,10 +97,27 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     The elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
     with each tag, in order, once its batch has been trained on; `state` is then this process's part of a checkpoint.
     Iteration begins after the consumed batches. ``tag["pairs"]`` were prepared in ``tag["seconds"]``.
+
+    Args:
+        share: the pairs of this source.
+        collate: turns a list of items into a batch.
+        num_workers: those of the DataLoader.
+        keyed: whether the items are `KeyedItem`.
     """
 
-    _share: Share
-    _consumed = 0  # micro-batches of all processes since the run began
+    def __init__(
+        self,
+        share: Share,
+        collate: DataCollator,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        keyed: bool = False,
+    ) -> None:
+        self._share, self._collate, self._keyed = share, collate, keyed
+        self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
+        self._consumed = 0  # micro-batches of all processes since the run began
 
     @property
     def position(self) -> int:
@@ -129,11 +134,11 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
 
     def consume(self, tag: Mapping[str, object]) -> None:
         """Records that the batch with this tag was consumed."""
-        raise NotImplementedError
+        self._consumed += self._world_size
 
     def state(self) -> dict[str, Any] | None:
-        """The state that this process adds to a checkpoint, to be written as JSON; None if it needs none."""
-        raise NotImplementedError
+        """The state that this process adds to a checkpoint, to be written as JSON; None if the position says it all."""
+        return None
 
     def counts(self) -> dict[str, int]:
         """Counts of this process since the run began, by their names."""
@@ -143,18 +148,36 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         """The rows of a table at (micro-batch, row) of this process after the consumed ones; for other data none."""
         return []
 
+    def reader(self) -> Reader:
+        """A new reader, which begins with the batches that follow the consumed ones."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        if workers != self._workers:
+            has = counted(workers, "worker")
+            raise ValueError(f"The DataLoader has {has}, but the batches were made for {self._workers}.")
+        read = self.reader()
+        first = self._consumed + worker * self._world_size + self._rank
+        for number in itertools.count(first, self._workers * self._world_size):
+            began = time.perf_counter()
+            items, tag = read(number)
+            batch = self._collate(items)
+            if "new_images" in tag and isinstance(batch, Mapping):
+                batch = {**batch, "new_images": tag["new_images"]}
+            yield batch, {**tag, "seconds": time.perf_counter() - began, "pairs": len(items)}
+
 
 class StreamBatches(MicroBatches):
     """The micro-batches of an `ImageTextStream` for one process.
 
     Args:
         batch_size: the number of pairs of a micro-batch; or the `Share` of this stream.
-        collate: turns a list of items into a batch.
-        num_workers: those of the DataLoader.
         accumulation_steps: the number of micro-batches that each process contributes to a global batch, if
             ``batch_size`` is a number.
         states: the `state` of every process of a checkpoint, for any number of processes and workers.
-        keyed: whether the items are `KeyedItem`, with the `sample_key` of each sample.
+        **where: as for `MicroBatches`; a key is the `sample_key`.
 
     Raises:
         ValueError: processes and workers cannot share the lanes; a source has too few samples for them; the states
@@ -164,21 +187,18 @@ class StreamBatches(MicroBatches):
 
     def __init__(
         self,
-        stream: Samples,
+        stream: ImageTextStream,
         batch_size: int | Share,
         collate: DataCollator = list,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
         accumulation_steps: int = 1,
         states: Sequence[Mapping[str, object]] = (),
-        keyed: bool = False,
+        **where: Any,
     ) -> None:
-        self._stream, self._collate, self._keyed = stream, collate, keyed
-        self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
-        first = accumulation_steps * world_size
-        self._share = Share(batch_size, first) if isinstance(batch_size, int) else batch_size
+        world_size = where.get("world_size", 1)
+        share = Share(batch_size, accumulation_steps * world_size) if isinstance(batch_size, int) else batch_size
+        super().__init__(share, collate, **where)
+        self._stream = stream
         checkpoint = _merged(states) if states else None
         lanes = stream.lanes or (checkpoint["identity"]["lanes"] if checkpoint else world_size * self._workers)
         self._order = SampleOrder(stream.seed, lanes, stream.shuffle_buffer, stream.open_shards)
@@ -209,7 +229,7 @@ class StreamBatches(MicroBatches):
                 "must keep the order of its workers (in_order=True), and no batch may be left out."
             )
         self._cursors[tag["lane"]] = tag["cursor"]
-        self._consumed += self._world_size
+        super().consume(tag)
 
     def state(self) -> dict[str, Any]:
         is_split = any(piece[1:] != (0, None) for group in self._pieces for piece in group)
@@ -273,17 +293,11 @@ class StreamBatches(MicroBatches):
             )
         return pieces
 
-    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        if workers != self._workers:
-            has = counted(workers, "worker")
-            raise ValueError(f"The DataLoader has {has}, but the batches were made for {self._workers}.")
+    def reader(self) -> Reader:
         lanes: dict[int, Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]] = {}
-        cursors = dict(self._cursors)  # batches may be consumed while this iteration goes on
-        first = self._consumed + worker * self._world_size + self._rank
-        for number in itertools.count(first, self._workers * self._world_size):
-            began = time.perf_counter()
+        cursors = dict(self._cursors)  # batches may be consumed while this reader goes on
+
+        def read(number: int) -> tuple[list[Any], dict[str, Any]]:
             lane = number % self._order.lanes
             if lane not in lanes:
                 lanes[lane] = self._lane(lane, cursors.get(lane), number)
@@ -295,9 +309,9 @@ class StreamBatches(MicroBatches):
                     f"{self._stream.shards[0].url!r} before the first one was full. Lower the batch, use more data, or "
                     "fewer workers."
                 )
-            batch = self._collate(items)
-            seconds = time.perf_counter() - began
-            yield batch, {"number": number, "lane": lane, "cursor": cursor, "seconds": seconds, "pairs": len(items)}
+            return items, {"number": number, "lane": lane, "cursor": cursor}
+
+        return read
 
     def _lane(
         self, lane: int, cursor: dict[str, Any] | None, first: int

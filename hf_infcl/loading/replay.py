@@ -6,7 +6,6 @@ only on its number in the run, so the global batches are the same on any number 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..data import ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import MicroBatches, Share
+from ..data.stream_batches import MicroBatches, Reader, Share
 from ..options.arguments import InfCLTrainingArguments
 from ..shards.values import counted
 from .table_rows import TableRows
@@ -116,18 +115,23 @@ class Replayed(IterableDataset[Any]):
         micro_batches: int,
         collate: DataCollator,
         *,
+        position: int = 0,
         states: Sequence[Mapping[str, Any]] = (),
         **where: Any,
     ) -> MixedRows:
-        """The micro-batches of one process; see `Share`, `MixedRows` and `make_micro_batches` for the arguments."""
+        """The micro-batches of one process; see `Share` and `make_micro_batches` for the arguments."""
         self.check()
         parts: list[MicroBatches] = []
         for number, dataset in enumerate(self.datasets):
             share = Share(batch_size, micro_batches, self.old, is_old=number == 1)
             part_states = [state["parts"][number] for state in states]
             filled = {key: make for key, make in _FILLED.items() if gives(self, key) and not gives(dataset, key)}
-            parts.append(make_micro_batches(dataset, share, list, self._args, filled, states=part_states, **where))
-        return MixedRows(parts, collate)
+            parts.append(
+                make_micro_batches(
+                    dataset, share, list, self._args, filled, position=position, states=part_states, **where
+                )
+            )
+        return MixedRows(parts, Share(batch_size, micro_batches), collate, position=position, **where)
 
 
 def is_own(dataset: object) -> bool:
@@ -189,31 +193,33 @@ def make_micro_batches(
 
 
 class MixedRows(MicroBatches):
-    """The micro-batches of new and old pairs for one process.
+    """The micro-batches of new and old pairs for one process, the new ones first.
+
+    A batch also gets ``new_images``, the number of new ones.
 
     Args:
-        parts: the micro-batches of the new pairs and of the old pairs, not collated.
-        collate: turns the items of both, the new ones first, into a batch. The batch also gets ``new_images``, the
-            number of new ones.
+        parts: the micro-batches of the new pairs and of the old pairs.
+        share: the pairs of both.
+        position, **where: as for `make_micro_batches`.
     """
 
-    def __init__(self, parts: Sequence[MicroBatches], collate: DataCollator) -> None:
-        self._parts, self._collate = parts, collate
+    def __init__(
+        self, parts: Sequence[MicroBatches], share: Share, collate: DataCollator, *, position: int = 0, **where: Any
+    ) -> None:
+        super().__init__(share, collate, **where)
+        self._parts, self._consumed = parts, position * share.micro_batches
 
-    @property
-    def position(self) -> int:
-        return self._parts[0].position
+    def reader(self) -> Reader:
+        readers = [part.reader() for part in self._parts]
 
-    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        for (new, tag), (old, tag_of_old) in zip(*self._parts, strict=True):
-            began = time.perf_counter()
-            batch = self._collate([*new, *old])
-            if isinstance(batch, Mapping):
-                batch = {**batch, "new_images": len(new)}
-            seconds = time.perf_counter() - began + tag["seconds"] + tag_of_old["seconds"]
-            yield batch, {"parts": [tag, tag_of_old], "seconds": seconds, "pairs": len(new) + len(old)}
+        def read(number: int) -> tuple[list[Any], dict[str, Any]]:
+            (new, tag), (old, tag_of_old) = (read_part(number) for read_part in readers)
+            return [*new, *old], {"parts": [tag, tag_of_old], "new_images": len(new)}
+
+        return read
 
     def consume(self, tag: Mapping[str, Any]) -> None:
+        super().consume(tag)
         for part, tag_of_part in zip(self._parts, tag["parts"], strict=True):
             part.consume(tag_of_part)
 

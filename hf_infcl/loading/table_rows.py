@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset, keyed_rows, read_rows
-from ..data.stream_batches import MicroBatches, Share
+from ..data.stream_batches import MicroBatches, Reader, Share
 from .wrapped import has_epochs, set_epoch
 
 
@@ -28,9 +26,9 @@ class TableRows(MicroBatches):
     Args:
         shuffle: whether each pass is shuffled anew; otherwise the rows keep the dataset's order, and a pass begins with
             the row after the last one of the pass before.
-        rank, world_size, num_workers, keyed: as for `StreamBatches`.
         filled: makes values of keys that the items lack, from words for the place of a row.
         position: the global batches before the first one that is read.
+        **where: as for `MicroBatches`; a key is the number of a row.
     """
 
     def __init__(
@@ -41,17 +39,13 @@ class TableRows(MicroBatches):
         *,
         shuffle: bool,
         seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        keyed: bool = False,
         filled: Mapping[str, Callable[[str], object]] | None = None,
         position: int = 0,
+        **where: Any,
     ) -> None:
-        self._share, self._consumed = share, position * share.micro_batches
-        self._dataset, self._collate, self._keyed = dataset, collate, keyed
+        super().__init__(share, collate, **where)
+        self._dataset, self._consumed = dataset, position * share.micro_batches
         self._shuffle, self._seed, self._filled = shuffle, seed, filled or {}
-        self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         self._pass, self._passed_over = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
 
     # ---- What was consumed ----
@@ -65,12 +59,6 @@ class TableRows(MicroBatches):
         self._passed_over = rows() if self._shuffle else before
         return not torch.equal(self._passed_over, before)
 
-    def consume(self, tag: Mapping[str, object]) -> None:
-        self._consumed += self._world_size
-
-    def state(self) -> None:
-        return None  # the position says it all
-
     def counts(self) -> dict[str, int]:
         """``samples``: on rank 0 what all processes consumed since the run began, on other ranks 0."""
         return {"samples": self.position * self._share.of_batch if self._rank == 0 else 0}
@@ -80,16 +68,10 @@ class TableRows(MicroBatches):
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         return [self._rows(self._consumed + self._rank + i * self._world_size)[row] for i, row in places]
 
-    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        info = get_worker_info()
+    def reader(self) -> Reader:
         # Several workers may read different passes at the same time, and the epoch of a dataset is in shared memory.
-        dataset = copy.deepcopy(self._dataset) if info and has_epochs(self._dataset) else self._dataset
-        first = self._consumed + (info.id if info else 0) * self._world_size + self._rank
-        for number in itertools.count(first, self._workers * self._world_size):
-            began = time.perf_counter()
-            items = self._items(dataset, number)
-            batch = self._collate(items)
-            yield batch, {"seconds": time.perf_counter() - began, "pairs": len(items)}
+        dataset = copy.deepcopy(self._dataset) if get_worker_info() and has_epochs(self._dataset) else self._dataset
+        return lambda number: (self._items(dataset, number), {})
 
     def _items(self, dataset: SizedDataset, number: int) -> list[Any]:
         rows, (epoch, _) = self._rows(number), self._place(number)
