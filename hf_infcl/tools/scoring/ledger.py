@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...processes.collectives import Processes
+from ...readable import written_whole
 
 if TYPE_CHECKING:
     from ...data import ImageTextDataset, ImageTextStream
@@ -76,11 +76,9 @@ class Ledger:
             columns["sample"] = pa.array(self.sample, pa.string())
         if self.left_out is not None:
             columns["left_out"] = self.left_out
-        zeros = np.zeros(len(self), np.int8)
-        columns["content"] = pa.DictionaryArray.from_arrays(zeros, pa.array([self.content]))
-        partial = Path(path).with_name(f"_{os.getpid()}.{Path(path).name}")
-        pq.write_table(pa.table(columns), partial)
-        os.replace(partial, path)
+        columns["content"] = pa.DictionaryArray.from_arrays(np.zeros(len(self), np.int8), pa.array([self.content]))
+        with written_whole(Path(path)) as partial:
+            pq.write_table(pa.table(columns), partial)
 
     @classmethod
     def read(cls, path: str | Path) -> Ledger:
@@ -117,15 +115,6 @@ def _opened(path: str | Path) -> Iterator[tuple[Any, str]]:
         ) from error
 
 
-def check_data(recorded: str, dataset: ImageTextDataset | ImageTextStream, path: str | Path) -> None:
-    """Raises a ValueError if the ledger in a file was written for data of another fingerprint."""
-    if recorded not in (content := dataset.key_fingerprint(), dataset.content_fingerprint()):
-        raise ValueError(
-            f"The ledger {path} is of other data: it was written for {recorded}, and this is {content}. Its "
-            "keys mean other pairs here. Run `infcl score` on this data, or name the data and split of the ledger."
-        )
-
-
 def make_ledger(
     content: str,
     key: np.ndarray,
@@ -138,9 +127,8 @@ def make_ledger(
     order = np.argsort(key, kind="stable")
     score = score[order].astype(np.float32)
     captions, samples = ([values[place] for place in order] if len(values) else [] for values in (caption, sample))
-    arrays = key[order], score, probability_wrong(score)
-    left = None if left_out is None else left_out[order]
-    return Ledger(content, *arrays, captions or [""] * len(key), samples, left)
+    left_out = None if left_out is None else left_out[order]
+    return Ledger(content, key[order], score, probability_wrong(score), captions or [""] * len(key), samples, left_out)
 
 
 def probability_wrong(score: np.ndarray) -> np.ndarray:
@@ -179,15 +167,13 @@ def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     asks for that share of the pairs, those with the lowest scores, rounded down. A ValueError says that the number is
     missing, or that the file is no ledger, is of another table, or excludes all pairs.
     """
-    wrong, _ = _wrong_in(dataset, asked)
+    wrong = _excluded(dataset, asked, len(dataset))
     if len(wrong) and not 0 <= wrong.min() <= wrong.max() < len(dataset):
         raise ValueError(
             f"The ledger of {asked} leaves out rows {wrong.min()} to {wrong.max()}, but the table has {len(dataset):,} "
             "rows, the first of which is row 0. Keep the keys in a copy of a ledger."
         )
-    kept = np.setdiff1d(np.arange(len(dataset)), wrong)
-    _tell(len(kept), len(dataset), asked)
-    return kept
+    return np.setdiff1d(np.arange(len(dataset)), wrong)
 
 
 def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
@@ -195,16 +181,27 @@ def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
 
     Every process and worker holds 8 bytes for each sample that is left out, and none for the others.
     """
-    wrong, count = _wrong_in(stream, asked)
-    _tell(count - len(wrong), count, asked)
-    return stream.without(np.sort(wrong))
+    return stream.without(_excluded(stream, asked))
 
 
-def _wrong_in(dataset: ImageTextDataset | ImageTextStream, asked: str) -> tuple[np.ndarray, int]:
-    """The keys [n] int64 to leave out, and the number of all pairs, of a ledger of this dataset."""
-    keys, count, recorded = _wrong(asked)
-    check_data(recorded, dataset, asked.rpartition(":")[0])
-    return keys, count
+def _excluded(dataset: ImageTextDataset | ImageTextStream, asked: str, rows: int | None = None) -> np.ndarray:
+    """The keys [n] int64, in ascending order, of a dataset's pairs that are to be left out.
+
+    ``rows`` are those of a table, all of which a ledger need not have.
+    """
+    wrong, of_ledger, recorded = _wrong(asked)
+    count = of_ledger if rows is None else rows
+    if recorded not in (content := dataset.key_fingerprint(), dataset.content_fingerprint()):
+        raise ValueError(
+            f"The ledger {asked.rpartition(':')[0]} is of other data: it was written for {recorded}, and this is "
+            f"{content}. Its keys mean other pairs here. Run `infcl score` on this data, or name the data and split of "
+            "the ledger."
+        )
+    if len(wrong) == count:
+        raise ValueError(f"{asked} excludes all {count:,} pairs. Choose a higher probability, or a smaller share.")
+    if Processes().rank == 0:
+        print(f"Excluded by {asked}: {len(wrong):,} of {count:,} pairs.", file=sys.stderr)
+    return wrong
 
 
 def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
@@ -230,7 +227,7 @@ def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
             wrong = np.argsort(values, kind="stable")[:count]
         else:
             wrong = np.flatnonzero(values >= least)
-        return key[wrong].astype(np.int64), len(key), content
+        return np.unique(key[wrong]).astype(np.int64), len(key), content
 
 
 def words_of_excluded(asked: str) -> tuple[str, str]:
@@ -240,10 +237,3 @@ def words_of_excluded(asked: str) -> tuple[str, str]:
     lowest = number.endswith("%")
     which = f"the {number} with the lowest scores" if lowest else f"wrong with a probability of at least {number}"
     return f"{len(keys):,} of {count:,}, {which}", Path(path).name
-
-
-def _tell(kept: int, count: int, asked: str) -> None:
-    if kept == 0:
-        raise ValueError(f"{asked} excludes all {count:,} pairs. Choose a higher probability, or a smaller share.")
-    if Processes().rank == 0:
-        print(f"Excluded by {asked}: {count - kept:,} of {count:,} pairs.", file=sys.stderr)

@@ -58,7 +58,6 @@ def score_pairs(
         ValueError: there are fewer than two pairs for a process, or a score is not finite.
     """
     processes, setup = Processes(), trainer.setup
-    batch_size = setup.args.per_device_eval_batch_size
     parts: list[Columns] = []
     lowest: list[tuple[float, int, bytes]] = []
     waiting: list[_Embedded] = []
@@ -79,7 +78,7 @@ def score_pairs(
             kept = belongs >= 0
             waiting.append(_Embedded(columns, images, texts[kept], belongs[kept], inputs.get("pair_ids")))
             if sum(len(one.images) for one in waiting) >= 2 * window:
-                whole = -(-window // batch_size)
+                whole = -(-window // setup.args.per_device_eval_batch_size)
                 score(waiting[:whole])
                 waiting = waiting[whole:]
         if sum(len(one.images) for one in waiting) < 2:
