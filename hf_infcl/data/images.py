@@ -7,7 +7,7 @@ import io
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -18,7 +18,7 @@ from PIL import ExifTags, Image
 
 from ..shards.members import is_member, member_file, member_size, read_member
 from ..shards.urls import Url, without_secrets
-from ..shards.values import ERRORS
+from ..shards.values import ERRORS, in_brackets
 
 try:
     import simplejpeg  # the extra `fast`
@@ -98,8 +98,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                         "--zero_shot_dataset evaluates them."
                     )
                 raise ValueError(
-                    f"The dataset has no column {column!r}. Its columns are {few_names(dataset.column_names)}. Name "
-                    f"the right one with {option} (--{option} on the command line).{hint}"
+                    f"The dataset has no column {column!r}. Its columns are {in_brackets(dataset.column_names, 30)}. "
+                    f"Name the right one with {option} (--{option} on the command line).{hint}"
                 )
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")
@@ -227,12 +227,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             f"{self._or_skip}. `infcl check` lists all such rows.",
             cause,
         )
-
-
-def few_names(names: Sequence[str]) -> str:
-    """The names for a message, of many the first 30."""
-    shown = ", ".join(repr(name if len(name) <= 80 else f"{name[:80]}...") for name in names[:30])
-    return f"[{shown}]" if len(names) <= 30 else f"[{shown}, ...] ({len(names):,} in all)"
 
 
 def _metadata_above(dataset: datasets.Dataset) -> str:

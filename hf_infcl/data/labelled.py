@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..shards.values import ERRORS
+from ..shards.values import ERRORS, in_brackets
 from .columns import usual_column
 from .images import ImageDataset, is_integer, is_string
 
@@ -223,8 +223,8 @@ def _as_read(name: str) -> str:
 def _check_number(names: Sequence[str], known: Sequence[str]) -> None:
     if len(names) != len(known):
         raise ValueError(
-            f"There are {len(names)} class_names ({_listed(names)}) for the {len(known)} classes of the dataset "
-            f"({_listed(known)}). Name each of them, in their order."
+            f"There are {len(names)} class_names {in_brackets(names)} for the {len(known)} classes of the dataset "
+            f"{in_brackets(known)}. Name each of them, in their order."
         )
 
 
@@ -235,10 +235,7 @@ def _check_names(names: Sequence[str], known: Sequence[str], label_column: str) 
     wrong = [name for i, name in enumerate(names) if places.get(_as_read(name), i) != i]
     if wrong and len(places) == len(known):
         raise ValueError(
-            f"class_names has names of the label_column {label_column!r} in another order: [{_listed(names)}] instead "
-            f"of [{_listed(known)}], for example {wrong[0]!r}. Label i means the i-th name: pass them in that order."
+            f"class_names has names of the label_column {label_column!r} in another order: {in_brackets(names)} "
+            f"instead of {in_brackets(known)}, for example {wrong[0]!r}. Label i means the i-th name: pass them in "
+            "that order."
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")

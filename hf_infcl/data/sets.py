@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..shards.values import in_brackets
 from .columns import FIND, find_caption_column, find_label_column
-from .images import few_names
 from .labelled import ZeroShotDataset, names_by_label, read_lines, with_class_labels
 from .pairs import ImageTextDataset
 from .tables import Table
@@ -124,8 +124,8 @@ class SetSpec:
         column = self.columns.get(option) or FIND[option.removesuffix("_column")](rows.features, defaults[option])
         if column not in rows.column_names:
             raise ValueError(
-                f"It has no column {column!r}. Its columns are {few_names(rows.column_names)}. Name the right one with "
-                f"--{option}, or for this set alone behind its name: '?{option}=NAME'."
+                f"It has no column {column!r}. Its columns are {in_brackets(rows.column_names, 30)}. Name the right "
+                f"one with --{option}, or for this set alone behind its name: '?{option}=NAME'."
             )
         return column
 

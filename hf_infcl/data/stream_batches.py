@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
@@ -30,9 +30,6 @@ from .collator import DataCollator
 from .images import BadSampleError
 from .keyed import KeyedItem
 
-if TYPE_CHECKING:
-    from .streams import ImageTextStream
-
 logger = logging.getLogger(__name__)
 
 VERSION = 1  # version of the order of samples and of the state in checkpoints
@@ -41,7 +38,7 @@ _MAX_BAD = 100
 _DRAWS = 1024  # number of choices between the sources of a mixture that are drawn at a time
 
 # Reads the items of a micro-batch, of ascending numbers, and what `consume` has to know of it.
-Reader = Callable[[int], tuple[list[Any], dict[str, Any]]]
+ReadItems = Callable[[int], tuple[list[Any], dict[str, Any]]]
 
 
 class Share:
@@ -148,7 +145,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         """The rows of a table at (micro-batch, row) of this process after the consumed ones; for other data none."""
         return []
 
-    def reader(self) -> Reader:
+    def reader(self) -> ReadItems:
         """A new reader, which begins with the batches that follow the consumed ones."""
         raise NotImplementedError
 
@@ -173,6 +170,7 @@ class StreamBatches(MicroBatches):
     """The micro-batches of an `ImageTextStream` for one process.
 
     Args:
+        stream: an `ImageTextStream`.
         batch_size: the number of pairs of a micro-batch; or the `Share` of this stream.
         accumulation_steps: the number of micro-batches that each process contributes to a global batch, if
             ``batch_size`` is a number.
@@ -187,7 +185,7 @@ class StreamBatches(MicroBatches):
 
     def __init__(
         self,
-        stream: ImageTextStream,
+        stream: Any,
         batch_size: int | Share,
         collate: DataCollator = list,
         *,
@@ -293,7 +291,7 @@ class StreamBatches(MicroBatches):
             )
         return pieces
 
-    def reader(self) -> Reader:
+    def reader(self) -> ReadItems:
         lanes: dict[int, Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]] = {}
         cursors = dict(self._cursors)  # batches may be consumed while this reader goes on
 

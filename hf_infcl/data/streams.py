@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import Shard
-from ..shards.names import shown
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
 from ..shards.readers import Columns, Sample, reader_of
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
-from ..shards.values import describe_cause
+from ..shards.values import describe_cause, shortened
 from .augmentation import Augmentation, augment
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
@@ -271,7 +270,9 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             raise
         except Exception as error:  # decoders raise exceptions of any class
             cause = describe_cause(error)
-            raise BadSampleError(f"Sample {shown(key)} of the shard {url!r} is bad: {cause}. {_CURE}", cause) from error
+            raise BadSampleError(
+                f"Sample {shortened(key)} of the shard {url!r} is bad: {cause}. {_CURE}", cause
+            ) from error
 
     def _encoded(self, url: str, row: dict[str, Any]) -> bytes:
         image: bytes | str | None = row[self.image_column or ""]

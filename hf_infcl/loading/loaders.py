@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..checkpoints.record import RunRecord
 from ..data import ImageTextStream
 from ..data.collator import ContrastiveCollator, DataCollator
 from ..data.keyed import KeyedItem, PlainRows
@@ -111,21 +110,6 @@ def check_data_seed(dataset: object, data_seed: int | None) -> None:
             f"seed, which is {seed}. Pass the seed to the stream, as in ImageTextStream(..., seed={data_seed}), and "
             "leave data_seed out."
         )
-
-
-def training_loader(
-    dataset: Dataset[object], collator: DataCollator, setup: Setup, record: RunRecord | None
-) -> TrainingLoader:
-    """The training loader of a dataset that `is_own`; see `TrainingLoader`.
-
-    Raises:
-        ValueError: as `TrainingLoader`.
-    """
-    args = setup.args
-    where: dict[str, Any] = {"device": None if args.offload_inputs else args.device}
-    if record is not None:
-        where |= {"position": record.position or 0, "states": record.stream or ()}
-    return TrainingLoader(dataset, TrainingCollator(collator, setup), args, **where)
 
 
 def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tuple[Any, ...]) -> tuple[Any, ...]:

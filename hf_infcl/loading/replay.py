@@ -16,7 +16,7 @@ from ..data import ImageTextStream
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import MicroBatches, Reader, Share
+from ..data.stream_batches import MicroBatches, ReadItems, Share
 from ..options.arguments import InfCLTrainingArguments
 from ..shards.values import counted
 from .table_rows import TableRows
@@ -209,7 +209,7 @@ class MixedRows(MicroBatches):
         super().__init__(share, collate, **where)
         self._parts, self._consumed = parts, position * share.micro_batches
 
-    def reader(self) -> Reader:
+    def reader(self) -> ReadItems:
         readers = [part.reader() for part in self._parts]
 
         def read(number: int) -> tuple[list[Any], dict[str, Any]]:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -31,29 +31,6 @@ Batch = tuple[list[Item], list[str], dict[str, Tensor] | None, dict[str, Tensor]
 MakeLoader = Callable[..., Iterable[Batch]]  # a DataLoader of a dataset and its options
 
 
-class ItemSource(Protocol):
-    """What a model is computed on."""
-
-    kinds: tuple[str, ...]  # which of "images" and "texts" it has
-    parts: int  # their number
-
-    def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
-        """Yields the batches of each part; see `collated`, with which ``load`` makes a DataLoader."""
-
-    def fingerprint(self) -> str:
-        """A fingerprint of everything that is read."""
-
-    def described(self) -> dict[str, Any]:
-        """By what a training recognises the data, also on another machine."""
-
-
-def source_of_training(data: ImageTextDataset | ImageTextStream) -> ItemSource:
-    """The images and captions of a training set, as they are."""
-    if isinstance(data, ImageTextStream):
-        return ShardSource(data)
-    return TableSource(data.table, data, data.caption_column, skips=data.on_bad_sample == "skip")
-
-
 class TableSource(Dataset[Item]):
     """A table: images, captions or both.
 
@@ -63,6 +40,10 @@ class TableSource(Dataset[Item]):
         key_column: names the rows; by default the paths of the images do, or else the numbers of the rows.
         folder: the folder of the table, to which paths of images become relative if they are names.
         skips: whether a bad row is left out.
+
+    Attributes:
+        kinds: which of "images" and "texts" it has.
+        parts: their number.
     """
 
     def __init__(
@@ -83,6 +64,7 @@ class TableSource(Dataset[Item]):
         self.parts = -(-len(table) // ROWS_OF_PART)
 
     def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
+        """Yields the batches of each part; see `collated`, with which ``load`` makes a DataLoader."""
         ends = [(part * ROWS_OF_PART, min(len(self), (part + 1) * ROWS_OF_PART)) for part in parts]
         cuts = [
             [list(range(i, min(i + batch_size, end))) for i in range(begin, end, batch_size)] for begin, end in ends
@@ -96,10 +78,12 @@ class TableSource(Dataset[Item]):
         return len(self._images or self._texts)
 
     def fingerprint(self) -> str:
+        """A fingerprint of everything that is read."""
         of_images = "" if self._images is None else self._images.image_fingerprint()
         return f"{of_images} {self._texts._fingerprint} {self._caption_column}"
 
     def described(self) -> dict[str, Any]:
+        """By what a training recognises the data, also on another machine."""
         captions = self._captions if self._caption_column else None
         return described_table(len(self), self._images, captions)
 
@@ -138,6 +122,8 @@ class ShardSource:
 
     Args:
         stream: names the shards and their columns. All captions of an image are read, and it may have none.
+
+    The rest is as for `TableSource`.
     """
 
     def __init__(self, stream: ImageTextStream) -> None:
@@ -197,6 +183,16 @@ def collated(collator: ContrastiveCollator, items: Sequence[Item]) -> Batch:
     images = [{"image": item.pop("image")} for item in good if "image" in item]
     texts = [caption for item in good for caption in item.get("caption", ())]
     return good, bad, collator(images) if images else None, collator.tokenize(texts) if texts else None
+
+
+ItemSource = TableSource | ShardSource  # what a model is computed on
+
+
+def source_of_training(data: ImageTextDataset | ImageTextStream) -> ItemSource:
+    """The images and captions of a training set, as they are."""
+    if isinstance(data, ImageTextStream):
+        return ShardSource(data)
+    return TableSource(data.table, data, data.caption_column, skips=data.on_bad_sample == "skip")
 
 
 # ---- By what data are recognised ----

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from ..data.collator import DataCollator
 from ..data.keyed import SizedDataset, keyed_rows, read_rows
-from ..data.stream_batches import MicroBatches, Reader, Share
+from ..data.stream_batches import MicroBatches, ReadItems, Share
 from .wrapped import has_epochs, set_epoch
 
 
@@ -68,7 +68,7 @@ class TableRows(MicroBatches):
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         return [self._rows(self._consumed + self._rank + i * self._world_size)[row] for i, row in places]
 
-    def reader(self) -> Reader:
+    def reader(self) -> ReadItems:
         # Several workers may read different passes at the same time, and the epoch of a dataset is in shared memory.
         dataset = copy.deepcopy(self._dataset) if get_worker_info() and has_epochs(self._dataset) else self._dataset
         return lambda number: (self._items(dataset, number), {})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
+from ..checkpoints.record import RunRecord
 from ..data.collator import DataCollator
 from ..data.stream_batches import MicroBatches, Share
 from ..options.arguments import InfCLTrainingArguments
@@ -28,9 +29,7 @@ class TrainingLoader(DataLoader[Any]):
 
     Args:
         dataset: the training set. An epoch of a `Replayed` ends with its new pairs.
-        device: the device to which batches are moved; None leaves them in host memory.
-        position: the global batches that are trained already.
-        states: the `state` of every process of the checkpoint to resume from, for data that has one.
+        record: of the checkpoint to resume from, if there is one.
 
     Raises:
         ValueError: an epoch has fewer pairs than a global batch; or as `hf_infcl.data.stream_batches.StreamBatches`.
@@ -41,20 +40,18 @@ class TrainingLoader(DataLoader[Any]):
         dataset: Any,
         collate: DataCollator,
         args: InfCLTrainingArguments,
-        *,
-        device: torch.device | None,
-        position: int = 0,
-        states: Sequence[Mapping[str, Any]] = (),
+        record: RunRecord | None = None,
     ) -> None:
         # Trainer makes another loader of this one where a resumed run has trained a part of an epoch, and reads
         # nothing from that, which therefore needs no workers.
         super().__init__(dataset, batch_size=args.per_device_train_batch_size)
-        self._args, self._device = args, device
+        self._args, self._device = args, None if args.offload_inputs else args.device  # None is host memory
         self._windows = windows_of_epoch(dataset, args)
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps * args.world_size
         where: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
         where |= {"num_workers": args.dataloader_num_workers, "keyed": args.leave_out is not None}
-        where |= {"position": position, "states": states}
+        if record is not None:
+            where |= {"position": record.position or 0, "states": record.stream or ()}
         if isinstance(dataset, Replayed):
             self.batches: MicroBatches = dataset.batches(*sizes, collate, **where)
         else:

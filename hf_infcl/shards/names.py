@@ -5,25 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable
 
-from .values import listed
+from .values import shortened
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
-_SHOWN = 10  # names that a message lists
-_LONGEST = 80  # characters of a name
-
-
-def shown(name: str) -> str:
-    """A name in quotes, shortened."""
-    return repr(_shortened(name))
-
-
-def few(names: Iterable[str]) -> str:
-    """The first of many names, shortened."""
-    return listed([_shortened(name) for name in names], _SHOWN)
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
 
 
 def dots_in(key: str, extensions: Collection[str]) -> str:
@@ -32,8 +16,8 @@ def dots_in(key: str, extensions: Collection[str]) -> str:
     if dotted is None:
         return ""
     return (
-        f" The name of a sample ends at the first dot, so {shown(f'{key}.{dotted}')} belongs to the sample "
-        f"{shown(key)}. Use no other dot than that of the extension."
+        f" The name of a sample ends at the first dot, so {shortened(f'{key}.{dotted}')} belongs to the sample "
+        f"{shortened(key)}. Use no other dot than that of the extension."
     )
 
 
@@ -43,7 +27,7 @@ def apart(keys: Iterable[str]) -> str:
     for key in keys:
         if key in ended:
             return (
-                f" The files of a sample must follow each other, but those of {shown(key)} are apart. "
+                f" The files of a sample must follow each other, but those of {shortened(key)} are apart. "
                 "`tar --sort=name` packs them so."
             )
         ended.add(key)

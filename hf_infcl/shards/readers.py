@@ -17,11 +17,11 @@ import pyarrow
 import pyarrow.parquet
 import pyarrow.types as types
 
-from .names import IMAGE_EXTENSIONS, apart, dots_in, few, shown
+from .names import IMAGE_EXTENSIONS, apart, dots_in
 from .opening import open_shard
 from .tar_layout import DamagedShardError, split_name, tar_members, tar_samples, truncated
 from .tar_tables import tar_table
-from .values import counted, json_object
+from .values import counted, json_object, listed, shortened
 
 if TYPE_CHECKING:
     import datasets
@@ -58,40 +58,10 @@ class Columns(NamedTuple):
                 yield option, what, column
 
 
-class Reader:
-    """Reads the shards of one format.
-
-    Args:
-        urls: the shards; the first ones show whether there are such columns.
-
-    Raises:
-        ValueError: there are none; the message names those that there are.
-    """
+class Pieces:
+    """What readers of all formats have in common."""
 
     has_lists = False  # whether the captions are lists of strings
-
-    def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
-        raise NotImplementedError
-
-    @staticmethod
-    def features(urls: Sequence[str], image_column: str) -> datasets.Features:
-        """The columns that the shards have as a table, as their first samples or their schema show them.
-
-        Raises:
-            ValueError: no sample of tar files, or not the first parquet file, can be read.
-        """
-        raise NotImplementedError
-
-    def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Sample]]:
-        """(position after it, key, contents) of each sample that begins from position to before stop."""
-        raise NotImplementedError
-
-    def row(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """The values of the columns; None for one that the sample does not have.
-
-        An image is the contents of its file, or the path of a file beside the shard.
-        """
-        raise NotImplementedError
 
     def beginnings(self, url: str) -> Iterator[tuple[int, str]]:
         """(position, key) of each sample, without its contents."""
@@ -112,11 +82,17 @@ class Reader:
 # ---- Tar ----
 
 
-class TarReader(Reader):
+class TarReader(Pieces):
     """Samples of webdataset tar files: successive files whose names are equal up to the first dot of the last part.
 
     Contents are by extension. An error takes their place if it is not certain what belongs to the sample. At least one
     of the first samples must have a negative caption, if there is a column of these.
+
+    Args:
+        urls: the shards; the first ones show whether there are such columns.
+
+    Raises:
+        ValueError: there are none; the message names those that there are.
     """
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
@@ -129,12 +105,12 @@ class TarReader(Reader):
             try:
                 fields = _json_fields(sample)
             except ValueError as error:
-                problem = f"Sample {shown(key)} of the shard {url!r} has a .json that cannot be read: {error}."
+                problem = f"Sample {shortened(key)} of the shard {url!r} has a .json that cannot be read: {error}."
                 continue
             if not (missing := self._find(columns, sample, fields)):
                 return
-            there = f"Sample {shown(key)} of the shard {url!r} has the files {_dotted(sample)}"
-            there += f" and the JSON fields {few(map(repr, sorted(fields)))}." if "json" in sample else "."
+            there = f"Sample {shortened(key)} of the shard {url!r} has the files {_dotted(sample)}"
+            there += f" and the JSON fields {listed([*map(shortened, sorted(fields))])}." if "json" in sample else "."
             problem = f"{missing} {there}{dots_in(key, sample)}"
             if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
@@ -180,9 +156,11 @@ class TarReader(Reader):
 
     @staticmethod
     def features(urls: Sequence[str], image_column: str) -> datasets.Features:
+        """The columns that the shards have as a table, as their first samples show them; a ValueError without any."""
         return tar_table([(url, url) for url in urls], image_column, "train", _PROBED).features
 
     def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Sample]]:
+        """(position after it, key, contents) of each sample that begins from position to before stop."""
         wanted = self._extensions
 
         def contents(file: io.BufferedReader, extension: str, size: int) -> bytes | None:
@@ -196,7 +174,11 @@ class TarReader(Reader):
         with open_shard(url, position) as file:
             yield from tar_samples(file, url, contents, position, stop)
 
-    def row(self, sample: dict[str, bytes]) -> dict[str, Any]:
+    def row(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """The values of the columns; None for one that the sample does not have.
+
+        An image is the contents of its file, or the path of a file beside the shard.
+        """
         fields = None
         row: dict[str, Any] = {}
         for column, (in_json, extension) in self._columns.items():
@@ -232,14 +214,14 @@ def _images(sample: dict[str, bytes]) -> list[str]:
 
 
 def _dotted(extensions: Iterable[str]) -> str:
-    return few(f".{extension}" for extension in extensions)
+    return listed([f".{extension}"[:80] for extension in extensions])
 
 
 # ---- Parquet ----
 
 
-class ParquetReader(Reader):
-    """Rows of parquet files, by their numbers; only the needed columns and row groups are read."""
+class ParquetReader(Pieces):
+    """Rows of parquet files, by their numbers; only the needed columns and row groups are read. As `TarReader`."""
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
         self._image_column = columns.image
@@ -335,10 +317,11 @@ _FITS: dict[str, tuple[Callable[[pyarrow.DataType], bool], str]] = {
 
 # ---- Formats ----
 
-READERS: dict[str, type[Reader]] = {".tar": TarReader, ".parquet": ParquetReader}
+Reader = TarReader | ParquetReader
+READERS: dict[str, type[TarReader] | type[ParquetReader]] = {".tar": TarReader, ".parquet": ParquetReader}
 
 
-def reader_of(urls: Sequence[str]) -> type[Reader]:
+def reader_of(urls: Sequence[str]) -> type[TarReader] | type[ParquetReader]:
     """The reader of shards, which are all of one format."""
     formats = {posixpath.splitext(url)[1]: url for url in urls}
     if len(formats) > 1:

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from .names import shown
+from .values import shortened
 
 T = TypeVar("T")  # what is taken of a file
 
@@ -52,7 +52,7 @@ def tar_samples(
         end, has_contents = following, info.isreg() and not info.issparse()
         if extension in seen:
             problem = problem or (
-                f"The shard {url!r} holds more than one file {shown(f'{stem}.{extension}')}. Samples of the same "
+                f"The shard {url!r} holds more than one file {shortened(f'{stem}.{extension}')}. Samples of the same "
                 "name must not follow each other, since they cannot be told apart."
             )
         seen.add(extension)
@@ -62,8 +62,8 @@ def tar_samples(
             sample[extension] = content
         else:
             problem = problem or (
-                f"The shard {url!r} holds {shown(info.name)} as a link or a sparse file, which has no contents of its "
-                "own. GNU tar stores them with --hard-dereference --dereference."
+                f"The shard {url!r} holds {shortened(info.name)} as a link or a sparse file, which has no contents of "
+                "its own. GNU tar stores them with --hard-dereference --dereference."
             )
     if key is not None:
         yield end, key, DamagedShardError(problem) if problem else sample

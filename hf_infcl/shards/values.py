@@ -34,16 +34,22 @@ def counted(count: int, word: str) -> str:
     return f"{count:,} {word}{ending}"
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def listed(names: Sequence[str], most: int = 10) -> str:
     """The first of many names for a message."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
+def in_brackets(names: Sequence[str], most: int = 10) -> str:
+    """The first of many names for a message, as a list of texts is shown."""
+    return f"[{listed([*map(shortened, names)], most)}]"
+
+
 def shortened(value: object) -> str:
-    """How a message shows a value."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    """How a message shows a value, a text in quotes."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text if len(text) <= 80 else f"{text[:80]}..."
+    return repr(text) if isinstance(value, str) else text
 
 
 def describe_cause(error: Exception) -> str:

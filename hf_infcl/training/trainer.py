@@ -254,7 +254,8 @@ class InfCLTrainer(Trainer):
             pairs = self._remove_unused_columns(pairs, "training")
         elif not isinstance(pairs, IterableDataset):
             collator = self._get_collator_with_removed_columns(collator, "training")
-        return loaders.training_loader(pairs, collator, self.setup, self.resumption.record)
+        collate = loaders.TrainingCollator(collator, self.setup)
+        return loaders.TrainingLoader(pairs, collate, self.args, self.resumption.record)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
