@@ -24,7 +24,6 @@ BENCHMARKS = {
     "optimizer": "time and memory of a step of Muon and AdamW",
     "evaluation": "a zero-shot evaluation beside a pure forward",
     "data": "images per second and core, the cost of passing them on, and training from shards",
-    "lookup": "a teacher's stored embeddings beside what a worker does with an image",
     "embedders": "a step of ExactContrastiveLoss beside sentence-transformers' cached loss",
     "tables": "the tables of the Inf-CL paper, from the rows of the others",
 }

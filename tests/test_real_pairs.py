@@ -359,7 +359,7 @@ def test_the_committed_tables_are_those_of_the_committed_rows(module, tmp_path, 
 
 
 def test_a_rate_at_an_edge_has_a_star_and_a_batch_that_grows_its_sizes(module):
-    rows = module("rows")
+    rows = module("tables")
 
     def cell(*scores: float) -> str:
         run = {"seed": 0, "finished": True, "batch": 512}

@@ -357,30 +357,8 @@ def test_benchmark_step_measures_what_it_is_asked_for(script, asked, measured):
     assert [row["implementation"] for row in rows] == measured
 
 
-def test_benchmark_step_measures_texts_in_larger_micro_batches(script, tmp_path):
-    step = script("benchmarks.step")
-    words = ["--model", "tiny", "--micro-batch-size", 2, "--accumulation-steps", 4, "--texts", "--text-tokens", 6]
-    once = functools.partial(step.common.slowest_seconds, budget=0)
-    with mock.patch.object(step.common, "slowest_seconds", lambda run, device, budget: once(run, device)):
-        rows = measure(step, *words, "--output", tmp_path / "step.csv")
-    assert [(row["accumulation_steps"], row["micro_batch_size"], row["implementation"]) for row in rows] == [
-        ("4", "2", f"texts in {passes} micro-batches, {keep} graphs kept") for passes, keep in ((4, 1), (4, 4), (1, 1))
-    ]
-    assert all(float(row["ms"]) > 0 and float(row["ratio"]) > 0 for row in rows)
-    assert rows[0]["ratio"] == "1.0"
-
-
 def tokens_of(args: Any, given: Any) -> int:
     return (args[0] if args else given["hidden_states"]).shape[1]
-
-
-def test_benchmark_lookup_finds_the_embeddings_of_every_pair(script, tmp_path):
-    words = ["--rows", 9000, "--pairs", 40, "--rounds", 2, "--images", 96, "--folder", tmp_path]
-    first, *others = measure(script("benchmarks.lookup"), *words, "--output", tmp_path / "data.csv")
-    assert [row["implementation"] for row in others] == [f"9,000 stored embeddings, {n}" for n in ("first", "again")]
-    for row in others:
-        assert float(row["ratio"]) == pytest.approx(float(row["ms"]) / float(first["ms"]), abs=1e-3)
-    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"], "the embeddings are removed"
 
 
 def test_benchmark_step_profiles_the_phases_of_a_step(script, tmp_path):

@@ -10,8 +10,7 @@ the first steps of a training, for which a JPEG may be decoded at half its size.
 time per image, including its share of passing on the batch. Quantiles are over rounds in which all implementations take
 turns, so that other load on the machine affects all of them. ``per_second`` is 1000 / ms, the images per second of one
 core. OpenCLIP's transforms are taken from open_clip_torch if it can be imported, which needs a torchvision that matches
-torch; otherwise they are written out with PIL. "commit 70601dd" is this package's code at that commit, read from the
-repository's history, with each of transformers' image backends that can be imported.
+torch; otherwise they are written out with PIL.
 ``queue``: batches of 256 images are passed from a worker to the main process and copied there once, as pinning does.
 ``ms`` is the CPU time of the main process per batch.
 ``tar``: samples with an image, a text and a JSON file are read from a tar shard. ``ms`` is the CPU time per sample.
@@ -22,10 +21,8 @@ micro-batches in host memory. ``per_second`` is the number of images per second 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import json
-import subprocess
 import tarfile
 import tempfile
 import time
@@ -50,7 +47,6 @@ COLUMNS = tuple(
     ms_p10 ms_p90 per_second ratio ratio_to peak_gib note
     """.split()
 )
-LANDED = "70601dd"
 OPEN_CLIP = "OpenCLIP, training"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
@@ -148,23 +144,6 @@ def _to_tensor(picture: Image.Image) -> torch.Tensor:
     return pixels.sub_(torch.tensor(MEAN)[:, None, None]).div_(torch.tensor(STD)[:, None, None])
 
 
-def landed() -> Any:
-    """The data module of an earlier commit; None without the repository's history."""
-    command = ["git", "-C", str(RESULTS), "show", f"{LANDED}:hf_infcl/data.py"]
-    done = subprocess.run(command, capture_output=True, check=False)
-    if done.returncode:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "landed_data.py")
-        path.write_bytes(done.stdout)
-        spec = importlib.util.spec_from_file_location("landed_data", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
-
-
 def processor(image_processor: Any) -> Any:
     """A CLIPProcessor whose tokenizer knows only single letters, so that texts cost next to nothing."""
     import transformers
@@ -181,18 +160,11 @@ def worker(args: argparse.Namespace) -> Iterator[Row]:
 
     files = jpegs(args.images)
     rows = datasets.Dataset.from_dict({"image": files, "caption": ["a"] * len(files)})
-    backends = {"PIL backend": transformers.CLIPImageProcessorPil()}
-    if importlib.util.find_spec("torchvision") is not None:
-        backends["torchvision backend"] = transformers.CLIPImageProcessor()
-    ours = ContrastiveCollator(processor(backends["PIL backend"]), uint8=True)
+    ours = ContrastiveCollator(processor(transformers.CLIPImageProcessorPil()), uint8=True)
     transforms, note = open_clip_transforms()
     ways: dict[str, tuple[Any, Any, str]] = {
         name: (Transformed(files, transform), default_collate, note) for name, transform in transforms.items()
     }
-    if (module := landed()) is not None:
-        for name, backend in backends.items():
-            collator = module.ContrastiveCollator(processor(backend))
-            ways[f"commit {LANDED}, {name}"] = module.ImageTextDataset(rows), collator, ""
     for augmentation in ("none", "crop"):
         dataset = ImageTextDataset(rows, augmentation=augmentation)
         label = "center crop" if augmentation == "none" else "random crop"
@@ -324,50 +296,23 @@ def train(args: argparse.Namespace) -> Iterator[Row]:
         for mode in args.modes:
             reference = None
             for name in ("pool", "tar shards", "pool, offload_inputs", "tar shards, offload_inputs"):
-                data: dict[str, Any] = {}
+                options: dict[str, Any] = {"dataloader_num_workers": args.workers, "offload_inputs": "offload" in name}
+                options |= {"dataloader_prefetch_factor": 4 if args.workers else None, "data_collator": collator}
+                kind: Any = training.PooledInfCLTrainer
                 if name.startswith("tar"):
-                    data = {"train_dataset": ImageTextStream(shards, augmentation="crop")}
-                with tempfile.TemporaryDirectory() as output:
-                    arguments = training_arguments(args, output, mode == "compiled", "offload" in name)
-                    clock = training.Clock(arguments.device)
-                    kind = InfCLTrainer if data else training.PooledInfCLTrainer
-                    trainer = kind(inputs.build(args.model), arguments, collator, callbacks=[clock], **data)
-                    trainer.pool = pool
-                    trainer.remove_callback(transformers.PrinterCallback)
-                    trainer.train()
+                    kind, options["train_dataset"] = InfCLTrainer, ImageTextStream(shards, augmentation="crop")
+                model, steps = inputs.build(args.model), args.warmup + args.steps
+                options["torch_compile"] = mode == "compiled"
+                clock, _ = training.train(kind, model, pool, steps, args.accumulation_steps, **options)
                 times = np.diff(clock.stamps)[args.warmup :]
                 row = common.quantiles(times.tolist())
                 row["per_second"] = round(batch * len(times) / float(times.sum()), 1)
                 reference = reference or row["per_second"]
-                row["ratio"] = round(row["per_second"] / reference, 3)
+                row |= {"ratio": round(row["per_second"] / reference, 3), "rounds": args.steps}
                 row["peak_gib"] = round(clock.peak / common.GIB, 3)
-                row["rounds"] = args.steps
-                row["note"] = (
-                    f"{args.model}, {args.accumulation_steps} × {args.micro_batch_size}, {args.workers} workers"
-                )
+                sizes = f"{args.accumulation_steps} × {args.micro_batch_size}"
+                row["note"] = f"{args.model}, {sizes}, {args.workers} workers"
                 yield {"implementation": f"{name}, {mode}", "ratio_to": f"pool, {mode}"} | row
-                del trainer
-
-
-def training_arguments(args: argparse.Namespace, output: str, compiled: bool, offload: bool) -> Any:
-    from hf_infcl import InfCLTrainingArguments
-
-    from . import training
-
-    on_gpu = torch.cuda.is_available()
-    return InfCLTrainingArguments(
-        output_dir=output,
-        per_device_train_batch_size=args.micro_batch_size,
-        gradient_accumulation_steps=args.accumulation_steps,
-        max_steps=args.warmup + args.steps,
-        bf16=on_gpu,
-        use_cpu=not on_gpu,
-        torch_compile=compiled,
-        offload_inputs=offload,
-        dataloader_num_workers=args.workers,
-        dataloader_prefetch_factor=4 if args.workers else None,
-        **training.ONLY_STEPS,
-    )
 
 
 def plot(table: Path) -> None:

@@ -30,9 +30,6 @@ exists before that step. A batch that does not fit by computation (the peak of t
 window, the logits) gets a row with a note. With --compile everything is compiled. A single step then includes the
 compilation, whose results the window before it has cached on disk.
 
-With --texts, both towers alone encode a window: texts in as many micro-batches as images, also with all their graphs
-kept, and all texts at once. ``ratio`` is the rate relative to the first of these.
-
 With --profile FOLDER, the benchmark instead measures the time of each phase of InfCLTrainer's step (data, first pass,
 loss, second pass, clipping, optimizer), with the device synchronised between phases. It prints a table, and writes it
 to FOLDER together with a trace of one step without synchronisation.
@@ -51,16 +48,13 @@ import gc
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_infcl import contrastive_loss
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.patch_dropout import PatchDropout
 
 from . import common, inputs, peers, training
 from .common import RESULTS, SCALE, Row
@@ -123,10 +117,6 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"--profile takes one value of each of {', '.join(values)}.")
     for one in settings:
         environment = common.environment(device, "transformers")
-        if args.texts:
-            for row in texts(one, device):
-                common.append(args.output, COLUMNS, environment | row)
-            continue
         pixels = getattr(torch, args.pixel_dtype)
         shape = {"image_size": one.image_size, "tokens": one.text_tokens}
         pool = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **shape)
@@ -139,7 +129,7 @@ def run(args: argparse.Namespace) -> None:
         environment |= {"world_size": common.world_size()} | {name: getattr(one, name) for name in same}
         for row in (table if args.global_batch_sizes else overhead)(one, pool, device):
             common.append(args.output, COLUMNS, environment | row)
-    if args.profile is None and not args.texts and common.rank() == 0:
+    if args.profile is None and common.rank() == 0:
         plot(args.output)
     common.end_processes()
 
@@ -232,68 +222,6 @@ def implementations(
 
     yield "OpenCLIP's own model", own, 1
     yield "OpenCLIP's own model, --accum-freq", own, steps
-
-
-def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """Rows of both towers over a window, whose texts are encoded in as many micro-batches as its images, or at once.
-
-    As in InfCLTrainer's window, the first micro-batch keeps its graph and the others are encoded twice, here with the
-    sum of all features for a loss; texts may keep all their graphs.
-    """
-    model = inputs.build(args.model, args.image_size).to(device).train()
-    total, steps = args.micro_batch_size * args.accumulation_steps, args.accumulation_steps
-    config, g = model.config.text_config, torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, config.eos_token_id - 1, (total, args.text_tokens), generator=g)
-    tokens[:, -1] = config.eos_token_id
-    side = model.config.vision_config.image_size
-    images = torch.randn(total, 3, side, side, device=device).split(args.micro_batch_size)
-    tokens = tokens.to(device)
-    share = args.patch_dropout
-    if share:
-        PatchDropout(DualEncoder(model), share)
-    same = {"world_size": 1, "model": args.model, "batch_size": total, "comparison": "texts", "patch_dropout": share}
-    same |= {"image_size": side, "text_tokens": args.text_tokens, "accumulation_steps": steps}
-    same |= {"micro_batch_size": args.micro_batch_size}
-
-    def encode(part: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            if part.is_floating_point():
-                return model.get_image_features(pixel_values=part).pooler_output
-            return model.get_text_features(input_ids=part).pooler_output
-
-    def step(parts: Sequence[torch.Tensor], keep: int) -> None:
-        micro_batches = [*images, *parts]
-        kept = {0, *range(len(images), len(images) + keep)}
-        graphs = {}
-        for number, micro_batch in enumerate(micro_batches):
-            with torch.set_grad_enabled(number in kept):
-                features = encode(micro_batch)
-            if number in kept:
-                graphs[number] = features
-        for number, micro_batch in enumerate(micro_batches):
-            (graphs.pop(number) if number in graphs else encode(micro_batch)).sum().backward()
-        model.zero_grad()
-
-    for compiled in (False, True) if args.compile else (False,):
-        if compiled:
-            for tower in (model.vision_model, model.text_model):
-                for layer in tower.encoder.layers:
-                    layer.compile(dynamic=False)
-        plain = None
-        for passes, keep in ((steps, 1), (steps, steps), (1, 1)):
-            run = partial(step, tokens.split(total // passes), keep)
-            run()
-            times = common.slowest_seconds(run, device, budget=3.0)
-            name = f"texts in {passes} micro-batches, {keep} graphs kept" + ", compiled" * compiled
-            row = same | {"implementation": name, "steps": len(times), **common.quantiles(times)}
-            plain = plain or row["ms"]
-            peak = common.peak_bytes(run, device)
-            yield row | {
-                "images_per_s": round(1000 * total / row["ms"], 1),
-                "ratio": round(plain / row["ms"], 3),
-                "peak_gib": "" if peak is None else round(peak / common.GIB, 3),
-                "note": "both towers alone",
-            }
 
 
 def profile(args: argparse.Namespace, pool: list[Any], device: torch.device) -> None:
@@ -443,7 +371,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
     parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="default: that of the model")
     parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], metavar="SHARE", help="default: none")
-    parser.add_argument("--texts", action="store_true", help="measure larger micro-batches of texts")
     parser.add_argument("--text-tokens", type=int, nargs="+", help="of a text; default: as many as it may have")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="'NAME, compiled' is not measured eager; default: all")

@@ -251,6 +251,8 @@ def train(
     callbacks: Sequence[Any] = (),
     patch_dropout: float = 0.0,
     taught: bool = False,
+    data_collator: Any = None,
+    train_dataset: Any = None,
     **options: Any,
 ) -> tuple[Clock, Any]:
     """Trains; returns the clock and the trainer.
@@ -281,10 +283,10 @@ def train(
         clock = Clock(args.device)
         term: dict[str, Any] = {"extensions": [TeacherDistance(InBatch(), 1.0)]} if taught else {}
         callbacks = [clock, *([phases] if phases else []), *callbacks]
-        trainer = trainer_class(model=model, args=args, callbacks=callbacks, **term)
+        trainer = trainer_class(model, args, data_collator, train_dataset=train_dataset, callbacks=callbacks, **term)
         trainer.pool = pool
         in_uint8, by_default = pool[0]["pixel_values"].dtype == torch.uint8, "global_batch_size" in options
-        if in_uint8 or by_default:
+        if data_collator is None and (in_uint8 or by_default):
             parts = {(True, False): Normaliser, (False, True): Padded, (True, True): PaddedNormaliser}
             trainer.data_collator = parts[in_uint8, by_default]()
         trainer.remove_callback(transformers.PrinterCallback)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image, ImageDraw, ImageFont
 
-from .rows import (
+from .tables import (
     COST_OF_OPTIMIZERS,
     FIXED_SAMPLES,
     FIXED_STEPS,
@@ -244,7 +244,7 @@ def draw_wrong_captions(found: dict[tuple[str, ...], dict[str, Any]], path: Path
     """Recalls against the share of wrong captions: trained on all pairs, without those found, and on right ones.
 
     Args:
-        found: of `job_tables.wrong_and_taught_rows`.
+        found: of `tables.wrong_and_taught_rows`.
         path: of the picture.
     """
     figure, (axes,) = panels(1, 2)
