@@ -153,7 +153,7 @@ def test_nothing_is_trained_before_it_is_told(tmp_path):
 
 @pytest.mark.parametrize("token", [2, 20])
 def test_it_is_not_converted(token, places, tmp_path):
-    with pytest.raises(ValueError, match=f"eos_token_id of its text_config is {token} .*ends texts with 14"):
+    with pytest.raises(ValueError, match=f"eos_token_id of the model's text_config is {token}, .*ends texts with 14"):
         convert(places / str(token), tmp_path / "theirs", to="open_clip")
     assert not (tmp_path / "theirs").exists()
 

@@ -45,10 +45,13 @@ class OpenClipSource(NamedTuple):
     folder: Path | None
 
 
-def is_of_open_clip(source: str) -> bool:
-    """Whether it is a file, or a folder or a Hub repository with a model of OpenCLIP and none of transformers."""
+def is_of_open_clip(source: str, open_clip_model: str | None = None) -> bool:
+    """Whether it is a file, or a folder or a Hub repository with a model of OpenCLIP and none of transformers.
+
+    With the name of its ``open_clip_model``, it is meant to be one.
+    """
     path = Path(source)
-    if path.is_file() or source.startswith(HUB):
+    if open_clip_model is not None or path.is_file() or source.startswith(HUB):
         return True
     if path.is_dir():
         names = {file.name for file in path.iterdir()}

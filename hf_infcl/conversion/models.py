@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from ..encoders.model_types import pads_texts
-from ..encoders.pooling import Pooling
+from ..encoders.pooling import Pooling, SameEmbeddings
 from ..hub import asks_hub_once
 from ..readable import give_usual_modes
 from .folders import CONFIG, OpenClipSource, is_of_open_clip, read, read_config, write
@@ -64,14 +64,17 @@ def load(
     Raises:
         ValueError: they cannot be loaded, or weights are missing.
     """
-    if open_clip_model is None and not is_of_open_clip(checkpoint):
-        options: dict[str, Any] = {"merges": merges, "new_weights": new_weights, "seed": seed}
-        model, processor = load_pretrained(checkpoint, dtype=torch.float32, **options)
+    if not is_of_open_clip(checkpoint, open_clip_model):
+        model, processor = load_pretrained(
+            checkpoint, dtype=torch.float32, merges=merges, new_weights=new_weights, seed=seed
+        )
         return Loaded(model, _with_tokenizer(processor, tokenizer, model.config))
     if new_weights:
         raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
-    model, processor, sentences = _incoming(checkpoint, open_clip_model, tokenizer)
-    told = [*sentences]
+    told: list[str] = []
+    model, processor = load_open_clip(
+        checkpoint, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
+    )
     return Loaded(model.float(), processor, told)
 
 
@@ -91,7 +94,7 @@ def load_readers(
     checkpoint: str, open_clip_model: str | None = None, tokenizer: str | None = None
 ) -> tuple[PretrainedConfig, Any]:
     """The model's config and its processor; takes and raises what `load` does, and needs no weights of transformers."""
-    if open_clip_model is not None or is_of_open_clip(checkpoint):
+    if is_of_open_clip(checkpoint, open_clip_model):
         loaded = load(checkpoint, open_clip_model, tokenizer=tokenizer)
         return loaded.model.config, loaded.processor
     base = base_of_adapters(checkpoint)
@@ -102,7 +105,7 @@ def load_readers(
 @asks_hub_once
 def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
     """The model's config; takes and raises what `load` does."""
-    if open_clip_model is not None or is_of_open_clip(checkpoint):
+    if is_of_open_clip(checkpoint, open_clip_model):
         return transformers_config(read_config(checkpoint, open_clip_model)[0])
     return load_pretrained_config(checkpoint, base_of_adapters(checkpoint))
 
@@ -150,34 +153,23 @@ def load_open_clip(
     Raises:
         ValueError: transformers has no such model, the source does not hold a complete one, or the embeddings differ.
     """
-    model, processor, sentences = _incoming(source, open_clip_model, tokenizer)
-    for sentence in sentences:
-        tell(sentence)
-    return model, processor
-
-
-def _incoming(source: str | Path, open_clip_model: str | None, named: str | None) -> tuple[Any, Any, Iterator[str]]:
     saved = read(source, open_clip_model)
     model, notes = from_open_clip(saved.tensors, saved.config)
     check_finite(str(source), model.state_dict())
     siglip, stated = model.config.model_type == "siglip", saved.config.get("preprocess_cfg") or {}
     images = image_processor(stated, model.config.vision_config.image_size)
-    tokenizer: Any = prepared(_tokenizer(saved, named), saved.config["model_cfg"]["text_cfg"])
-    for name in ("bos", "eos", "pad"):  # of which only CLIP's eos has an effect, which is set already
-        if name != "eos" or siglip:
-            setattr(model.config.text_config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
+    words: Any = prepared(_tokenizer(saved, tokenizer), saved.config["model_cfg"]["text_cfg"])
+    for name in ("bos", "pad", "eos") if siglip else ("bos", "pad"):  # of CLIP only eos has an effect, and is set
+        setattr(model.config.text_config, f"{name}_token_id", getattr(words, f"{name}_token_id"))
     if not stated:
         notes.append(
             "The config says nothing about the preparation of images, so it is OpenCLIP's default: bicubic, the "
             "shortest edge, a centre crop, OpenAI's mean and standard deviation."
         )
-
-    def sentences() -> Iterator[str]:
-        yield from (*notes, UNREPAIRED)
-        yield _compared(model, saved.tensors, saved.config)
-
+    for sentence in (*notes, UNREPAIRED, _compared(model, saved.tensors, saved.config)):
+        tell(sentence)
     kind = transformers.SiglipProcessor if siglip else transformers.CLIPProcessor
-    return model, kind(image_processor=images, tokenizer=tokenizer), sentences()
+    return model, kind(image_processor=images, tokenizer=words)
 
 
 def _tokenizer(saved: OpenClipSource, named: str | None) -> Any:
@@ -251,14 +243,15 @@ def convert(
 def _to_transformers(
     source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None
 ) -> Iterator[str]:
-    merged = ""
-    if (base := base_of_adapters(str(source))) is not None:
+    told: list[str] = []
+    if base := base_of_adapters(str(source)):
         model, processor = load_pretrained(str(source))
-        merged = f"The adapters were merged into {base}. "
     else:
-        model, processor, sentences = _incoming(source, open_clip_model, tokenizer)
+        model, processor = load_open_clip(
+            source, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
+        )
         check_ends(model, processor.tokenizer)
-        yield from sentences
+    yield from told
     model.save_pretrained(target)
     give_usual_modes(target)
     processor.save_pretrained(target)
@@ -270,6 +263,7 @@ def _to_transformers(
         for name in SENTENCE_FILES:  # which a training writes beside adapters as well
             if Path(source, name).is_file():
                 shutil.copy(Path(source, name), target)
+    merged = f"The adapters were merged into {base}. " if base else ""
     yield f"{merged}{type(model).__name__} and its processor were written to {target}."
 
 
@@ -398,23 +392,10 @@ def _fixed_inputs(config: Any, length: int | None) -> tuple[Tensor, Tensor]:
 
 
 def check_ends(model: Any, tokenizer: Any) -> None:
-    """Raises a ValueError if two different words have one embedding, alone or behind a token that was added.
-
-    A causal tower takes the embedding at a token that its config names. If that is not the one that ends texts, what
-    follows it is not read: an id that no text has stands for the first token, and in old configs 2 for the largest.
-    """
-    if (pooling := Pooling.of_config(model.config.text_config)) is None:
-        return
-    named = tokenizer.special_tokens_map.values()
+    """Raises a ValueError if two different words get one embedding, alone or behind a token that was added."""
+    pooling, named = Pooling.of_config(model.config.text_config), tokenizer.special_tokens_map.values()
     added = {index: token for token, index in tokenizer.get_added_vocab().items() if token not in named}
     for begin in ("", *[f"{added[index]} " for index in sorted(added)[-1:]]):
-        words = f"{begin}a", f"{begin}b"
-        one, other = (tokenizer(word, truncation=True)["input_ids"] for word in words)
-        first, second = (pooling.reading(ids, len(ids) - 1) for ids in (one, other))
-        if one != other and first and second and first.read == second.read:
-            raise ValueError(
-                f"The texts {words[0]!r} and {words[1]!r} have one embedding, because the model takes it before their "
-                f"end. The eos_token_id of its text_config is {pooling.stated} (2 stands for the largest token of a "
-                f"text in the configs of old CLIPs), but the tokenizer ends texts with {one[-1]}. Set eos_token_id to "
-                f"{one[-1]} in the text_config of config.json, or take the tokenizer with which the model was trained."
-            )
+        same_embeddings = SameEmbeddings(pooling)
+        for word in "ab":
+            same_embeddings.check(torch.tensor([tokenizer(f"{begin}{word}", truncation=True)["input_ids"]]))
