@@ -86,6 +86,55 @@ def test_swapped_captions_are_found_and_the_others_are_learned_better(noisy, tmp
     assert hits[0] > hits[1] + 0.01
 
 
+class Classes(models.Pairs):
+    """Images of a few classes, whose one caption each has; a tenth has another class's caption and id."""
+
+    def __init__(self, sizes: list[float]) -> None:
+        super().__init__(192)
+        generator = torch.Generator().manual_seed(1)
+        pictures = torch.randn(len(sizes), *self.images.shape[1:], generator=generator)
+        label = torch.multinomial(torch.tensor(sizes).float(), 192, True, generator=generator)
+        self.images = pictures[label] + 0.6 * torch.randn(self.images.shape, generator=generator)
+        self.is_wrong = torch.arange(192) % 10 == 0
+        self.ids = (label + self.is_wrong) % len(sizes)
+        self.tokens = torch.randint(2, 40, (len(sizes), 5), generator=generator)[self.ids]
+        self.mask = torch.ones_like(self.tokens)
+
+
+@pytest.mark.parametrize(("sizes", "batch"), [([1, 1, 1], 32), ([1, 1, 1, 1], 32), ([90, 7, 3], 32), ([1, 1, 1], 4)])
+def test_wrong_labels_among_few_classes_are_found_and_right_ones_stay(tmp_path, sizes, batch):
+    data = Classes(sizes)
+    steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 1, "max_steps": 192 * 16 // batch}
+    selection = selection_of(trained(trainer(tmp_path, data, leave_out="noisy", **steps)))
+    found = selection.left_out()
+    assert found[data.is_wrong].float().mean() > 0.75
+    assert found[~data.is_wrong].float().mean() < 0.05
+
+
+def test_it_stops_before_it_leaves_most_pairs_out(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(selection.logger, "warning", said.append)
+    keys, scores = torch.arange(100)[None], torch.full((1, 100), 4.0).double()
+    scores[0, :20] = -1
+    one = WithoutNoisyPairs(100)
+    for _ in range(4):
+        stays = one._stays(keys, scores)
+    assert int((~stays).sum()) == 20
+    scores[0, 99] = 3000  # moves the border above all others
+    assert bool(one._stays(keys, scores).all())
+    assert said == [
+        "The rule of leave_out stops, because it would leave out 99% of the pairs. All are trained from now on."
+    ]
+    again = WithoutNoisyPairs(100)
+    again.load_state_dict(one.state_dict())
+    for each in (one, again):
+        assert bool(each._stays(keys, scores).all())
+        assert not each.left_out().any()
+        assert each.card["pairs left out"].startswith("none, because it would leave out 99% of the pairs")
+    one.close()
+    assert len(said) == 1
+
+
 # ---- Decisions ----
 
 

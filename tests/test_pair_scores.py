@@ -81,6 +81,32 @@ def test_a_pair_that_does_not_belong_together_scores_0_on_average():
     assert scores[~wrong].mean() > 2
 
 
+def few_classes(classes: int, sizes: list[float], noise: float = 0.05) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images near the one text of their class, a tenth of them with another class's text and id: these are wrong."""
+    generator = torch.Generator().manual_seed(4)
+    names = F.normalize(torch.randn(classes, DIM, generator=generator), dim=1)
+    label = torch.multinomial(torch.tensor(sizes).float(), 192, True, generator=generator)
+    images = F.normalize(names[label] + noise * torch.randn(192, DIM, generator=generator), dim=1)
+    wrong = torch.rand(192, generator=generator) < 0.1
+    given = (label + wrong) % classes
+    return images, names[given], given, wrong
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [1, 1, 1], [1, 1, 1, 1], [90, 7, 3], [70, 10, 10, 10]])
+def test_scores_of_few_classes_stay_near_each_other(sizes):
+    """The others of an image are the same one or two texts, whose deviation says nothing."""
+    for batch in (8, 192):
+        for first in range(0, 192, batch):
+            images, texts, ids, wrong = (part[first : first + batch] for part in few_classes(len(sizes), sizes))
+            scores = pair_scores(images, texts, pair_ids=ids)
+            scored = (ids[:, None] != ids).any(1)
+            assert torch.equal(scores.isfinite(), scored), "without others there is no score"
+            if batch == 192:
+                assert scores[~wrong].median() > 2
+                assert scores[~wrong].max() < 6 * scores[~wrong].median()
+                assert scores[wrong].mean() < 0.5
+
+
 # ---- Averages ----
 
 

@@ -80,6 +80,10 @@ def collate(items: Any) -> dict[str, torch.Tensor]:
     return concepts().batch([number_of(item) for item in items])
 
 
+def collate_with_ids(ids: list[int]) -> Any:
+    return lambda items: collate(items) | {"pair_ids": torch.tensor([ids[number_of(item)] for item in items])}
+
+
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory) -> dict[str, torch.Tensor]:
     """The weights of a model that knows what belongs together."""
@@ -145,6 +149,27 @@ def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
     assert pq.read_table(tmp_path / "ledger.parquet")["sample"].to_pylist() == written.sample
     for place, (key, name) in enumerate(zip(written.key.tolist(), written.sample, strict=True)):
         assert written.name(place) == name == f"0/{shards[names[key]]:05d}.tar {names[key]:06d}"
+
+
+def test_a_repeat_from_the_next_pass_is_not_among_the_others(learned, tmp_path):
+    """Twenty samples in batches of 16: the rest of the second batch is from the next pass."""
+    write_tars(tmp_path, [20])
+    ledger, _ = scored(stream_of(tmp_path, lanes=None), learned)
+    table, _ = scored(numbered(range(20)), learned)
+    assert len(ledger) == 20
+    np.testing.assert_allclose(np.sort(ledger.score), np.sort(table.score), atol=1e-4)
+
+
+def test_pairs_without_others_have_no_score(learned, tmp_path, caplog):
+    """The windows of a stream that is ordered by class."""
+    write_tars(tmp_path, [96, 64])
+    with_ids = {"data_collator": collate_with_ids([0] * 64 + [1] * 32 + [2] * 64)}
+    ledger, _ = scored(stream_of(tmp_path, lanes=1, shuffle_buffer=1, open_shards=1), learned, window=64, **with_ids)
+    assert len(ledger) == ROWS - 64
+    assert "64 of 160 pairs have no score, because all pairs of their window have one pair id" in caplog.text
+    one_class = {"data_collator": collate_with_ids([0] * ROWS)}
+    with pytest.raises(ValueError, match="160 of 160 pairs have no score, because all pairs of their window have one"):
+        scored(numbered(range(ROWS)), learned, **one_class)
 
 
 def test_scores_that_are_not_finite_make_no_ledger(learned):

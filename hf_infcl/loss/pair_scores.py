@@ -10,6 +10,7 @@ from torch import Tensor
 from ..processes.collectives import Processes
 
 _LEAST_VARIANCE = 1e-8  # of cosines
+_LEAST_SHARE = 0.1  # of the mean variance over the global batch: where few others remain, they may be all alike
 _ROWS = 1024  # whose cosines with pairs of equal ids are computed at a time
 
 
@@ -35,7 +36,9 @@ def pair_scores(
     From the cosine of an image with its text, the mean of its cosines with all other texts is subtracted, and the
     difference is divided by their standard deviation; the same for the text among all other images. The score is the
     mean of both. Where image and text do not belong together, it is 0 on average, whatever the temperature, the
-    objective, the size of the batch and how far the training has come.
+    objective, the size of the batch and how far the training has come. Others that are nearly all alike, such as the
+    texts of two classes, count with a third of the mean deviation of the global batch. Without others there is no
+    score.
 
     The mean and the variance of a row of cosines follow from the mean and the second moments of what the row is
     compared with, so no process computes more than its rows times D². Others are pairs with another pair id. The
@@ -49,7 +52,7 @@ def pair_scores(
         processes: those that have the global batch; by default, all.
 
     Returns:
-        [images] fp32.
+        [images] fp32, NaN without others.
     """
     processes = Processes() if processes is None else processes
     v, t = images.float(), texts.float()
@@ -68,8 +71,8 @@ def pair_scores(
         of_equal_ids = _of_equal_ids(of_images, of_texts, pair_ids, processes)
         without = [alone + equal for alone, equal in zip(without, of_equal_ids, strict=True)]
     mean = captions[:, 1] / captions[:, 0]
-    z_of_images = _standardised(mean, of_images.embeddings, of_texts, without[0])
-    z_of_texts = _standardised(by_text, of_texts.embeddings, of_images, without[1])
+    z_of_images = _standardised(mean, of_images, of_texts, without[0])
+    z_of_texts = _standardised(by_text, of_texts, of_images, without[1])
     mean_of_texts = torch.zeros_like(mean).index_add_(0, belongs, z_of_texts) / captions[:, 0]
     return (z_of_images + mean_of_texts) / 2
 
@@ -81,14 +84,17 @@ def _side(embeddings: Tensor, image: Tensor, processes: Processes) -> _Side:
     return _Side(embeddings, image, sums[-1], mean, processes.sum(centred.T @ centred))
 
 
-def _standardised(cosines: Tensor, rows: Tensor, other_side: _Side, without: Tensor) -> Tensor:
-    """Each cosine less the mean, in standard deviations of the cosines with all rows but the excluded ones."""
-    squares = torch.linalg.vecdot(rows @ other_side.moments, rows)
+def _standardised(cosines: Tensor, side: _Side, other_side: _Side, without: Tensor) -> Tensor:
+    """Each cosine less the mean, in standard deviations of the cosines with all of the other side but the excluded."""
+    squares = torch.linalg.vecdot(side.embeddings @ other_side.moments, side.embeddings)
     count, total, of_squares = without.unbind(1)
-    number = (other_side.number - count).clamp(min=1)
+    number = other_side.number - count
+    number = number.masked_fill(number < 1, torch.nan)
     mean = -total / number  # all deviations from the mean add up to 0
     variance = (squares - of_squares) / number - mean.square()
-    return (cosines - mean) / variance.clamp(min=_LEAST_VARIANCE).sqrt()
+    second_moments = side.moments / side.number + side.mean.outer(side.mean)
+    of_all = (second_moments * other_side.moments).sum() / other_side.number  # the mean variance of all rows of cosines
+    return (cosines - mean) / variance.clamp(min=_LEAST_VARIANCE).maximum(_LEAST_SHARE * of_all).sqrt()
 
 
 def _powers(cosines: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ MANY = 0.1  # share of the pairs below 0 from which on the second border holds
 LEAST_BELOW = 0.01  # share of the pairs below 0 without which nothing is left out
 LEAST_MEAN = 2.0  # of the pairs that are trained
 LEAST_VISITS = 3
+MOST = 0.75  # share of the pairs that is never left out; with half of the captions wrong, less than two thirds are
 STAYS = 0.5  # how much of the share below 0 must stay after another visit; right pairs leave it as they are learned
 _BETWEEN = 0.5  # visits from one look at it to the next
 TURNS = 4  # epochs after which a row of a table has rested once, or was looked at again
@@ -61,7 +62,8 @@ class WithoutNoisyPairs(PairSelection):
     It begins in the first window in which m is at least 2, once the pairs have been seen three times on average, and
     1% of all averages are below 0, a share that has not halved with the last visit. Where all pairs belong together
     there are fewer, or they become fewer, and the training is, bit for bit, the one without the selection. f is chosen
-    at that moment: 0.6, or 0.7 if a tenth or more are below 0.
+    at that moment: 0.6, or 0.7 if a tenth or more are below 0. It stops for good, with a warning, before it leaves out
+    more than three quarters of the pairs.
 
     Never left out are pairs that were seen fewer than three times, old pairs of a replay, pairs that replace bad
     samples, and the best one of those that would leave a process without new pairs. All processes exchange keys and
@@ -76,7 +78,8 @@ class WithoutNoisyPairs(PairSelection):
     def __init__(self, rows: int) -> None:
         self.averages = PairAverages(rows)
         self.border: float | None = None  # once it has begun
-        self.waits_for = ""  # why it has not, as of the last window
+        self.waits_for = ""  # why it has not, as of the last window, or has stopped
+        self._stopped = False
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
         self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
         self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
@@ -90,7 +93,8 @@ class WithoutNoisyPairs(PairSelection):
         which = "those that did not seem to belong together"
         left, pairs = (one + other for one, other in zip(self._counts, self._logged, strict=True))
         if self.waits_for:
-            return {"pairs left out": f"none, because {self.waits_for}"}
+            before = f"; before it stopped, {left / pairs:.1%} of those seen" if left else ""
+            return {"pairs left out": f"none, because {self.waits_for}{before}"}
         return {"pairs left out": f"{which}, {left / pairs:.1%} of those seen" if pairs else which}
 
     def select(
@@ -123,11 +127,13 @@ class WithoutNoisyPairs(PairSelection):
         known = average[visits > 0]
         if len(known) == 0:
             return torch.ones_like(keys, dtype=torch.bool)
-        if self.border is None:
+        if begins := self.border is None and not self._stopped:
             self._begin(mean_of_trained(known, BORDER))
         if self.border is None:
             return torch.ones_like(keys, dtype=torch.bool)
         left = self._left(average, visits)
+        if self._stops(at_once=begins or float(left.double().mean()) > MOST):
+            return torch.ones_like(keys, dtype=torch.bool)
         # ---- At least one new pair stays on each process ----
         for none_stays, row, averages in zip((left | (keys == NO_KEY)).all(1), left, average, strict=True):
             if none_stays and bool(row.any()):
@@ -189,6 +195,19 @@ class WithoutNoisyPairs(PairSelection):
         else:
             self.border, self.waits_for = BORDER if below < MANY else BORDER_OF_MANY, ""
 
+    def _stops(self, at_once: bool) -> bool:
+        """Whether it leaves out too many of all pairs; looked at after each half visit, or at once."""
+        visits = self.averages.mean_visits
+        if not at_once and visits - self._look[0] < _BETWEEN:
+            return False
+        self._look = visits, *self._look[1:]
+        if (share := float(self.left_out().double().mean())) > MOST:
+            self.border, self._stopped = None, True
+            self.waits_for = f"it would leave out {share:.0%} of the pairs"
+            if Processes().rank == 0:
+                logger.warning(f"The rule of leave_out stops, because {self.waits_for}. All are trained from now on.")
+        return self._stopped
+
     def logs(self) -> dict[str, float]:
         """``left_out``: the share of the new pairs that were left out, since the last log."""
         left, pairs = self._counts
@@ -197,12 +216,13 @@ class WithoutNoisyPairs(PairSelection):
         return {"left_out": round(left / pairs, 4)} if pairs else {}
 
     def close(self) -> None:
-        if self.waits_for and Processes().rank == 0:
+        if self.waits_for and not self._stopped and Processes().rank == 0:
             logger.warning(f"leave_out has left nothing out: {self.waits_for}.")
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
         numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing}
+        numbers |= {"stopped": self.waits_for if self._stopped else ""}
         rows = {"passed_over": self._passed_over, "trained": self._trained}
         return {**self.averages.state_dict(), **numbers, **rows}
 
@@ -212,7 +232,8 @@ class WithoutNoisyPairs(PairSelection):
         self._logged, self._look = list(state["logged"]), tuple(state["look"])
         self._trained = state["trained"].clone()
         self._epoch, self._passed_over = state["epoch"], state["passed_over"].clone()
-        self._missing = state["missing"]
+        self._missing, self._stopped = state["missing"], bool(state["stopped"])
+        self.waits_for = state["stopped"]
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:

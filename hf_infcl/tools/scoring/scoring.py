@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +26,8 @@ from .sheet import SHOWN, small_jpeg
 
 if TYPE_CHECKING:
     from ...training.trainer import InfCLTrainer
+
+logger = logging.getLogger(__name__)
 
 # [n] of each pair: its key, a caption, the name of a stream's sample and, until they are drawn, a small JPEG.
 Columns = dict[str, np.ndarray]
@@ -61,9 +64,11 @@ def score_pairs(
     parts: list[Columns] = []
     lowest: list[tuple[float, int, bytes]] = []
     waiting: list[_Embedded] = []
+    alone = [0]  # pairs without others
 
     def score(several: Sequence[_Embedded]) -> None:
-        pairs = _scored(several)
+        pairs, without_others = _scored(several)
+        alone[0] += without_others
         pictures = zip(pairs["score"].tolist(), pairs["key"].tolist(), pairs.pop("picture"), strict=True)
         lowest[:] = heapq.nsmallest(SHOWN, [*lowest, *pictures])
         parts.append(pairs)
@@ -75,8 +80,11 @@ def score_pairs(
                 embeds = setup.encoder.embed(setup.encoder.model, inputs)
             images, texts = (F.normalize(rows.float(), dim=-1) for rows in embeds)
             belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
-            kept = belongs >= 0
-            waiting.append(_Embedded(columns, images, texts[kept], belongs[kept], inputs.get("pair_ids")))
+            new = torch.from_numpy(columns["key"] != NO_KEY).to(images.device)  # repeats are not among the others
+            kept, ids = (belongs >= 0) & new[belongs], inputs.get("pair_ids")
+            columns = {name: values[new.cpu().numpy()] for name, values in columns.items()}
+            belongs = (new.cumsum(0) - 1)[belongs[kept]]
+            waiting.append(_Embedded(columns, images[new], texts[kept], belongs, None if ids is None else ids[new]))
             if sum(len(one.images) for one in waiting) >= 2 * window:
                 whole = -(-window // setup.args.per_device_eval_batch_size)
                 score(waiting[:whole])
@@ -84,13 +92,20 @@ def score_pairs(
         if sum(len(one.images) for one in waiting) < 2:
             raise ValueError("There are fewer than two pairs for each process, so none can be compared.")
         score(waiting)
-    processes.agree([])  # or raises what another process has announced
+    every = processes.agree(alone)  # or raises what another process has announced
     pairs = _joined(processes.gather_objects(_joined(parts)))
     if wrong := int((~np.isfinite(pairs["score"])).sum()):
         raise ValueError(
             f"The scores of {wrong:,} of {len(pairs['score']):,} pairs are not finite, because embeddings are not. "
             "Compute in another precision, or look at the weights of the model."
         )
+    if without_others := sum(int(count) for (count,) in every):
+        said = f"{without_others:,} of {without_others + len(pairs['score']):,} pairs have no score, because all pairs "
+        said += "of their window have one pair id. Pass a larger --window, or shuffle the shards."
+        if not len(pairs["score"]):
+            raise ValueError(said)
+        if processes.rank == 0:
+            logger.warning(said)
     of_all = itertools.chain(*processes.gather_objects(lowest))
     pictures = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, of_all)}
     caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
@@ -114,14 +129,16 @@ def _read(
     where = {"rank": rank, "world_size": count, "num_workers": workers, "keyed": True}
     batches = dataset.batches(args.per_device_eval_batch_size, collate, **where)
     for (inputs, columns), _ in load(batches, batch_size=None):
-        new = [key not in seen for key in columns["key"].tolist()]
-        seen.update(columns["key"].tolist())
+        columns["key"] = np.asarray(columns["key"])  # which the loader makes a tensor
+        for place, key in enumerate(columns["key"].tolist()):
+            columns["key"][place] = NO_KEY if key in seen else key
+            seen.add(key)
         # One batch comes from each lane in turn: when all of them have only known samples, the pass is over.
-        without_new = 0 if any(new) else without_new + 1
+        without_new = 0 if (columns["key"] != NO_KEY).any() else without_new + 1
         if without_new == lanes:
             return
-        if any(new):
-            yield inputs, {**columns, "key": np.where(new, columns["key"], NO_KEY)}
+        if not without_new:
+            yield inputs, columns
 
 
 def _collated(collate: DataCollator, items: list[KeyedItem]) -> tuple[dict[str, Tensor], Columns]:
@@ -140,12 +157,16 @@ def _joined(parts: Sequence[Columns]) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _scored(parts: Sequence[_Embedded]) -> Columns:
-    """The pairs of several batches with their scores, for which they are compared with each other."""
+def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
+    """The pairs of several batches with their scores, for which they are compared with each other.
+
+    Those without others are left out and counted.
+    """
     firsts = itertools.accumulate((len(part.images) for part in parts), initial=0)
     belongs = torch.cat([part.belongs + first for part, first in zip(parts, firsts, strict=False)])
     ids = [part.pair_ids for part in parts if part.pair_ids is not None]
     images, texts = torch.cat([part.images for part in parts]), torch.cat([part.texts for part in parts])
     score = pair_scores(images, texts, belongs, torch.cat(ids) if ids else None, Processes(alone=True))
     columns = _joined([part.columns for part in parts]) | {"score": score.cpu().numpy()}
-    return {name: values[columns["key"] != NO_KEY] for name, values in columns.items()}
+    alone = (score.isnan() & images.isfinite().all() & texts.isfinite().all()).cpu().numpy()
+    return {name: values[~alone] for name, values in columns.items()}, int(alone.sum())

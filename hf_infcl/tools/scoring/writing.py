@@ -94,7 +94,7 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
     """What a ledger that was written into a folder says, for a person.
 
     Args:
-        waits_for: why the rule of ``leave_out`` has not begun; empty if it has, or if there was none.
+        waits_for: why the rule of ``leave_out`` has not begun, or has stopped; empty if there was none.
         learned: whether the model was trained on these pairs, wrong ones included.
     """
     wrong, expected = len(ledger.certainly_wrong()), float(ledger.p_wrong.sum())
@@ -115,7 +115,7 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
         by_heart = ", but this model was trained on all of them, and may know wrong ones by heart" if waits_for else ""
         yield f"None of {len(ledger):,} pairs seems wrong{by_heart}. The score of each is in {file}."
     elif waits_for and not few:
-        yield f"Do not exclude pairs by the scores in {file}, because the rule of --leave_out has not begun."
+        yield f"Do not exclude pairs by the scores in {file}, because --leave_out did not: {waits_for}."
         return
     else:
         exclude = (
