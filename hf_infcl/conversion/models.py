@@ -221,7 +221,10 @@ def convert(
             the embeddings differ.
     """
     if to not in ("transformers", "open_clip"):
-        raise ValueError(f"to must be 'transformers' or 'open_clip', got {to!r}.")
+        raise ValueError(
+            f"to must be transformers or open_clip, got {to!r}. scripts/AFTER_TRAINING.md exports the towers to ONNX "
+            "and says how other libraries read the model."
+        )
     forbidden = [CONFIG, CONFIG_NAME] if to == "open_clip" else [CONFIG_NAME, CONFIG]
     if Path(source).resolve() == Path(target).resolve():
         forbidden.pop()  # another model's would lose its tokenizer, whose files both formats share

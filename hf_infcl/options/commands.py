@@ -313,3 +313,25 @@ class ScoreOptions:
     window: int = option(
         4096, within=Range(Integral, "at least 2, because a pair is compared with others", lambda value: value >= 2)
     )
+
+
+@dataclass
+@described
+class ConvertOptions:
+    """A conversion.
+
+    Attributes:
+        to: The format to write: transformers or open_clip.
+        open_clip_model: For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or a JSON file with its config.
+        tokenizer: With --to transformers: the folder or the Hub id of the tokenizer, in place of the model's own.
+        repository: With --to open_clip: the Hub repository to which the target will be pushed, where OpenCLIP will look
+            for a tokenizer that is not CLIP's.
+        max_text_tokens: With --to open_clip: the tokens at which OpenCLIP cuts texts. Defaults to the limit of the
+            tokenizer.
+    """
+
+    to: str = "transformers"
+    open_clip_model: str | None = None
+    tokenizer: str | None = None
+    repository: str = "."
+    max_text_tokens: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -14,7 +15,7 @@ from .launched import mistakes_in_one_line
 
 def card(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Writes the card, and the curves if the folder has the log of the training."""
-    folder = namespace.folder
+    folder = Path(namespace.folder)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         facts, log = TrainingFacts.load(folder), folder / TRAINER_STATE_NAME
         try:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from ...options import commands as options
-from .parser import Parser
+from .parser import Parser, plain_parser
 
 COMMANDS = {
     "check": "read the data as a training would, and tell what would spoil it",
@@ -54,71 +53,6 @@ OF_EMBEDDED = set(
     dataset split streaming on_bad_sample augmentation replay_dataset exclude image_column caption_column pair_id_column
     """.split()
 )
-
-
-def card_parser() -> argparse.ArgumentParser:
-    """The options of `infcl card`."""
-    parser = argparse.ArgumentParser(
-        prog="infcl card",
-        description="Write the model card of a trained model again, with the template of this version.",
-    )
-    parser.add_argument(
-        "folder", type=Path, help="The --output_dir of `infcl train`, or a copy of the repository that it pushed."
-    )
-    return parser
-
-
-_FORMATS = ("transformers", "open_clip")
-
-
-def _format(word: str) -> str:
-    """One of `_FORMATS`, or an error that says what writes the others that people ask for."""
-    if word not in _FORMATS:
-        raise argparse.ArgumentTypeError(
-            f"it takes {' or '.join(_FORMATS)}, got {word!r}. scripts/AFTER_TRAINING.md exports the towers to ONNX and "
-            "says how other libraries read the model."
-        )
-    return word
-
-
-def convert_parser() -> argparse.ArgumentParser:
-    """The options of `infcl convert`."""
-    parser = argparse.ArgumentParser(
-        prog="infcl convert",
-        description="Write a model of OpenCLIP in transformers' format, or the other way round, with its processor.",
-    )
-    parser.add_argument(
-        "source",
-        help="A folder with open_clip_config.json and weights, a Hub repository that holds these, or a .pt of "
-        "OpenCLIP's training; with --to open_clip, a folder or a Hub repository of transformers. Or adapters, which "
-        "are merged into their model.",
-    )
-    parser.add_argument("target", help="The folder to write, which may also be the source.")
-    parser.add_argument("--to", type=_format, choices=_FORMATS, default="transformers", help="The format to write.")
-    parser.add_argument(
-        "--open_clip_model",
-        metavar="NAME",
-        help="For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or a JSON file with its config.",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help="With --to transformers: the folder or the Hub id of the tokenizer, in place of the model's own.",
-    )
-    parser.add_argument(
-        "--repository",
-        metavar="ID",
-        default=".",
-        help="With --to open_clip: the Hub repository to which the target will be pushed, where OpenCLIP will look for "
-        "a tokenizer that is not CLIP's.",
-    )
-    parser.add_argument(
-        "--max_text_tokens",
-        metavar="N",
-        type=int,
-        help="With --to open_clip: the tokens at which OpenCLIP cuts texts. Defaults to the limit of the tokenizer.",
-    )
-    return parser
 
 
 def evaluate_parser() -> Parser:
@@ -201,6 +135,22 @@ PARSERS: dict[str, Callable[[], Parser | argparse.ArgumentParser]] = {
             "data": "The training set: a folder or a Hub id; with --streaming tar or parquet shards.",
         },
     ),
-    "card": card_parser,
-    "convert": convert_parser,
+    "card": partial(
+        plain_parser,
+        "card",
+        "Write the model card of a trained model again, with the template of this version.",
+        places={"folder": "The --output_dir of `infcl train`, or a copy of the repository that it pushed."},
+    ),
+    "convert": partial(
+        plain_parser,
+        "convert",
+        "Write a model of OpenCLIP in transformers' format, or the other way round, with its processor.",
+        options.ConvertOptions,
+        places={
+            "source": "A folder with open_clip_config.json and weights, a Hub repository that holds these, or a .pt of "
+            "OpenCLIP's training; with --to open_clip, a folder or a Hub repository of transformers. Or adapters, "
+            "which are merged into their model.",
+            "target": "The folder to write, which may also be the source.",
+        },
+    ),
 }

@@ -81,6 +81,15 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return f"{action.option_strings[0]} {value}{' ...' if action.nargs == '+' else ''}"
 
 
+def plain_parser(command: str, description: str, *options: type, places: Mapping[str, str]) -> argparse.ArgumentParser:
+    """Reads a command without options of a training; ``places`` as for `Parser`."""
+    kinds = typing.cast(Any, options)
+    parser = HfArgumentParser(kinds, prog=f"infcl {command}", description=description, formatter_class=Help)
+    for name, meaning in places.items():
+        parser.add_argument(name, help=meaning)
+    return parser
+
+
 class Parser(HfArgumentParser):
     """Reads dataclasses and the options of a training, lists the package's own first, and suggests names for typos.
 
