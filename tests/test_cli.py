@@ -221,7 +221,8 @@ def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(sma
     infcl(*command)
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
     assert json.loads((out / "train_results.json").read_text())["train_since_step"] == 1
-    assert "| start | `clip-init` (random weights, by its temperature) |" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "| initial checkpoint | `clip-init` (random weights, by its temperature) |" in card
 
 
 def test_bf16_on_a_cpu_is_told(capsys):
@@ -663,7 +664,7 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
     assert re.search(rf"top-1 accuracy \| [\d.]+ \| {interval} \|", card)
     assert {("classes", "top-1 accuracy"), ("classes", "mean per class recall")} <= set(results)
     assert ("pairs", "contrastive loss of the whole set as one batch") in results
-    assert "`classes`, split test is a guard set" in card
+    assert "`classes`, split test is a guard (a retention set)" in card
 
 
 # ---- How often to log, save and evaluate ----

@@ -106,7 +106,7 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
         "2304.08480",
     ):
         assert fact in card.text, fact
-    for absent in ("top-5", "measured during", "bad samples", "runtime", "per_second", "GiB", "| strategy |"):
+    for absent in ("top-5", "measured during", "skipped rows", "runtime", "per_second", "GiB", "| strategy |"):
         assert absent not in card.text, absent
 
 
@@ -124,7 +124,7 @@ def test_what_weakens_a_result_is_told(tmp_path):
     )
     text = read(made, tmp_path).text
     assert "all other pairs of the batch except those with equal `url`" in text
-    assert "| bad samples | 3 replaced by another row or left out |" in text
+    assert "| skipped rows | 3 replaced by another row or left out |" in text
     assert "measured during training; the figures are those of the last step" in text
     assert "`a/b` (split train, 70.0% of the draws, no licence stated) and `folder`" in text
     assert "3.0 GiB on one GPU" in text
@@ -519,7 +519,7 @@ def test_every_set_is_told_as_it_was_before_and_after(tmp_path):
     assert [e.before for e in TrainingFacts.load(tmp_path).evaluations] == [{"loss": 1.0}, {"loss": 9.0}, {}]
     text = read(made, tmp_path).text
     assert "| 2.0000 | 1.0000 |" in text
-    assert "`old`, split test is a guard set" in text
+    assert "`old`, split test is a guard (a retention set)" in text
     assert "| 8.0000 | 9.0000 |" in text
     trainer.state.log_history = history[:1]
     begun = training_facts(trainer, **DESCRIBED, evaluations=made.evaluations)

@@ -303,7 +303,7 @@ def test_the_command_replays_old_pairs_and_tells_of_a_guard_that_is_trained_on(s
     assert re.search(r"Warning: 26 of 26 images of guard1_pairs, .*, are also trained on", printed)
     assert re.search(r"Warning: \d+ of \S+ images of guard2_digits", printed)
     card = (tmp_path / "out/README.md").read_text()
-    replay = "2 old pairs in each global batch (25.0%) of `digits` (split train, no licence stated)"
+    replay = "2 replayed pairs in each global batch (25.0%) of `digits` (split train, no licence stated)"
     assert f"| replay | {replay}; negatives of the new pairs, and these of them |" in card
     assert "26 images with captions" in card
     assert "| length | 8 optimizer steps, 64 pairs seen, 2.0 epochs of 4 full batches |" in card
