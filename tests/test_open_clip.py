@@ -15,15 +15,19 @@ import torch
 import transformers
 from helpers import open_clip_models, open_clip_package, texts
 from helpers.demo import infcl
+from helpers.guides import ROOT, blocks
 from helpers.open_clip_models import CASES, DIFFERENCES, LARGEST, config, folder_of, load_processor, of_package, tensors
 from helpers.processes import Ranks
 from PIL import Image
 
+from hf_infcl import InfCLTrainingArguments
 from hf_infcl.conversion import convert, folders, from_open_clip, repaired, to_open_clip
 from hf_infcl.conversion import inputs as tokenizing
 from hf_infcl.conversion import models as comparison
 from hf_infcl.conversion.towers import transformers_config
 from hf_infcl.data import load_pairs
+
+GUIDE = (ROOT / "hf_infcl/training/README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +208,29 @@ def test_two_thousand_texts_have_the_package_s_tokens_if_they_are_repaired_as_it
     assert not texts.PLAIN & raw.keys()
     assert set(raw) >= {"HTML", "quotes", "mojibake", "control characters", "other scripts"}
     assert set(changed) <= {"special tokens"}
+
+
+# ---- The defaults of its training ----
+
+
+def defaults_of_training(open_clip: Any) -> dict[str, Any]:
+    from open_clip_train.params import parse_args
+
+    return vars(parse_args(["--model", "ViT-B-32"]))
+
+
+def test_the_guide_names_the_defaults_of_openclip_s_training(package):
+    """Whoever switches gets another training otherwise."""
+    theirs = package(defaults_of_training)
+    (block,) = [text for text in blocks(GUIDE, "bash") if "--adam_beta2" in text]
+    args = transformers.HfArgumentParser(InfCLTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "out", "--use_cpu", *block.replace("\\\n", "").split()]
+    )[0]
+    assert (args.learning_rate, args.weight_decay) == (theirs["lr"], theirs["wd"])
+    assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon) == (theirs["beta1"], theirs["beta2"], theirs["eps"])
+    assert (args.warmup_steps, args.num_train_epochs) == (theirs["warmup"], theirs["epochs"])
+    assert (args.lr_scheduler_type, args.max_grad_norm) == (theirs["lr_scheduler"], theirs["grad_clip_norm"] or 0)
+    own = InfCLTrainingArguments("out", use_cpu=True)
+    shown = (own.learning_rate, own.adam_beta2, own.adam_epsilon, own.weight_decay, own.warmup_steps)
+    assert (*shown, own.lr_scheduler_type, own.max_grad_norm) == (5e-5, 0.999, 1e-8, 0, 0, "linear", 1), "ours"
+    assert own.num_train_epochs == 3

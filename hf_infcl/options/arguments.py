@@ -29,7 +29,7 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
     captions, these numbers count images, and the text tower processes all texts of a micro-batch at once.
 
     The docstring of `hf_infcl.options.contrastive.ContrastiveOptions` describes the fields; the guide,
-    hf_infcl/training/README.md, has all in one table.
+    hf_infcl/training/README.md, names all by topic.
 
     Defaults that differ from TrainingArguments: ``remove_unused_columns`` and ``logging_nan_inf_filter`` are off;
     ``ddp_find_unused_parameters=None`` means False; ``ddp_broadcast_buffers=None`` means False for models without batch
