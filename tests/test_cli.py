@@ -48,7 +48,7 @@ from hf_infcl.evaluation.metrics import metrics_of_kind
 from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
-from hf_infcl.options import theirs
+from hf_infcl.options import best_metric, theirs
 from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.options.contrastive import ContrastiveOptions
 from hf_infcl.options.facts import facts_by_name
@@ -743,9 +743,10 @@ def test_the_best_checkpoint_is_chosen_by_what_is_measured():
     defaults.check_best_metric(namespace)
     rows = datasets.Dataset.from_dict({"image": ["a.png"], "label": [0]})
     few, enough = (ZeroShotDataset(rows, class_names=list("abcde"[:count])) for count in (4, 5))
-    defaults.check_best_metric(namespace, {"zero_shot": enough})
+    namespace.eval_strategy = "steps"  # as `intervals` chooses
+    best_metric.check_metric_of_training(namespace, {"zero_shot": enough})
     with pytest.raises(ValueError, match="one of zero_shot_acc1, zero_shot_mean_per_class_recall, got"):
-        defaults.check_best_metric(namespace, {"zero_shot": few})
+        best_metric.check_metric_of_training(namespace, {"zero_shot": few})
     guarded = words.replace("--zero_shot_dataset z", "--guard_dataset old/pairs others/pairs").split()
     namespace, _ = PARSERS["train"]().read([*guarded, "guard2_others_pairs_loss"])
     defaults.check_best_metric(namespace)

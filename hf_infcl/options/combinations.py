@@ -72,15 +72,11 @@ _EXCLUSIVE_AMONG_PROCESSES = (
         "with several processes the last micro-batch of each keeps its own texts, and there is only one other",
     ),
 )
-_ONCE = "what is frozen is computed once for all epochs"
+_NOT_CACHED = ("streaming", "augmentation!=none", "on_bad_sample=skip", "fsdp")
+_NOT_CACHED += ("torch_compile freeze=image", "negative_caption_column keep_features")
 _EXCLUSIVE_IN_COMMANDS = (
     ("overwrite_output_dir resume_from_checkpoint", "the one deletes the run in --output_dir, the other continues it"),
-    ("cache_features streaming", _ONCE),
-    ("cache_features augmentation!=none", _ONCE),
-    ("cache_features on_bad_sample=skip", _ONCE),
-    ("cache_features fsdp", _ONCE),
-    ("cache_features torch_compile freeze=image", _ONCE),
-    ("cache_features negative_caption_column keep_features", _ONCE),
+    *((f"cache_features {others}", "what is frozen is computed once for all epochs") for others in _NOT_CACHED),
 )
 
 

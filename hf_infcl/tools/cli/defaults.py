@@ -13,12 +13,11 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ...data.images import ImageDataset
 from ...evaluation.metrics import METRICS, metrics_of_kind
 from ...loading.replay import Replayed
 from ...micro_batches.finding import memory_is_known
 from ...options.arguments import InfCLTrainingArguments
-from ...options.best_metric import check_metric, metrics_of, use_of_metric
+from ...options.best_metric import check_metric, use_of_metric
 from ...options.combinations import check_command
 from ...options.commands import OF_PAIRS, DataOptions, EvaluationOptions, GuardOptions, StartOptions
 from ...options.declaring import spelled
@@ -66,11 +65,11 @@ def intervals(namespace: argparse.Namespace, user_options: set[str]) -> dict[str
     return chosen
 
 
-def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, ImageDataset] | None = None) -> None:
-    """Raises a ValueError if a checkpoint or the learning rate is to be chosen by a metric that is not measured.
+def check_best_metric(namespace: argparse.Namespace) -> None:
+    """Raises a ValueError if a checkpoint or the learning rate would be chosen by a metric that no set can have.
 
-    Once the evaluation datasets are open, they decide: a guard set of classes has other metrics than one of pairs, and
-    fewer than five classes have no top-5 accuracy.
+    Once the evaluation datasets are open, the trainer decides: a guard set of classes has other metrics than one of
+    pairs, and fewer than five classes have no top-5 accuracy.
     """
     if (use := use_of_metric(namespace)) is None:
         return
@@ -80,14 +79,13 @@ def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, Imag
         **({"zero_shot": metrics_of_kind("classes")} if namespace.zero_shot_dataset else {}),
         **dict.fromkeys(benchmark_keys(namespace), METRICS),
     }
-    possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
-    names = metrics_of(datasets) if datasets else possible
-    if not names:
+    if not kinds:
         raise ValueError(
             f"{use} needs something to evaluate: pass --eval_dataset, --zero_shot_dataset, --guard_dataset, "
             "--eval_benchmark or --guard_benchmark."
         )
-    check_metric(namespace.metric_for_best_model, names, use)
+    possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
+    check_metric(namespace.metric_for_best_model, possible, use)
 
 
 def check_training(

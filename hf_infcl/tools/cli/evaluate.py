@@ -15,6 +15,7 @@ from ...data import ImageTextDataset, ZeroShotDataset
 from ...encoders.dual_encoder import DualEncoder
 from ...encoders.model_types import check_type_of_config
 from ...evaluation import Difference, Found, differences
+from ...options.commands import EvaluationOptions
 from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
 from ..benchmarks.summary import lines_of_scores, means_of_groups
@@ -26,6 +27,7 @@ from .datasets import check_columns, describe_sets, evaluation_datasets, what_wa
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
 
+Sets = Mapping[str, ImageTextDataset | ZeroShotDataset]
 OF_ONE_MODEL = ("open_clip_model", "tokenizer", "eval_pictures")  # options that no other of several models shares
 
 
@@ -45,7 +47,7 @@ def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str
 
 
 def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
-    """Measures a checkpoint, prints a table and writes eval_results.json into --output_dir; several as `_compare`."""
+    """Measures a checkpoint, or several and their differences; writes the results into --output_dir."""
     if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
         parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
     widths: list[int | None] = namespace.dims or [None]
@@ -61,78 +63,72 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
-    if len(models) > 1:
-        _compare(parser, models, datasets)
-        return
-    ((name, args),) = models
-    with mistakes_in_one_line(parser.prog, of_libraries=True):
-        model, processor, conversion = load(name, of_model.open_clip_model, tokenizer=of_model.tokenizer)
-        trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
-    quieten(trainer)
-    if trainer.is_world_process_zero():
-        of_loss = other_loss(trainer, name, datasets.get("pairs"))
-        print(*conversion, *describe_sets(datasets), *of_loss, sep="\n")
-    if evaluation.eval_pictures:
-        PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
-    with mistakes_in_one_line(parser.prog, of_libraries=False):
-        metrics = trainer.evaluate()
-    means = means_of_groups(metrics, datasets, evaluation.eval_benchmark)
-    computed = precision(trainer)
-    how = {"eval_precision": computed} | ({} if args.dims is None else {"eval_dims": args.dims})
-    trainer.save_metrics("eval", metrics | means | what_was_measured(datasets) | how, combined=False)
-    if trainer.is_world_process_zero():
-        print(*table_lines(make_rows(metrics, datasets, every=True)), sep="\n")
-        print(*lines_of_scores(metrics, datasets, means), sep="\n")
-        cut = "" if args.dims is None else f" with the first {args.dims} dimensions of the embeddings"
-        print(f"Measured in {computed}{cut}; another precision rounds otherwise, and changes a few answers.")
-        print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")
-    leave(trainer)
-
-
-def _compare(
-    parser: Parser, models: Sequence[tuple[str, Any]], datasets: Mapping[str, ImageTextDataset | ZeroShotDataset]
-) -> None:
-    """Prints the differences of the other models from the first, and writes compare_results.json into --output_dir.
-
-    Args:
-        models: the name and the arguments of each.
-    """
-    with mistakes_in_one_line(parser.prog, of_libraries=True):  # before the first model is measured
-        for name, _ in models:
-            check_type_of_config(load_config(name), name)
-        for name, args in models:
-            if args.dims is not None and args.dims > (width := DualEncoder(load(name).model).width()):
-                raise ValueError(
-                    f"--dims {args.dims} does not fit the embeddings of {name}, which have {width} dimensions. Choose "
-                    f"at most {width} for this model."
-                )
+        if len(models) > 1:
+            _check_models(models)  # before the first one is measured
     trainer: Any = None
     found: list[dict[str, Found]] = []
     for name, args in models:
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer = None  # its model makes room for the next
-            model, processor, conversion = load(name)
+            model, processor, conversion = load(name, of_model.open_clip_model, tokenizer=of_model.tokenizer)
             trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
-            quieten(trainer)
+        quieten(trainer)
         if trainer.is_world_process_zero():
-            print(*conversion, *(describe_sets(datasets) if not found else ()), sep="\n")
+            of_loss = other_loss(trainer, name, datasets.get("pairs")) if len(models) == 1 else ()
+            print(*conversion, *(() if found else describe_sets(datasets)), *of_loss, sep="\n")
+        if evaluation.eval_pictures:
+            PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
         with mistakes_in_one_line(parser.prog, of_libraries=False):
-            trainer.evaluate()
+            metrics = trainer.evaluate()
         found.append({key: trainer.found[f"eval_{key}"] for key in datasets})
-    if trainer.is_world_process_zero():
-        names = [name if args.dims is None else f"{name}, {args.dims} dimensions" for name, args in models]
-        changes = {key: [differences(found[0][key], other[key]) for other in found[1:]] for key in datasets}
-        sets = {
-            key: {"images": len(datasets[key]), "metrics": {m: [asdict(one[m]) for one in each] for m in each[0]}}
-            for key, each in changes.items()
-        }
-        path = Path(args.output_dir) / "compare_results.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"models": names, **sets}, indent=2), encoding="utf-8")
-        print(*(f"{number}: {name}" for number, name in enumerate(names, 1)), sep="\n")
-        print(*lines_of_differences(changes, {key: len(s) for key, s in datasets.items()}), sep="\n")
-        print(f"The results were written to {path}.")
+    if len(models) == 1:
+        _write_metrics(trainer, metrics, datasets, evaluation)
+    elif trainer.is_world_process_zero():
+        _write_differences(models, found, datasets)
     leave(trainer)
+
+
+def _check_models(models: Sequence[tuple[str, Any]]) -> None:
+    """Raises a ValueError if one of several models, each with its arguments, cannot be measured."""
+    for name, _ in models:
+        check_type_of_config(load_config(name), name)
+    for name, args in models:
+        if args.dims is not None and args.dims > (width := DualEncoder(load(name).model).width()):
+            raise ValueError(
+                f"--dims {args.dims} does not fit the embeddings of {name}, which have {width} dimensions. Choose at "
+                f"most {width} for this model."
+            )
+
+
+def _write_metrics(trainer: Any, metrics: dict[str, float], datasets: Sets, options: EvaluationOptions) -> None:
+    """Prints a table of the metrics of one model, and writes eval_results.json; collective."""
+    dims = trainer.args.dims
+    means = means_of_groups(metrics, datasets, options.eval_benchmark)
+    computed = precision(trainer)
+    how = {"eval_precision": computed} | ({} if dims is None else {"eval_dims": dims})
+    trainer.save_metrics("eval", metrics | means | what_was_measured(datasets) | how, combined=False)
+    if trainer.is_world_process_zero():
+        print(*table_lines(make_rows(metrics, datasets, every=True)), sep="\n")
+        print(*lines_of_scores(metrics, datasets, means), sep="\n")
+        cut = "" if dims is None else f" with the first {dims} dimensions of the embeddings"
+        print(f"Measured in {computed}{cut}; another precision rounds otherwise, and changes a few answers.")
+        print(f"The results were written to {Path(trainer.args.output_dir) / 'eval_results.json'}.")
+
+
+def _write_differences(models: Sequence[tuple[str, Any]], found: Sequence[dict[str, Found]], datasets: Sets) -> None:
+    """Prints the differences of the other models from the first, and writes compare_results.json."""
+    names = [name if args.dims is None else f"{name}, {args.dims} dimensions" for name, args in models]
+    changes = {key: [differences(found[0][key], other[key]) for other in found[1:]] for key in datasets}
+    sets = {
+        key: {"images": len(datasets[key]), "metrics": {m: [asdict(one[m]) for one in each] for m in each[0]}}
+        for key, each in changes.items()
+    }
+    path = Path(models[0][1].output_dir) / "compare_results.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"models": names, **sets}, indent=2), encoding="utf-8")
+    print(*(f"{number}: {name}" for number, name in enumerate(names, 1)), sep="\n")
+    print(*lines_of_differences(changes, {key: len(s) for key, s in datasets.items()}), sep="\n")
+    print(f"The results were written to {path}.")
 
 
 def lines_of_differences(

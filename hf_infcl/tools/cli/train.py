@@ -35,7 +35,7 @@ from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .average import write_averages
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
-from .defaults import check_average, check_best_metric, check_embedded, intervals, tell_choices
+from .defaults import check_average, check_embedded, intervals, tell_choices
 from .description import describe_run
 from .dry_run import dry_run, write_nothing
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
@@ -65,7 +65,6 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
         gains = evaluation_datasets(columns, evaluation, data)
         eval_datasets = gains | guard_datasets(columns, keep, evaluation, data)
-        check_best_metric(namespace, eval_datasets)
         model, processor, conversion = model_to_train(model_options, lora, args)
         adapted = has_adapters(model)
         trainer = InfCLTrainer(
