@@ -26,7 +26,6 @@ parser.add_argument("--learning_rate", type=float, default=2e-5)
 parser.add_argument("--max_steps", type=int, default=100)
 parser.add_argument("--use_cpu", action="store_true")
 args = parser.parse_args()
-
 captions = datasets.load_dataset("parquet", data_files=args.pairs, split="train")[args.caption_column]
 others: dict[str, str] = {}  # by name: one query, so that no name is the document of two rows
 for name, *rest in captions:

@@ -41,10 +41,24 @@ def section(link: str) -> str:
     raise AssertionError(f"{path} has no section {anchor}")
 
 
+LINK = re.compile(r"\[([^]]*)\]\(([^)]*)\)")
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_figure_stands_where_its_link_leads(name):
-    links = re.findall(r"\[([^]]*)\]\(([^)]*)\)", ANSWERS[name].gain + ANSWERS[name].price)
+    links = LINK.findall(ANSWERS[name].gain + ANSWERS[name].price)
     assert links or ANSWERS[name].gain == "not measured"
+    check(links)
+
+
+def test_the_figures_of_embedders_stand_where_their_link_leads():
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    links = [link for link in LINK.findall(page) if link[1].endswith("#any-embedder")]
+    assert links
+    check(links)
+
+
+def check(links: list[tuple[str, str]]) -> None:
     for words, link in links:
         figures = re.findall(r"\d[\d,]*(?:\.\d+)?", words)
         assert figures, words

@@ -21,6 +21,8 @@ from helpers.processors import clip_processor
 from sentence_transformers import SentenceTransformer, util
 from sentence_transformers.sentence_transformer import losses, modules
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -411,6 +413,26 @@ class Silent(nn.Module):
         return {"token_embeddings": features["input_ids"]}
 
 
+class DeepSpeedEngine(nn.Module):
+    """What DeepSpeed puts around a model has it as `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def around(name: str) -> Callable[[SentenceTransformer, Features], Any]:
+    """A loss of theirs that reads several layers, around ours."""
+
+    def call(model: SentenceTransformer, features: Features) -> Any:
+        options = {"matryoshka_dims": [16, 8]} if name == "Matryoshka2dLoss" else {}
+        with pytest.warns(UserWarning, match="not compatible with"):
+            loss = getattr(losses, name)(model, ExactContrastiveLoss(model), **options)
+        return loss(features, None)
+
+    return call
+
+
 def of_columns(change: Callable[[Features], Any]) -> Callable[[SentenceTransformer, Features], Any]:
     def call(model: SentenceTransformer, features: Features) -> Any:
         change(features)
@@ -442,6 +464,9 @@ BAD = {
     "lengths": (of_columns(shorten), r"same number of rows, got \[5, 3\]"),
     "an empty text": (of_columns(empty_text), "Row 2 of column 1 is a text without a token"),
     "no ids": (lambda m, f: ExactContrastiveLoss(m, labels_are_ids=True)(f, None), "one integer for each of 5 rows"),
+    "DeepSpeed": (lambda m, f: ExactContrastiveLoss(DeepSpeedEngine(m))(f, None), "got a DeepSpeedEngine"),
+    "layers": (around("AdaptiveLayerLoss"), "read all layers of one forward"),
+    "layers and widths": (around("Matryoshka2dLoss"), "read all layers of one forward"),
     "no embedding": (
         lambda m, f: ExactContrastiveLoss(nn.Sequential(Silent()))(f, None),
         "no 'sentence_embedding', but token_embeddings",
@@ -455,6 +480,18 @@ def test_bad_input_gets_a_sentence(tmp_path, name):
     model = bert(tmp_path)
     with pytest.raises(ValueError, match=message):
         call(model, tokens(model, texts(5, 2)))
+
+
+def rank_of_fsdp(rank: int, world_size: int, folder: Path) -> None:
+    model = bert(folder)
+    features = tokens(model, texts(4, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    with pytest.raises(ValueError, match="FSDP2 needs InfCLTrainer"):
+        ExactContrastiveLoss(model)(features, None)
+
+
+def test_a_sharded_model_gets_a_sentence(ranks, tmp_path):
+    ranks.run(rank_of_fsdp, 2, saved_bert(tmp_path))
 
 
 def test_a_batch_of_one_has_a_loss_of_nothing(tmp_path):

@@ -57,8 +57,8 @@ class ExactContrastiveLoss(nn.Module):
 
     Raises:
         ValueError: for an argument that it does not know, in the constructor; in the call for columns of different
-            lengths, a text without a token, a model without "sentence_embedding", FSDP, DeepSpeed or a static graph of
-            DDP.
+            lengths, a text without a token, a model without "sentence_embedding", FSDP, DeepSpeed, a static graph of
+            DDP or an AdaptiveLayerLoss around it.
         RuntimeError: a second backward through the same loss.
     """
 
@@ -239,6 +239,13 @@ class ExactContrastiveLoss(nn.Module):
             raise ValueError(
                 "ExactContrastiveLoss encodes several mini-batches in a step, so the graph of DDP is not static: leave "
                 "ddp_static_graph off."
+            )
+        module = without_compiler(self.model)
+        first = next(getattr(module, "module", module).children(), None)
+        if type(getattr(first, "forward", None)).__name__ == "TransformerDecorator":
+            raise ValueError(
+                "AdaptiveLayerLoss and Matryoshka2dLoss read all layers of one forward, but ExactContrastiveLoss runs "
+                "several: put MatryoshkaLoss around it, or another loss into theirs."
             )
         if len(columns) < 2:
             raise ValueError(f"The data need two columns at least, anchors and positives, got {len(columns)}.")
