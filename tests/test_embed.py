@@ -23,12 +23,14 @@ from safetensors import safe_open
 
 from hf_infcl import ContrastiveCollator, ImageTextStream
 from hf_infcl.data import store
+from hf_infcl.data.sets import SetSpec
 from hf_infcl.data.store import Store, of_caption
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading import sources
 from hf_infcl.loading.embedding import begin, embed
 from hf_infcl.loading.sources import ShardSource
 from hf_infcl.loading.stored_teachers import StoredEmbeddings
+from hf_infcl.options.commands import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.embed import make_source, table_source
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
@@ -240,11 +242,10 @@ def test_shards_without_captions_or_without_images_are_embedded_as_the_same_tabl
             chosen = {name: values for part in parts for name, values in columns[part].items()}
             (tmp_path / "shards").mkdir(exist_ok=True)
             pq.write_table(pyarrow.table({**chosen, "id": range(4)}), tmp_path / f"shards/{split}.parquet")
-    names = str(tmp_path / "shards"), "image", "caption", None
-    plain = {"split": "train", "on_bad_sample": "raise", "name": None}
+    spec = SetSpec.read("data", str(tmp_path / "shards"))
     embeddings, found = [], []
     for streaming in (False, True):
-        source = make_source(*names, [], streaming=streaming, **plain)
+        source = make_source(spec, DataOptions([], streaming=streaming), ColumnOptions(), None, [])
         found.append((source.kinds, embedded(source, tmp_path / str(streaming))))
         embeddings.append([read(tmp_path / str(streaming), part)[1:] for part in parts])
     images, texts = 4 * ("images" in parts), 3 * ("texts" in parts)
@@ -253,9 +254,8 @@ def test_shards_without_captions_or_without_images_are_embedded_as_the_same_tabl
         assert captions == same_captions
         np.testing.assert_allclose(vectors, same, atol=1e-6)
     for option in ("image_column", "caption_column"):
-        wrong = {"image_column": "image", "caption_column": "caption", option: "nope"}
         with pytest.raises(ValueError, match=f"no column 'nope', which --{option} names. Its columns are"):
-            make_source(names[0], *wrong.values(), None, [option], streaming=True, **plain)
+            make_source(spec, DataOptions([], streaming=True), ColumnOptions(**{option: "nope"}), None, [option])
 
 
 def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small, tmp_path, capsys):

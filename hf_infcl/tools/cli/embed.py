@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import ConcatDataset
-
 from ...conversion.models import load, stated_licence
-from ...data import ImageTextDataset, ImageTextStream, load_pairs
+from ...data import ImageTextStream, load_pairs
 from ...data.columns import find_caption_column, find_image_column
 from ...data.images import ImageDataset
 from ...data.sets import SetSpec
@@ -52,22 +50,10 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         if args.fsdp:
             raise ValueError("Every process embeds with the whole model. Omit the options of FSDP.")
         if namespace.data is None:
-            sources = make_sources(*_sets_to_embed(options, data, columns, args))
+            sources = _sources_of_training(options, data, columns, args)
         else:
             spec = SetSpec.read("data", namespace.data)
-            wanted = spec.wanted(vars(columns))
-            source = make_source(
-                spec.path,
-                wanted["image_column"],
-                wanted["caption_column"],
-                options.key_column,
-                sorted(user_options | spec.columns.keys()),
-                split=spec.split or data.split,
-                name=spec.name,
-                streaming=data.streaming,
-                on_bad_sample=data.on_bad_sample,
-            )
-            sources = {"": source}
+            sources = {"": make_source(spec, data, columns, options.key_column, user_options | spec.columns.keys())}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         if trainer.is_world_process_zero():
@@ -96,87 +82,37 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     leave(trainer)
 
 
-def _sets_to_embed(
-    options: EmbedOptions, data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
-) -> tuple[Any, Any]:
-    """New and old pairs, as a training reads them but for what changes images and captions."""
-    if options.key_column:
-        raise ValueError("--key_column has no effect with --dataset: a training finds pairs by row or sample. Omit it.")
-    data = replace(data, min_side=None, samples_per_epoch=1 if data.streaming else None)
-    return training_set(data, columns, args), replay_set(data, columns, args)
-
-
 # ---- What is embedded ----
 
 
-def make_sources(
-    new: ImageTextDataset | ImageTextStream, old: ImageTextDataset | ImageTextStream | ConcatDataset[Any] | None
+def _sources_of_training(
+    options: EmbedOptions, data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
 ) -> dict[str, ItemSource]:
-    """The sets of a training, by the names of their folders: the new pairs and, if there are any, the old ones."""
-    sets = [new, *([] if old is None else getattr(old, "datasets", [old]))]
-    names = ["dataset", *(f"replay_dataset_{number}" for number in range(1, len(sets)))]
-    return {name: source_of_training(one) for name, one in zip(names, sets, strict=True)}
-
-
-def found_columns(
-    features: datasets.Features, image_column: str, caption_column: str, named: Sequence[str]
-) -> tuple[str | None, str | None]:
-    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `table_source`."""
-    for option, column in (("image_column", image_column), ("caption_column", caption_column)):
-        if option in named:
-            _check_column(option, column, [*features])
-    images, captions = find_image_column(features, image_column), find_caption_column(features, caption_column)
-    if images not in features and captions not in features:
-        raise ValueError(
-            f"The data has neither images nor captions that could be found: its columns are {[*features]}. Name them "
-            "with --image_column and --caption_column."
-        )
-    return images if images in features else None, captions if captions in features else None
-
-
-def _check_column(option: str, column: str, names: Sequence[str]) -> None:
-    if column not in names:
-        raise ValueError(f"The data has no column {column!r}, which --{option} names. Its columns are {names}.")
-
-
-def shard_columns(
-    shards: Sequence[str], image_column: str, caption_column: str, named: Sequence[str]
-) -> tuple[str | None, str | None]:
-    """The columns of images and captions in shards, by the names that `ImageTextStream` takes; see `found_columns`."""
-    reader = reader_of(shards)
-    features = reader.features(shards, image_column)
-    if reader is ParquetReader:
-        return found_columns(features, image_column, caption_column, named)
-    several = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
-    if "image" in (image_column, *features) or several:  # several are told by the reader, to which "image" is any
-        named = [option for option in named if option != "image_column"]
-    if caption_column == "caption" and caption_column not in features and "txt" in features:
-        features = {**features, "caption": features["txt"]}
-    images, captions = found_columns(features, image_column, caption_column, named)
-    return image_column if images or several else None, captions
+    """New and old pairs, as a training reads them but for what changes them, by the names of their folders."""
+    if options.key_column:
+        raise ValueError("--key_column has no effect with --dataset: a training finds pairs by row or sample. Omit it.")
+    data = replace(data, min_side=None, samples_per_epoch=1 if data.streaming else None)
+    new, old = training_set(data, columns, args), replay_set(data, columns, args)
+    olds: list[Any] = [] if old is None else getattr(old, "datasets", [old])
+    sets = {"dataset": new, **{f"replay_dataset_{number}": one for number, one in enumerate(olds, 1)}}
+    return {name: source_of_training(one) for name, one in sets.items()}
 
 
 def make_source(
-    data: str,
-    image_column: str,
-    caption_column: str,
-    key_column: str | None,
-    named: Sequence[str],
-    *,
-    split: str,
-    name: str | None,
-    streaming: bool,
-    on_bad_sample: str,
+    spec: SetSpec, data: DataOptions, columns: ColumnOptions, key_column: str | None, named: Collection[str]
 ) -> ItemSource:
-    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `table_source`."""
-    if not streaming:
-        table, skips = load_pairs(data, split=split, name=name, image_column=image_column), on_bad_sample == "skip"
-        return table_source(table, image_column, caption_column, key_column, data, skips=skips, named=named)
+    """The images and captions of a collection: a folder, a Hub id or, streamed, shards; see `table_source`."""
+    wanted, split = spec.wanted(vars(columns)), spec.split or data.split
+    images, captions = wanted["image_column"], wanted["caption_column"]
+    if not data.streaming:
+        table = load_pairs(spec.path, split=split, name=spec.name, image_column=images)
+        skips = data.on_bad_sample == "skip"
+        return table_source(table, images, captions, key_column, spec.path, skips=skips, named=named)
     if key_column:
         raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
-    images, captions = shard_columns(find_shards(data, split=split), image_column, caption_column, named)
-    options: dict[str, Any] = {"image_column": images, "caption_column": captions, "on_bad_sample": on_bad_sample}
-    return ShardSource(ImageTextStream(data, split=split, **options))
+    found = _shard_columns(find_shards(spec.path, split=split), images, captions, named)
+    options: Any = dict(zip(("image_column", "caption_column"), found, strict=True))
+    return ShardSource(ImageTextStream(spec.path, split=split, on_bad_sample=data.on_bad_sample, **options))
 
 
 def table_source(
@@ -187,7 +123,7 @@ def table_source(
     folder: str,
     *,
     skips: bool = False,
-    named: Sequence[str] = (),
+    named: Collection[str] = (),
 ) -> TableSource:
     """A table with the wanted columns, or else those of `find_image_column` and `find_caption_column`, if it has any.
 
@@ -195,9 +131,47 @@ def table_source(
     """
     if len(table) == 0:
         raise ValueError("The data has no rows.")
-    if key_column is not None and "key_column" in named:
-        _check_column("key_column", key_column, table.column_names)
-    images, captions = found_columns(table.features, image_column, caption_column, named)
+    _check_named({"key_column": key_column} if key_column else {}, table.features, named)
+    images, captions = _found_columns(table.features, image_column, caption_column, named)
     columns = {"caption_column": captions, "key_column": key_column}
     dataset = ImageDataset(table, images, columns) if images else None
     return TableSource(table, dataset, captions, key_column, folder=folder, skips=skips)
+
+
+def _shard_columns(
+    shards: Sequence[str], image_column: str, caption_column: str, named: Collection[str]
+) -> tuple[str | None, str | None]:
+    """The columns of images and captions in shards, by the names that `ImageTextStream` takes."""
+    reader = reader_of(shards)
+    features = reader.features(shards, image_column)
+    if reader is ParquetReader:
+        return _found_columns(features, image_column, caption_column, named)
+    several = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
+    if "image" in (image_column, *features) or several:  # several are told by the reader, to which "image" is any
+        named = [option for option in named if option != "image_column"]
+    if caption_column == "caption" and caption_column not in features and "txt" in features:
+        features = {**features, "caption": features["txt"]}
+    images, captions = _found_columns(features, image_column, caption_column, named)
+    return image_column if images or several else None, captions
+
+
+def _found_columns(
+    features: datasets.Features, image_column: str, caption_column: str, named: Collection[str]
+) -> tuple[str | None, str | None]:
+    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `table_source`."""
+    _check_named({"image_column": image_column, "caption_column": caption_column}, features, named)
+    images, captions = find_image_column(features, image_column), find_caption_column(features, caption_column)
+    if images not in features and captions not in features:
+        raise ValueError(
+            f"The data has neither images nor captions that could be found: its columns are {[*features]}. Name them "
+            "with --image_column and --caption_column."
+        )
+    return images if images in features else None, captions if captions in features else None
+
+
+def _check_named(wanted: Mapping[str, str], features: datasets.Features, named: Collection[str]) -> None:
+    for option, column in wanted.items():
+        if option in named and column not in features:
+            raise ValueError(
+                f"The data has no column {column!r}, which --{option} names. Its columns are {[*features]}."
+            )
