@@ -13,7 +13,7 @@ from helpers.pictures import picture
 from helpers.shards import number_of, png, write_parquet, write_tar
 
 from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainingArguments, ZeroShotDataset, load_pairs
-from hf_infcl.data.columns import find_caption_column, find_image_column, find_label_column
+from hf_infcl.data.columns import find_column
 from hf_infcl.data.tables import Table
 from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.tools.cli import datasets as opening
@@ -125,12 +125,12 @@ def test_json_fields_of_tar_shards_are_columns_beside_their_files(tmp_path):
 
 def test_a_column_is_only_guessed_if_one_comes_into_question():
     text, image = datasets.Value("string"), datasets.Image()
-    assert find_image_column({"a": image, "path": text}) == "a"
-    assert find_image_column({"a": image, "b": image}) == "image"
-    assert find_image_column({"a": image, "path": text}, "path") == "path"
-    assert find_caption_column({"text": text, "title": text}) == "caption"
-    assert find_caption_column({"text": datasets.List(text), "title": datasets.Value("int64")}) == "text"
-    assert find_label_column({"fine": datasets.ClassLabel(names=["a"]), "id": datasets.Value("int64")}) == "fine"
+    assert find_column("image", {"a": image, "path": text}) == "a"
+    assert find_column("image", {"a": image, "b": image}) == "image"
+    assert find_column("image", {"a": image, "path": text}, "path") == "path"
+    assert find_column("caption", {"text": text, "title": text}) == "caption"
+    assert find_column("caption", {"text": datasets.List(text), "title": datasets.Value("int64")}) == "text"
+    assert find_column("label", {"fine": datasets.ClassLabel(names=["a"]), "id": datasets.Value("int64")}) == "fine"
 
 
 @pytest.mark.parametrize(

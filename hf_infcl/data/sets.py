@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..shards.values import in_brackets
-from .columns import FIND, find_caption_column, find_label_column
+from .columns import find_column
 from .labelled import ZeroShotDataset, names_by_label, read_lines, with_class_labels
 from .pairs import ImageTextDataset
 from .tables import Table
@@ -121,7 +121,9 @@ class SetSpec:
 
     def column(self, rows: datasets.Dataset, option: str, defaults: Mapping[str, Any]) -> str:
         """The column that it states, or else that of the command, or else the only one of a usual name."""
-        column = self.columns.get(option) or FIND[option.removesuffix("_column")](rows.features, defaults[option])
+        column = self.columns.get(option) or find_column(
+            option.removesuffix("_column"), rows.features, defaults[option]
+        )
         if column not in rows.column_names:
             raise ValueError(
                 f"It has no column {column!r}. Its columns are {in_brackets(rows.column_names, 30)}. Name the right "
@@ -167,8 +169,8 @@ class SetSpec:
             rows = rows if select is None else select(rows)
             is_classes = self.role == "zero_shot_dataset"
             if self.role == "guard_dataset":
-                captions = find_caption_column(rows.features, self.wanted(defaults)["caption_column"])
-                labels = find_label_column(rows.features, defaults["label_column"])
+                captions = find_column("caption", rows.features, self.wanted(defaults)["caption_column"])
+                labels = find_column("label", rows.features, defaults["label_column"])
                 states_classes = bool(self.class_names or self.templates or "label_column" in self.columns)
                 is_classes = states_classes or (captions not in rows.column_names and labels in rows.column_names)
             opened = self.classes(rows, defaults) if is_classes else self.pairs(rows, defaults, all_captions=True)

@@ -20,7 +20,7 @@ from ..shards.names import IMAGE_EXTENSIONS
 from ..shards.opening import dataset_builder, existing_part, open_shard
 from ..shards.tar_tables import tar_table
 from ..shards.urls import Url
-from .columns import find_image_column
+from .columns import find_column
 from .images import EncodedImage, holds_images, is_value
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
             semicolons or bars, or a folder of tar shards, whose JSON fields become columns.
         split: name of the split, for example "train", or slices such as "train[:10%]".
         name: configuration of the dataset, if it has several.
-        image_column: the column of images; if there is no such column, the one of `find_image_column`, if any. Relative
+        image_column: the column of images; if there is no such column, the one of `find_column`, if any. Relative
             paths of images in parquet files are relative to the file, as in `ImageTextStream`, and become absolute
             here. Those in CSV and JSON files are relative to the working folder if there are such images, and else to
             the file.
@@ -129,7 +129,7 @@ class Table:
             builder.download_and_prepare()
             rows = builder.as_dataset(split=split)
             _check_no_pairs_of_files(rows, files, split)
-            return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
+            return _with_whole_paths(rows, files, source, split, find_column("image", rows.features, image_column))
         except (ConnectionError, FileNotFoundError, HFValidationError) as error:
             raise ValueError(not_there("There is no dataset", source, error)) from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type

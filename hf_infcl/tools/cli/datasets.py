@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from ...checkpoints.averages import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset
-from ...data.columns import find_label_column
+from ...data.columns import find_column
 from ...data.images import is_string
 from ...data.labelled import captions_of_classes, read_lines
 from ...data.sets import SetSpec, read_sets
@@ -48,7 +48,7 @@ def training_set(
             raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
         rows = spec.rows(vars(columns))
         if data.caption_templates:
-            labels = find_label_column(rows.features, spec.columns.get("label_column", "label"))
+            labels = find_column("label", rows.features, spec.columns.get("label_column", "label"))
             class_names = None if spec.class_names is None else read_lines(spec.class_names)
             templates = read_lines(data.caption_templates)
             rows = captions_of_classes(rows, templates, label_column=labels, class_names=class_names)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...conversion.models import load, stated_licence
 from ...data import ImageTextStream, load_pairs
-from ...data.columns import find_caption_column, find_image_column
+from ...data.columns import find_column
 from ...data.images import ImageDataset
 from ...data.sets import SetSpec
 from ...loading.embedding import embed as embedded
@@ -125,7 +125,7 @@ def table_source(
     skips: bool = False,
     named: Collection[str] = (),
 ) -> TableSource:
-    """A table with the wanted columns, or else those of `find_image_column` and `find_caption_column`, if it has any.
+    """A table with the wanted columns, or else those of `find_column`, if it has any.
 
     ``named`` are the options of columns that must exist, because the user has set them.
     """
@@ -160,7 +160,7 @@ def _found_columns(
 ) -> tuple[str | None, str | None]:
     """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `table_source`."""
     _check_named({"image_column": image_column, "caption_column": caption_column}, features, named)
-    images, captions = find_image_column(features, image_column), find_caption_column(features, caption_column)
+    images, captions = find_column("image", features, image_column), find_column("caption", features, caption_column)
     if images not in features and captions not in features:
         raise ValueError(
             f"The data has neither images nor captions that could be found: its columns are {[*features]}. Name them "
