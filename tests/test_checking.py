@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
 from hf_infcl.shards.values import counted
-from hf_infcl.tools.checking.copies import Print, copies
-from hf_infcl.tools.checking.looking import Looker
+from hf_infcl.tools.checking.copies import ImageHash, copies
+from hf_infcl.tools.checking.looking import Inspector
 from hf_infcl.tools.checking.reading import read
 from hf_infcl.tools.scoring.sheet import lines_of
 
@@ -355,20 +355,20 @@ def test_the_rest_of_a_damaged_shard_is_one_bad_pair(model, tmp_path):
     assert (code, found) == (1, {"train": {"broken": {"the rest of 0/1.tar"}}})
 
 
-def looker_of(model: Path, **text: Any) -> Looker:
+def inspector_of(model: Path, **text: Any) -> Inspector:
     config = transformers.AutoConfig.from_pretrained(model)
     config.text_config.update(text)
-    return Looker(ContrastiveCollator(transformers.AutoProcessor.from_pretrained(model), uint8=True), config)
+    return Inspector(ContrastiveCollator(transformers.AutoProcessor.from_pretrained(model), uint8=True), config)
 
 
 def test_workers_read_what_one_process_reads(model, tmp_path):
     as_folder(tmp_path / "data", planted()[0])
     data = ImageTextDataset(load_pairs(str(tmp_path / "data"), split="train"))
-    looker = looker_of(model)
-    first, second = ([look for looks, _ in read(data, looker, None, workers=n) for look in looks] for n in (0, 2))
+    inspector = inspector_of(model)
+    first, second = ([pair for pairs, _ in read(data, inspector, None, workers=n) for pair in pairs] for n in (0, 2))
     assert len(first) == 40
     assert first == second
-    sampled, again = ([look.name for looks, _ in read(data, looker, 12) for look in looks] for _ in range(2))
+    sampled, again = ([pair.name for pairs, _ in read(data, inspector, 12) for pair in pairs] for _ in range(2))
     assert len(set(sampled)) == 12
     assert sampled == again, "always the same"
 
@@ -387,13 +387,13 @@ def test_workers_read_what_one_process_reads(model, tmp_path):
 )
 def test_what_counts_as_foreign_a_file_name_or_a_number(text, file, expected, model):
     faults: dict[str, str] = {}
-    looker_of(model).caption(text, file, faults)
+    inspector_of(model).caption(text, file, faults)
     assert tuple(fault in faults for fault in ("foreign", "file_name", "number")) == expected
 
 
 def test_a_tokenizer_of_another_model_is_an_error(model):
     with pytest.raises(ValueError, match="token embeddings"):
-        looker_of(model, vocab_size=5).caption("a handwritten seven", "", {})
+        inspector_of(model, vocab_size=5).caption("a handwritten seven", "", {})
 
 
 def test_what_a_picture_cuts_ends_with_an_ellipsis():
@@ -412,14 +412,14 @@ def test_copies_are_those_of_comparing_all_pairs():
     for row in rows:  # up to three other bits of the hash, and up to 14 other levels
         row[rng.integers(0, 8, 3)] ^= 1 << rng.integers(0, 8, 3).astype(np.uint8) * (rng.random(3) < 0.6)
         row[8:] = np.clip(row[8:].astype(int) + rng.integers(0, 2) * rng.integers(0, 15), 0, 255)
-    prints = [Print(row[:8].tobytes(), row[8:].tobytes()) for row in rows]
+    hashes = [ImageHash(row[:8].tobytes(), row[8:].tobytes()) for row in rows]
     bits = np.unpackbits(rows[:, :8], axis=1).astype(int)
     differing = (bits[:, None] != bits).sum(axis=2)
     levels = np.abs(rows[:, None, 8:].astype(int) - rows[:, 8:]).max(axis=2)
     expected = np.argwhere(np.triu((differing <= 3) & (levels <= 12), 1))
     assert 100 < len(expected) < (np.triu(differing <= 6, 1)).sum()
-    assert copies(prints).tolist() == expected.tolist()
-    assert copies([]).shape == copies(prints[:1]).shape == (0, 2)
+    assert copies(hashes).tolist() == expected.tolist()
+    assert copies([]).shape == copies(hashes[:1]).shape == (0, 2)
 
 
 # ---- Mistakes, and the check before a training ----

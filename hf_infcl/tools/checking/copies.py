@@ -16,7 +16,7 @@ _BANDS = MOST_BITS + 1  # two hashes that differ in MOST_BITS bits agree in one 
 _CHUNK = 512  # rows that are compared at once
 
 
-class Print(NamedTuple):
+class ImageHash(NamedTuple):
     """What copies of an image have in common."""
 
     # The difference hash (dHash), 8 bytes: whether each cell of an 8 × 9 grid of mean grey levels is brighter than the
@@ -25,12 +25,12 @@ class Print(NamedTuple):
     colours: bytes  # the mean colours of an 8 × 8 grid, 192 bytes. Pictures with little in them have equal hashes
 
 
-def make_print(pixels: np.ndarray) -> Print:
+def image_hash(pixels: np.ndarray) -> ImageHash:
     """The print of an image, uint8 [H, W, 3]."""
     image = Image.fromarray(pixels)
     grey = np.asarray(image.convert("L").resize((GRID + 1, GRID), Image.Resampling.BOX), dtype=np.int16)
     brighter = np.diff(grey, axis=1) > STEP
-    return Print(np.packbits(brighter).tobytes(), image.resize((GRID, GRID), Image.Resampling.BOX).tobytes())
+    return ImageHash(np.packbits(brighter).tobytes(), image.resize((GRID, GRID), Image.Resampling.BOX).tobytes())
 
 
 def is_one_colour(pixels: np.ndarray) -> bool:
@@ -39,10 +39,10 @@ def is_one_colour(pixels: np.ndarray) -> bool:
     return bool((flat.max(axis=0) - flat.min(axis=0) <= 4).all())
 
 
-def copies(prints: list[Print]) -> np.ndarray:
+def copies(hashes: list[ImageHash]) -> np.ndarray:
     """The pairs of images that are copies of each other, int64 [pairs, 2] with the smaller index first."""
-    outlines = np.frombuffer(b"".join(p.outline for p in prints), dtype=np.uint8).reshape(-1, GRID**2 // 8)
-    colours = np.frombuffer(b"".join(p.colours for p in prints), dtype=np.uint8).reshape(-1, 3 * GRID**2)
+    outlines = np.frombuffer(b"".join(p.outline for p in hashes), dtype=np.uint8).reshape(-1, GRID**2 // 8)
+    colours = np.frombuffer(b"".join(p.colours for p in hashes), dtype=np.uint8).reshape(-1, 3 * GRID**2)
     pairs = [
         np.stack((same[first], same[second]), axis=1)
         for same in _in_one_band(outlines)

@@ -15,7 +15,7 @@ from ...evaluation.metrics import CEILING
 from ...evaluation.retrieval import recall_ceilings
 from ...shards.values import counted
 from .copies import copies
-from .looking import FAULTS, Look, Looker
+from .looking import FAULTS, Inspected, Inspector
 from .reading import read
 
 TRAINED = "train"  # the name of the training set among those of a check
@@ -42,27 +42,27 @@ class SetFacts:
     Args:
         key: `TRAINED` for the training set, `REPLAYED` and a number for old pairs; any other is evaluated.
         dataset: raises an error for a bad row, as ``plain`` of the training sets does.
-        looker, samples, how: as for `read`.
+        inspector, samples, how: as for `read`.
     """
 
-    def __init__(self, key: str, dataset: Any, looker: Looker, samples: int | None, **how: Any) -> None:
-        self.dataset, self.looker = dataset, looker
+    def __init__(self, key: str, dataset: Any, inspector: Inspector, samples: int | None, **how: Any) -> None:
+        self.dataset, self.inspector = dataset, inspector
         self.name = "the training set" if key == TRAINED else dataset.name  # as the user knows it
         self.is_trained = key.startswith((TRAINED, REPLAYED))  # whether a training draws from it
-        self.looks: list[Look] = []
+        self.pairs: list[Inspected] = []
         self.is_whole = True  # whether all pairs were read
-        for looks, is_cut in read(dataset, looker, samples, **how):
-            self.looks += looks
+        for pairs, is_cut in read(dataset, inspector, samples, **how):
+            self.pairs += pairs
             self.is_whole &= not is_cut
-        self.captions = {look.name: look.captions for look in self.looks if look.captions}
-        self.prints = {look.name: look.print for look in self.looks if look.print is not None}
+        self.captions = {pair.name: pair.captions for pair in self.pairs if pair.captions}
+        self.hashes = {pair.name: pair.hash for pair in self.pairs if pair.hash is not None}
         what = "labelled images" if isinstance(dataset, ZeroShotDataset) else "pairs"
         split = "" if (split := getattr(dataset, "split", None)) is None else f", split {split}"
-        self.words = f"{self.name}{split}: {len(self.looks):,} {what}{', all' * self.is_whole} read."
+        self.words = f"{self.name}{split}: {len(self.pairs):,} {what}{', all' * self.is_whole} read."
 
     def rows(self, fault: str) -> dict[str, str]:
         """What a fault consists in, by the names of the pairs that have it."""
-        return {look.name: look.faults[fault] for look in self.looks if fault in look.faults}
+        return {pair.name: pair.faults[fault] for pair in self.pairs if fault in pair.faults}
 
 
 def find(facts: SetFacts, others: Iterable[SetFacts], *, skips_bad: bool) -> list[Finding]:
@@ -78,7 +78,7 @@ def find(facts: SetFacts, others: Iterable[SetFacts], *, skips_bad: bool) -> lis
 
 def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
     cures = dict.fromkeys(("broken", "captionless"), "--on_bad_sample skip")
-    cures = {**cures, "huge": f"--min_side {2 * facts.looker.side}"} if facts.is_trained else {}
+    cures = {**cures, "huge": f"--min_side {2 * facts.inspector.side}"} if facts.is_trained else {}
     for kind, fault in FAULTS.items():
         if not (rows := facts.rows(kind)):
             continue
@@ -86,10 +86,10 @@ def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
         option = "" if is_skipped else cures.get(kind, "")
         most = 240 if kind == "broken" else 80  # a path and what is wrong with the file
         examples = ", ".join(f"{_named(name)} ({_short(detail, most)})" for name, detail in [*rows.items()][:3])
-        words, cure = (one.format(looker=facts.looker) for one in (fault.words, fault.cure))
-        text = f"{_count(len(rows), len(facts.looks), words)}: {examples}. {cure}"
+        words, cure = (one.format(inspector=facts.inspector) for one in (fault.words, fault.cure))
+        text = f"{_count(len(rows), len(facts.pairs), words)}: {examples}. {cure}"
         text += " The training leaves them out." if is_skipped else f" Or pass {option}." if option else ""
-        spoils = len(rows) > (0.1 if is_skipped else fault.spoils) * len(facts.looks)
+        spoils = len(rows) > (0.1 if is_skipped else fault.spoils) * len(facts.pairs)
         yield Finding(kind, text, spoils, tuple(rows), option)
 
 
@@ -98,7 +98,7 @@ def _of_captions(facts: SetFacts) -> Iterator[Finding]:
     ((number, count),) = times.most_common(1) or [(0, 0)]
     text = _short(next((one.text for every in facts.captions.values() for one in every if one.id == number), ""))
     if count > max(1.0, SAME_CAPTION * len(facts.captions)):
-        what = _count(count, len(facts.looks), f"have the caption {text!r}")
+        what = _count(count, len(facts.pairs), f"have the caption {text!r}")
         what += ". It tells nothing about their images. Name the column of the captions."
         yield Finding("same_caption", what, spoils=True)
     if not facts.is_trained or facts.dataset.pair_id_column is not None:
@@ -109,30 +109,30 @@ def _of_captions(facts: SetFacts) -> Iterator[Finding]:
     if len(rows) > REPEATED * len(facts.captions):
         option = f"--pair_id_column {facts.dataset.caption_column}"
         what = (
-            f"{_count(len(rows), len(facts.looks), 'have a caption that another one also has')}, such as {text!r} "
+            f"{_count(len(rows), len(facts.pairs), 'have a caption that another one also has')}, such as {text!r} "
             f"({count:,} times). In a batch they are each other's negatives. Pass {option}."
         )
         yield Finding("repeated_captions", what, True, rows, option)
 
 
 def _of_copies(facts: SetFacts) -> Iterator[Finding]:
-    names = list(facts.prints)
-    pairs = [(names[first], names[second]) for first, second in copies(list(facts.prints.values()))]
-    ids = {look.name: look.pair_id for look in facts.looks if facts.is_trained}
+    names = list(facts.hashes)
+    pairs = [(names[first], names[second]) for first, second in copies(list(facts.hashes.values()))]
+    ids = {pair.name: pair.pair_id for pair in facts.pairs if facts.is_trained}
     pairs = [(one, other) for one, other in pairs if ids.get(one) is None or ids[one] != ids.get(other)]
     rows = tuple(dict.fromkeys(name for pair in pairs for name in pair))
     if len(rows) <= REPEATED * len(names):
         return
     effect = "They are each other's negatives, which equal pair ids (--pair_id_column) would prevent."
     effect = effect if facts.is_trained else "Retrieval cannot tell them apart."
-    text = _count(len(rows), len(facts.looks), "have an image that looks like another one")
+    text = _count(len(rows), len(facts.pairs), "have an image that looks like another one")
     yield Finding("repeated_images", f"{text}: {_and_copy(pairs)}. {effect}", len(rows) > COPIES * len(names), rows)
 
 
 def _of_overlap(trained: SetFacts, evaluated: SetFacts) -> Iterator[Finding]:
     """Images of an evaluation set that look like one of a set that is trained on."""
-    before, after = list(trained.prints), list(evaluated.prints)
-    every = copies([*trained.prints.values(), *evaluated.prints.values()])
+    before, after = list(trained.hashes), list(evaluated.hashes)
+    every = copies([*trained.hashes.values(), *evaluated.hashes.values()])
     crossing = every[(every[:, 0] < len(before)) & (every[:, 1] >= len(before))]
     if pairs := {after[second - len(before)]: before[first] for first, second in crossing}:
         more = "" if trained.is_whole else f" Only some of {trained.name} was read, so there may be more."
@@ -158,7 +158,7 @@ def _of_ceilings(facts: SetFacts) -> Iterator[Finding]:
     highest = " or ".join(f"{name.removesuffix(CEILING)} of {value:.2%}" for name, value in ceilings.items())
     among = "" if facts.is_whole else " among those that were read"
     text = (
-        f"{_count(len(shared), len(facts.looks), 'have a caption that also belongs to another image')}, as the model "
+        f"{_count(len(shared), len(facts.pairs), 'have a caption that also belongs to another image')}, as the model "
         f"reads it. No model can exceed {highest}{among}. Compare with these values, or evaluate on other captions."
     )
     yield Finding("ceiling", text, min(ceilings.values()) < 1 - COPIES, shared)

@@ -21,7 +21,7 @@ from ...encoders.pooling import Pooling, SameEmbeddings
 from ...evaluation import caption_ids
 from ...refusals import check_tokens
 from ...shards.names import IMAGE_EXTENSIONS
-from .copies import Print, is_one_colour, make_print
+from .copies import ImageHash, image_hash, is_one_colour
 
 USUAL_SIDE = 224  # of the images of a model whose config does not tell
 HUGE = 16_000_000  # pixels from which decoding takes much longer than a model needs: a large photograph has as many
@@ -36,7 +36,7 @@ _MANY_UNKNOWN = 0.2  # the share of unknown tokens from which a caption is not u
 class Fault(NamedTuple):
     """A fault of single pairs."""
 
-    words: str  # what such pairs do, for `str.format` with the `Looker`; it follows their number
+    words: str  # what such pairs do, for `str.format` with the `Inspector`; it follows their number
     spoils: float  # the share of the pairs above which they spoil a training
     cure: str  # a sentence
 
@@ -44,13 +44,13 @@ class Fault(NamedTuple):
 FAULTS = {
     "broken": Fault("cannot be read", 0.0, "Repair or drop them."),
     "captionless": Fault("have no caption with a visible character", 0.0, "Drop them."),
-    "tiny": Fault("have a tiny image, whose shorter side has fewer than {looker.tiny} pixels", 0.1, "Drop them."),
+    "tiny": Fault("have a tiny image, whose shorter side has fewer than {inspector.tiny} pixels", 0.1, "Drop them."),
     "huge": Fault("have a huge image, which takes long to decode", math.inf, "Scale them once."),
     "one_colour": Fault("have an image of a single colour", 0.1, "Drop them: such files stand for missing images."),
     "cut": Fault(
-        "have a caption of more than {looker.tokens} tokens, which the model does not read to its end",
+        "have a caption of more than {inspector.tokens} tokens, which the model does not read to its end",
         0.5,
-        "Shorten them, or take a model with a higher limit.{looker.more_positions}",
+        "Shorten them, or take a model with a higher limit.{inspector.more_positions}",
     ),
     "foreign": Fault("have a caption in a script that the tokenizer does not know", 0.1, "Take a multilingual model."),
     "file_name": Fault("have the name of a file as their caption", 0.1, "Name the column of the captions."),
@@ -67,17 +67,17 @@ class Caption(NamedTuple):
 
 
 @dataclass(slots=True)
-class Look:
+class Inspected:
     """What one pair, or labelled image, looks like."""
 
     name: str  # the number of its row, or its shard and its name there
     faults: dict[str, str] = field(default_factory=dict)  # by their names, what they consist in
     captions: list[Caption] = field(default_factory=list)  # all usable ones
     pair_id: int | None = None  # if the training gives it one
-    print: Print | None = None  # None if the image has one colour or cannot be decoded
+    hash: ImageHash | None = None  # None if the image has one colour or cannot be decoded
 
 
-class Looker:
+class Inspector:
     """Looks at pairs, with the collator of the training, which knows the tokenizer, and the config of the model.
 
     With ``before_training`` it leaves captions that get one embedding to the trainer, which checks those that it reads.
@@ -93,33 +93,33 @@ class Looker:
         self.tokens, self.more_positions = collator.max_length, collator.more_positions
         self._same_embeddings = SameEmbeddings(None if before_training else Pooling.of_config(config.text_config))
 
-    def look(self, name: str, values: dict[str, Any], item: Callable[[], dict[str, Any]]) -> Look:
+    def inspect(self, name: str, values: dict[str, Any], item: Callable[[], dict[str, Any]]) -> Inspected:
         """Looks at one pair.
 
         Args:
-            name: as in `Look`.
+            name: as in `Inspected`.
             values: ``file``, the name of its image file or of its sample, and for a pair ``caption``, one or a list.
             item: reads, decodes and returns the item of the training, as `ImageTextDataset` does.
 
         Raises:
             ValueError: the tokenizer gives a token that the model does not have, or two captions get one embedding.
         """
-        look, file = Look(name), os.path.basename(str(values.get("file") or ""))
+        pair, file = Inspected(name), os.path.basename(str(values.get("file") or ""))
         texts: list[str] | None = None
         with suppress(ValueError):  # of a value that is no text, which the item tells
             texts = usable_captions(values["caption"]) if "caption" in values else None
-        look.captions = [self.caption(text, file, look.faults) for text in texts or ()]
+        pair.captions = [self.caption(text, file, pair.faults) for text in texts or ()]
         try:
             made = item()
         except BadSampleError as error:
-            look.faults["captionless" if texts == [] else "broken"] = error.cause or str(error)
-            return look
+            pair.faults["captionless" if texts == [] else "broken"] = error.cause or str(error)
+            return pair
         height, width, _ = made["image"].shape
         is_plain = is_one_colour(made["image"])
-        look.print, look.pair_id = None if is_plain else make_print(made["image"]), made.get("pair_id")
+        pair.hash, pair.pair_id = None if is_plain else image_hash(made["image"]), made.get("pair_id")
         faults = {"tiny": min(width, height) < self.tiny, "huge": width * height > HUGE, "one_colour": is_plain}
-        look.faults |= {fault: f"{width} × {height}" for fault, holds in faults.items() if holds}
-        return look
+        pair.faults |= {fault: f"{width} × {height}" for fault, holds in faults.items() if holds}
+        return pair
 
     def caption(self, text: str, file: str, faults: dict[str, str]) -> Caption:
         """Looks at one caption of the image in a file, and adds what is wrong with it to the faults."""

@@ -24,7 +24,7 @@ from ...shards.values import counted
 from ...training.trainer import InfCLTrainer
 from ...windows.selection import tell_if_too_short
 from ..checking.findings import REPLAYED, TRAINED, Finding, SetFacts, find
-from ..checking.looking import Looker
+from ..checking.looking import Inspector
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
 from .defaults import check_embedded
 from .launched import cores, mistakes_in_one_line
@@ -52,7 +52,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         set_sizes(collator, args)
         training_collator(collator, args)  # only its checks: what is cut on purpose is no finding
-        looker = Looker(collator, config)
+        inspector = Inspector(collator, config)
         if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
             args.max_steps = 1  # a training needs its length, a check does not
         old: Any = replay_set(data, columns, args)
@@ -73,7 +73,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     for key, dataset in sets.items():
         with mistakes_in_one_line(parser.prog, of_libraries=False):
             how["progress"] = "" if args.disable_tqdm else f"check {key}"
-            facts = SetFacts(key, dataset, looker, samples, **how)
+            facts = SetFacts(key, dataset, inspector, samples, **how)
         trained = [other for other, _ in results.values() if other.is_trained]
         results[key] = facts, find(facts, trained, skips_bad=data.on_bad_sample == "skip")
         print(facts.words, *lines_of(results[key][1]), sep="\n")
@@ -86,11 +86,11 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     remedies = dict.fromkeys(finding.options for finding in every if finding.options)
     if first.is_whole and isinstance(first.dataset, ImageTextStream) and data.samples_per_epoch is None and not limited:
         unusable = first.rows("broken").keys() | first.rows("captionless").keys()
-        remedies[f"--samples_per_epoch {len(first.looks) - len(unusable)}"] = None
+        remedies[f"--samples_per_epoch {len(first.pairs) - len(unusable)}"] = None
     to_add, path = " ".join(remedies), Path(args.output_dir, FINDINGS_FILE)
     if is_written:
         of_sets = {
-            key: {"read": len(facts.looks), "whole": facts.is_whole, "findings": list(map(asdict, findings))}
+            key: {"read": len(facts.pairs), "whole": facts.is_whole, "findings": list(map(asdict, findings))}
             for key, (facts, findings) in results.items()
         }
         path.write_text(json.dumps({"options": to_add, "sets": of_sets}, indent=1), encoding="utf-8")
@@ -112,12 +112,12 @@ def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStre
     if samples == 0:
         return
     collator: Any = trainer.data_collator
-    looker = Looker(collator, trainer.dual_encoder.model.config, before_training=True)
-    facts = SetFacts(TRAINED, dataset.plain(), looker, samples)
+    inspector = Inspector(collator, trainer.dual_encoder.model.config, before_training=True)
+    facts = SetFacts(TRAINED, dataset.plain(), inspector, samples)
     every = find(facts, (), skips_bad=data.on_bad_sample == "skip")
     findings = [finding for finding in every if finding.kind not in ("cut", "repeated_captions")]
-    verb = "was" if len(facts.looks) == 1 else "were"
-    checked = f"{counted(len(facts.looks), 'pair')} of the training set {verb} checked"
+    verb = "was" if len(facts.pairs) == 1 else "were"
+    checked = f"{counted(len(facts.pairs), 'pair')} of the training set {verb} checked"
     yield f"{checked}. `infcl check` reads more, with the same options."
     if findings:
         yield from lines_of(findings)
