@@ -1,9 +1,14 @@
-"""Checks that several packages share: no second derivative is asked for, and every token has an embedding."""
+"""Checks that several packages share: no second derivative is asked for, and texts are tokens of the model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+_LEAST_WORDS = 2  # some tokenizers have one of their own, a space
+_LEAST_SHARE = 0.1  # of the token embeddings
 
 
 def refuse_second_derivative(what: str) -> None:
@@ -16,6 +21,24 @@ def refuse_second_derivative(what: str) -> None:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(what)
+
+
+def check_vocabulary(tokenizer: Any, config: Any) -> None:
+    """Raises a ValueError if a tokenizer has no words, or far fewer than the model of this config has embeddings.
+
+    Of a folder without the files of its vocabulary, transformers makes a tokenizer of the special tokens alone.
+    """
+    if not callable(vocabulary := getattr(tokenizer, "get_vocab", None)):
+        return
+    words = vocabulary().keys() - set(tokenizer.all_special_tokens)
+    rows = getattr(getattr(config, "text_config", config), "vocab_size", None) or 0
+    if len(words) < max(_LEAST_WORDS, rows * _LEAST_SHARE):
+        raise ValueError(
+            f"The tokenizer, a {type(tokenizer).__name__}, has {len(words):,} words beside its special tokens"
+            f"{f', and the model {rows:,} token embeddings' if rows else ''}, so it is not the tokenizer of this "
+            f"model. Copy the files of its vocabulary (tokenizer.json, or vocab.json and merges.txt) to the model"
+            f"{f' in {tokenizer.name_or_path}' if tokenizer.name_or_path else ''}."
+        )
 
 
 def check_tokens(input_ids: Tensor, vocabulary: int | None, source: str = "The tokenizer returns") -> None:

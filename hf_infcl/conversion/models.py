@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
-from ..encoders.model_types import pads_texts
+from ..encoders.model_types import fit_tokenizer, pads_texts
 from ..encoders.pooling import Pooling, SameEmbeddings
 from ..hub import asks_hub_once
 from ..readable import give_usual_modes
@@ -79,13 +79,17 @@ def load(
 
 
 def _with_tokenizer(processor: Any, tokenizer: str | None, config: PretrainedConfig) -> Any:
-    """The processor; if another tokenizer is named, with that and the limit of tokens that the old one had."""
+    """The processor; if another tokenizer is named, with that and the limit of tokens that the old one had.
+
+    Raises a ValueError if its tokenizer is not the model's.
+    """
     if tokenizer is not None:
         new, rows = named_tokenizer(tokenizer), getattr(config.text_config, "vocab_size", None)
         if rows is not None:
             check_length(new, rows, exact=False)
         new.model_max_length = min(new.model_max_length, processor.tokenizer.model_max_length)
         processor.tokenizer = new
+    fit_tokenizer(processor.tokenizer, config)
     return processor
 
 
@@ -249,6 +253,7 @@ def _to_transformers(
     told: list[str] = []
     if base := base_of_adapters(str(source)):
         model, processor = load_pretrained(str(source))
+        fit_tokenizer(processor.tokenizer, model.config)
     else:
         model, processor = load_open_clip(
             source, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
@@ -274,6 +279,7 @@ def _to_open_clip(
     source: str | Path, target: str | Path, repository: str, max_text_tokens: int | None
 ) -> Iterator[str]:
     model, processor = load_pretrained(str(source))
+    fit_tokenizer(processor.tokenizer, model.config)
     if max_text_tokens is not None:
         processor.tokenizer.model_max_length = max_text_tokens
     tensors, config = to_open_clip(model, processor, repository=repository)

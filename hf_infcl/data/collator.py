@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..encoders.model_types import pads_texts, reads_padding, text_positions
+from ..encoders.model_types import fit_tokenizer, pads_texts, reads_padding, text_positions
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class ContrastiveCollator:
         if positions is not None:
             stated = getattr(getattr(processor, "tokenizer", None), "model_max_length", None)
             length = int(min(positions, stated or positions))
+        fit_tokenizer(getattr(processor, "tokenizer", None), config)
         collator = cls(processor, max_length=length, fixed_length=pads_texts(config) or None, uint8=uint8)
         collator.positions = positions or collator.max_length
         return collator

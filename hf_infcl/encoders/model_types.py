@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
+from ..refusals import check_vocabulary
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
+
+logger = logging.get_logger(__name__)
 
 # The modules of a tower: the tower itself, and its projection if the model has one.
 TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
@@ -116,6 +122,28 @@ def _refusal(what: str, model_type: str | None) -> ValueError:
         f"text embeddings{reason}. Use the full model (such as CLIPModel) of one of the types "
         f"{', '.join(MODEL_TYPES)}, or your own towers in a TwoTowers."
     )
+
+
+def fit_tokenizer(tokenizer: Any, config: PretrainedConfig | None) -> None:
+    """Lets a tokenizer pad texts where the text tower of this config does not read, and raises as `check_vocabulary`.
+
+    Towers of transformers count positions from the left, and most take the embedding at the first or the end token, so
+    that padding on the left would make it depend on the other texts of its batch.
+    """
+    check_vocabulary(tokenizer, config)
+    if getattr(tokenizer, "padding_side", "right") == "right" or pads_texts(config):
+        return
+    if getattr(config, "model_type", None) in MODEL_TYPES:
+        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"  # the second is saved
+        logger.warning(
+            "The tokenizer says padding_side='left', by which an embedding of this model would depend on the other "
+            "texts of its batch. Texts are padded on the right, as the saved tokenizer says."
+        )
+    else:
+        logger.warning_once(
+            "The tokenizer pads on the left, which is right for a text tower that takes the embedding at the last "
+            "token and counts positions from the attention mask. For another one, set tokenizer.padding_side='right'."
+        )
 
 
 def pads_texts(config: PretrainedConfig | None) -> bool:

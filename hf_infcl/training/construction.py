@@ -14,6 +14,7 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.collator import DataCollator
 from ..data.transforms import set_image_size
 from ..encoders.dual_encoder import DualEncoder
+from ..encoders.model_types import fit_tokenizer
 from ..loading.loaders import check_data_seed, check_selectable, set_sizes
 from ..loading.replay import Replayed
 from ..loading.wrapped import all_parts, check_has_rows, most_captions
@@ -139,6 +140,8 @@ def make_collator(
     collator, image_size = default if data_collator is None else data_collator, args.image_size
     if data_collator is None and processor is not None:
         collator = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
+    elif isinstance(collator, ContrastiveCollator):
+        fit_tokenizer(collator.processor.tokenizer, getattr(model, "config", None))
     set_sizes(collator, args)
     if image_size is not None and hasattr(processor, "image_processor"):
         set_image_size(processor.image_processor, image_size)
