@@ -144,12 +144,6 @@ class DualEncoder:
         bias.fill_(-10)
         return True
 
-    def make_temperature_a_vector(self) -> None:
-        """Replaces the temperature's parameter by a vector of one element, if it is a scalar."""
-        scale = self.temperature_parameters[0]
-        if scale.ndim == 0:
-            setattr(self.base, self.temperature_name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
-
     def embed(
         self,
         forward: Callable[..., object],

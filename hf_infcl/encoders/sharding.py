@@ -99,7 +99,8 @@ def prepare_for_fsdp(encoder: DualEncoder) -> None:
         base.get_input_embeddings()
     except NotImplementedError:
         base.get_input_embeddings = lambda: None
-    encoder.make_temperature_a_vector()
+    if (scale := encoder.temperature_parameters[0]).ndim == 0:
+        setattr(base, encoder.temperature_name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
 
 
 def stock_shapes(encoder: DualEncoder, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

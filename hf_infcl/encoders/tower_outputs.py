@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -116,7 +116,8 @@ class PlaceholderText:
         with eager, torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
             forward()
         output = outputs["text"]
-        if all(value.isfinite().all() for value in _tensors(output)):
+        values = output.values() if isinstance(output, Mapping) else [output]
+        if all(value.isfinite().all() for value in values if isinstance(value, Tensor)):
             self._output = dict(output) if isinstance(output, BaseModelOutputWithPooling) else output
             self._kind = self._kind_of_tower()
 
@@ -134,11 +135,6 @@ class PlaceholderText:
     def _kind_of_tower(self) -> Any:
         parameter = next(self._tower.parameters())
         return parameter.dtype, parameter.device
-
-
-def _tensors(output: object) -> Iterable[Tensor]:
-    values = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else []
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 @contextlib.contextmanager

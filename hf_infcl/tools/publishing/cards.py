@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
@@ -48,10 +49,11 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
     example = next((one for one in facts.evaluations if one.templates), None)
     labels = ["dog", "cat"] if example is None else list(example.class_names[:3])
     prompt = "a photo of a {}." if example is None else example.templates[0]
+    functions: tuple[Any, ...] = (code, escaped, literal, row, line, cell, counted, explained, words_of_scores)
     return ModelCard.from_template(
         data,
         template_str=resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8"),
-        **{one.__name__: one for one in (code, escaped, literal, row, line, cell, counted, explained, words_of_scores)},
+        **{one.__name__: one for one in functions},
         place=_place,
         facts=facts,
         outcome=outcome(facts),

@@ -43,10 +43,10 @@ def changes(facts: TrainingFacts) -> list[Change]:
             before, after = (facts.average.at(alpha).rest[one.key] for alpha in (0, facts.average.alpha))
             found.append(Change(one, Difference(before, after), half=True))
             continue
-        before, after = score_if_measured(one.before), one.score
-        if before is not None and after is not None:
+        old, new = score_if_measured(one.before), one.score
+        if old is not None and new is not None:
             bounds = [one.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
-            found.append(Change(one, Difference(before, after, *bounds)))
+            found.append(Change(one, Difference(old, new, *bounds)))
     places = [(change.evaluation.dataset, change.evaluation.split) for change in found]
     for change, place in zip(found, places, strict=True):
         if places.count(place) > 1:

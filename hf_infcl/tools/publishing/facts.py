@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections import Counter
@@ -23,7 +22,6 @@ from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ...evaluation.metrics import score_if_measured
 from ...loading.loaders import drawn_texts
 from ...loading.replay import Replayed
-from ...options.arguments import InfCLTrainingArguments
 from ...shards.opening import digest
 from ...shards.urls import Url, without_secrets
 from ...training.progress import trained_seconds
@@ -214,7 +212,8 @@ def training_facts(
     name = Path(repository or args.output_dir or ".").resolve().name
     on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
     start_name, start_on_hub = source_name(start)
-    best = holds_best(args, state)
+    ended = any(_END in entry for entry in state.log_history)
+    best = args.load_best_model_at_end and state.best_model_checkpoint is not None and ended  # Trainer has loaded it
     drawn, negatives = drawn_texts(trainer.train_dataset)
     takes_all = drawn == 1 and negatives is None and _last(state, "texts_per_image", 1) > 1  # that an item has
     return TrainingFacts(
@@ -275,12 +274,6 @@ def scores_by_width(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str,
         encoder.dims = before
         trainer.found.update(found)
     return {name: by_width for name, by_width in scores.items() if by_width}
-
-
-def holds_best(args: InfCLTrainingArguments, state: TrainerState) -> bool:
-    """Whether the model holds the weights of the best evaluation, which Trainer loads when a training has ended."""
-    ended = any(_END in entry for entry in state.log_history)
-    return args.load_best_model_at_end and state.best_model_checkpoint is not None and ended
 
 
 def source_name(source: str) -> tuple[str, bool]:
@@ -344,24 +337,23 @@ def with_texts(evaluations: Sequence[Evaluation], sets: Any) -> list[Evaluation]
     return made
 
 
-def _measured(evaluations: Iterable[Evaluation], state: TrainerState, best: bool) -> Iterator[Evaluation]:
+def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool) -> Iterator[Evaluation]:
     """The evaluations that were made, with their metrics before the training and those of the present weights.
 
     If an evaluation has not yet measured the present weights, its metrics are those of the last one, with its step.
     """
-    history = state.log_history
-    before = [entry for entry in history if entry.get("step") == 0]
-    after = [entry for entry in history if entry.get("step") != 0]
+    before = [entry for entry in state.log_history if entry.get("step") == 0]
+    after = [entry for entry in state.log_history if entry.get("step") != 0]
     if best:
         end = next(number for number, entry in enumerate(after) if _END in entry)
         after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
-    evaluations = list(evaluations)
     for evaluation in evaluations:
         prefix = f"eval_{evaluation.key}_"
         # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
         longer_prefixes = tuple(p for e in evaluations if (p := f"eval_{e.key}_").startswith(prefix) and p != prefix)
         _, first = next(_metrics(before, prefix, longer_prefixes), (0, {}))
-        for step, last in itertools.islice(_metrics(after, prefix, longer_prefixes), 1):
+        step, last = next(_metrics(after, prefix, longer_prefixes), (0, {}))
+        if last:
             measured = state.best_global_step if best else step
             yield replace(evaluation, metrics=last, before=first, step=measured)
 

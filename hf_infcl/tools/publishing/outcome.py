@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...checkpoints.averages import not_trained
@@ -34,7 +34,9 @@ def outcome(facts: TrainingFacts) -> str:
     learned = [shown for evaluation in facts.evaluations if (shown := _has_learned(evaluation, facts)) is not None]
     if any(learned):
         return ""
-    reasons = list(_reasons(facts))
+    few = f"the training made {counted(facts.steps, 'step')} instead of a few hundred"
+    doubts = [few if facts.steps < TOO_FEW_STEPS else "", *(_doubt_of_rate(*rate) for rate in facts.rates.items())]
+    reasons = [*filter(None, doubts)]
     if learned:
         rose = any(one.before for one in facts.evaluations if not one.guard)
         beyond = "rose beyond its 95% interval" if rose else "is clearly above chance"
@@ -83,12 +85,6 @@ def _doubt_of_rate(algorithm: str, rate: float) -> str:
     if rate < low:
         return f"{of}, below {low:g}, so that weights hardly change"
     return f"{of}, at least {high:g}, so that each step replaces the weights" if rate >= high else ""
-
-
-def _reasons(facts: TrainingFacts) -> Iterator[str]:
-    if facts.steps < TOO_FEW_STEPS:
-        yield f"the training made {counted(facts.steps, 'step')} instead of a few hundred"
-    yield from filter(None, (_doubt_of_rate(algorithm, rate) for algorithm, rate in facts.rates.items()))
 
 
 def _has_learned(evaluation: Evaluation, facts: TrainingFacts) -> bool | None:

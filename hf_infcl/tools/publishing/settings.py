@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
     """The rows by name; an `InfCLTrainer` without an optimizer has no rows about it."""
-    rows = {"seed": str(trainer.args.seed), "precision": precision(trainer), **dict(_options(trainer))}
+    rows = {"seed": str(trainer.args.seed), "precision": precision(trainer)}
+    for _, row, value in values_of_card(trainer.args):
+        if isinstance(value, list):
+            rows[row] = joined([code(one) if isinstance(one, str) else str(one) for one in value])
+        else:
+            rows[row] = f"{value:g}"
     pairs: Any = trainer.train_dataset
     options = getattr(pairs.datasets[0] if isinstance(pairs, Replayed) else pairs, "options", {})
     if (augmentation := options.get("augmentation")) is not None:
@@ -42,15 +47,6 @@ def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
         return rows
     groups = words_of_groups(trainer.optimizer.param_groups)
     return {"optimizer": ", ".join(_optimizer(trainer)), **groups, **_learning_rates(trainer), **rows}
-
-
-def _options(trainer: InfCLTrainer) -> Iterator[tuple[str, str]]:
-    """The rows that options declare."""
-    for _, row, value in values_of_card(trainer.args):
-        if isinstance(value, list):
-            yield row, joined([code(one) if isinstance(one, str) else str(one) for one in value])
-        else:
-            yield row, f"{value:g}"
 
 
 def highest_rates(trainer: InfCLTrainer) -> dict[str, float]:
@@ -101,18 +97,15 @@ def _learning_rates(trainer: InfCLTrainer) -> dict[str, str]:
         every: Any = trainer.optimizer
         groups = [group for group in every.param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
-    rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
+    if trainer.optimization.creates_scheduler:
+        rate += f", {(schedule := spelled(args.lr_scheduler_type))}"
+        if schedule not in WITHOUT_WARM_UP:
+            rate += f", {counted(args.get_warmup_steps(trainer.state.max_steps), 'step')} of warm-up"
+    else:
+        rate += f", {type(getattr(trainer.lr_scheduler, 'scheduler', trainer.lr_scheduler)).__name__}"
+    rows = {"learning rate": rate}
     model: Any = trainer.model
     scale = [p for name, p in model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
     if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"
     return rows
-
-
-def _schedule(trainer: InfCLTrainer) -> Iterator[str]:
-    if not trainer.optimization.creates_scheduler:
-        yield type(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)).__name__
-        return
-    yield (schedule := spelled(trainer.args.lr_scheduler_type))
-    if schedule not in WITHOUT_WARM_UP:
-        yield counted(trainer.args.get_warmup_steps(trainer.state.max_steps), "step") + " of warm-up"

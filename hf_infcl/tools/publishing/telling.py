@@ -90,14 +90,11 @@ class ProgressPrinter(TrainerCallback):
             since = f" since step {resumed:,}" if resumed else ""
             tqdm.write(f"The training took {seconds:,.0f} s{since}; its mean loss{since} was {loss:.4g}.")
         else:
-            tqdm.write(self._line(state, logs))
+            new = {name for name, value in logs.items() if self._last.get(name) != value or name == "loss"} - UNTOLD
+            self._last |= logs
+            words = [f"{SHORT.get(name, name)} {short(value)}" for name, value in logs.items() if name in new]
+            tqdm.write(f"step {state.global_step:,} of {state.max_steps:,}: {', '.join(words)}")
             self._headed = None
-
-    def _line(self, state: TrainerState, logs: Mapping[str, object]) -> str:
-        same = {name for name, value in logs.items() if self._last.get(name) == value and name != "loss"}
-        self._last |= logs
-        words = [f"{SHORT.get(name, name)} {short(value)}" for name, value in logs.items() if name not in same | UNTOLD]
-        return f"step {state.global_step:,} of {state.max_steps:,}: {', '.join(words)}"
 
     def _tell_evaluation(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, object]) -> None:
         datasets: Any = self._trainer.eval_dataset
