@@ -276,7 +276,7 @@ def test_auto_starts_or_goes_on(tmp_path, caplog):
     resumed = trained(trainer(folder, seed=5), resume=True)
     assert resumed.steps_trained == 2
     assert torch.equal(parameters(resumed), expected)
-    assert "A checkpoint is passed over" in caplog.text
+    assert "A checkpoint is skipped" in caplog.text
     assert "checkpoint-4/optimizer.pt has changed since it was written" in caplog.text
 
 
@@ -635,7 +635,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(rank, world_size,
         assert torch.equal(parameters(resumed), expected)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
+def test_a_checkpoint_that_cannot_be_read_is_skipped(tmp_path):
     written(tmp_path, 1)
     newest = written(tmp_path, 2)
     (newest / "part" / "file").unlink()

@@ -176,7 +176,7 @@ MASK = torch.ones(8, dtype=torch.bool)
         ({"select": always(MASK[:, None])}, r"got \[8, 1\] torch.bool"),
         ({"select": always(MASK.to("meta"))}, r"on the CPU, got \[8\] torch.bool on meta"),
         ({"select": always([True] * 8)}, "got list"),
-        ({"passed_over": always(MASK)}, r"passed_over of the extension 'returns' must return a tensor \[24\]"),
+        ({"skipped_rows": always(MASK)}, r"skipped_rows of the extension 'returns' must return a tensor \[24\]"),
         ({"value": lambda features, _: features[0].sum(1)}, r"value of the term 'returns' .* got \[8\] torch.float32"),
         ({"value": always(1.0)}, r"value of the term 'returns' must return a scalar tensor of floats, got 1.0"),
         ({"reference": always(torch.ones(4))}, "reference of the term 'returns' must return a tuple of tensors"),

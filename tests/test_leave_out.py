@@ -213,7 +213,7 @@ def begun(rows: int = 40) -> WithoutNoisyPairs:
     selection, scores = WithoutNoisyPairs(rows), torch.full((rows,), 4.0).double()
     scores[::5] = -1
     for epoch in range(3):
-        assert not len(selection.passed_over(epoch))
+        assert not len(selection.skipped_rows(epoch))
         selection._stays(torch.arange(rows)[None], scores[None])
     assert selection.border == BORDER_OF_MANY
     return selection
@@ -223,14 +223,14 @@ def test_epochs_pass_over_what_is_left_out_and_what_rests():
     selection, rows = begun(), torch.arange(40)
     wrong = rows % 5 == 0
     for epoch in range(3, 7):
-        passed_over = selection.passed_over(epoch)
+        skipped_rows = selection.skipped_rows(epoch)
         part = rows % 4 == epoch % 4
-        assert torch.equal(passed_over, wrong ^ part)
-        assert torch.equal(selection.passed_over(epoch), passed_over), "it goes on"
+        assert torch.equal(skipped_rows, wrong ^ part)
+        assert torch.equal(selection.skipped_rows(epoch), skipped_rows), "it goes on"
         again = WithoutNoisyPairs(40)
         again.load_state_dict(selection.state_dict())
-        assert torch.equal(again.passed_over(epoch), passed_over), "it resumes"
-        keys = rows[~passed_over][None]
+        assert torch.equal(again.skipped_rows(epoch), skipped_rows), "it resumes"
+        keys = rows[~skipped_rows][None]
         stays = selection._stays(keys, torch.where(wrong[keys], -1.0, 4.0).double())
         assert torch.equal(stays, ~wrong[keys])
 
@@ -243,7 +243,7 @@ def test_only_scores_of_pairs_that_were_not_trained_count():
         before = float(fast[key])
         keys = torch.tensor([[1, 2, 3, 4, 6, key]])
         scores = torch.tensor([[4.0] * 5 + [score]]).double()
-        selection.passed_over(epoch)
+        selection.skipped_rows(epoch)
         selection._stays(keys, scores)
         return (float(fast[key]) - before) / (score - before)
 

@@ -20,6 +20,7 @@ from hf_infcl.loading.table_rows import TableRows
 from hf_infcl.loading.training_data import TrainingData
 from hf_infcl.processes.collectives import Processes
 from hf_infcl.processes.preemption import Interruptions
+from hf_infcl.windows.extensions import NO_ROWS
 from hf_infcl.windows.window import Window
 
 # ---- Data sets ----
@@ -52,13 +53,13 @@ def test_without_shuffling_an_epoch_begins_where_the_last_one_ended():
 
 
 @pytest.mark.parametrize("left", [20, 5])
-def test_other_rows_come_again_instead_of_those_that_are_passed_over(left):
+def test_other_rows_come_again_instead_of_those_that_are_skipped_rows(left):
     """Also where fewer are left than a global batch has: then some of the others stay."""
-    passed_over = torch.arange(40) >= left
+    skipped_rows = torch.arange(40) >= left
     table, ordered = (TableRows(range(40), Share(4, 2), list, shuffle=shuffle, seed=1) for shuffle in (True, False))
     before = [row for batch, _ in itertools.islice(table, 20) for row in batch]
-    assert table.pass_over(lambda: passed_over)
-    assert not table.pass_over(lambda: passed_over.clone())
+    assert table.skip_rows(lambda: skipped_rows)
+    assert not table.skip_rows(lambda: skipped_rows.clone())
     read = [row for batch, _ in itertools.islice(table, 20) for row in batch]
     assert len(read) == len(before) == 80
     assert [row for row in before if row < left] == [row for row in read[:40] if row < left][:left] + [
@@ -70,9 +71,9 @@ def test_other_rows_come_again_instead_of_those_that_are_passed_over(left):
         counts = torch.bincount(torch.tensor(one), minlength=40)
         assert int((counts > 0).sum()) == max(8, left)
         assert counts[:left].min() == 40 // max(8, left)
-    assert table.pass_over(lambda: torch.empty(0, dtype=torch.bool))
+    assert table.skip_rows(lambda: torch.empty(0, dtype=torch.bool))
     assert [row for batch, _ in itertools.islice(table, 20) for row in batch] == before
-    assert not ordered.pass_over(lambda: passed_over), "only what is shuffled"
+    assert not ordered.skip_rows(lambda: skipped_rows), "only what is shuffled"
 
 
 def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
@@ -351,7 +352,7 @@ def test_windows_are_full_and_counted_until_the_data_ends(tmp_path):
     ):
         fetch(data, iter([batch]), 0, [])
     for epoch in range(2):
-        data.begin_epoch(epoch)
+        data.begin_epoch(epoch, 0, lambda _: NO_ROWS)
         batches = iter([{**batch, "skipped": torch.tensor([0, 1, 0, 1])} for _ in range(5)])
         lengths = []
         for step in range(1, 6):

@@ -296,17 +296,17 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
         if is_main and not Path(wanted, MANIFEST_NAME).exists():
             logger.warning(f"{wanted} has no {MANIFEST_NAME}: its files are not checked for damage.")
         return wanted
-    passed_over = []
+    skipped = []
     names = [str(folder) for folder in _folders(output_dir)] if is_main else []
     for folder in processes.gather_objects(names)[0]:
         if not (reason := problem_on_any(obstacle, folder)):
             return folder
-        passed_over.append(reason)
+        skipped.append(reason)
         if is_main:
-            logger.warning(f"A checkpoint is passed over: {reason}")
-    if passed_over:
+            logger.warning(f"A checkpoint is skipped: {reason}")
+    if skipped:
         raise ValueError(
-            f"No checkpoint in {output_dir} is complete: {' '.join(passed_over)} Remove them to start anew, or name "
+            f"No checkpoint in {output_dir} is complete: {' '.join(skipped)} Remove them to start anew, or name "
             "the one to resume from."
         )
     if wanted != "auto":

@@ -56,7 +56,9 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
             if locks or shared:
                 check_writable(output_dir)
             if locks:
-                _take(lock)
+                lock.acquire()
+        except ValueError as error:
+            problem = str(error)
         except Timeout:
             problem = (
                 f"Another run is training in {output_dir}. Choose another output_dir, or end that run first. If its "
@@ -64,28 +66,16 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
                 "machines that share the folder, leave save_on_each_node off. If nothing is running, remove "
                 f"{lock.lock_file}: some file systems keep it after a run that was killed."
             )
-        except (OSError, ValueError) as error:
-            problem = str(error)
+        except (OSError, NotImplementedError) as error:  # the file system has no locks
+            logger.warning(
+                f"{lock.lock_file} cannot be locked ({error}), so a second run in this folder is not refused."
+            )
         refuse(problem)
         if shared:
             refuse(_not_shared(output_dir, processes, marks=locks))
         yield
     finally:
         lock.release()
-
-
-def _take(lock: FileLock) -> None:
-    """Takes a lock, or logs that the file system has no locks.
-
-    Raises:
-        Timeout: another process holds the lock.
-    """
-    try:
-        lock.acquire()
-    except Timeout:
-        raise
-    except (OSError, NotImplementedError) as error:
-        logger.warning(f"{lock.lock_file} cannot be locked ({error}), so a second run in this folder is not refused.")
 
 
 def _not_shared(output_dir: str | Path, processes: Processes, *, marks: bool) -> str:

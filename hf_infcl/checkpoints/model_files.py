@@ -49,7 +49,11 @@ def save_weights(
         repository: the repository of the Hub that the model is pushed to, or None.
     """
     model = encoder.model
-    _restore_end_of_text(encoder)
+    # At the begin of a training, Trainer replaces the token at which the text tower takes its output in the config by
+    # the tokenizer's, after the tower was built. A tower loaded with that one would take it at another position.
+    trained = getattr(getattr(encoder.base, "text_model", None), "eos_token_id", None)
+    if trained is not None and hasattr(encoder.base, "config"):
+        encoder.base.config.text_config.eos_token_id = trained
     if state_dict is not None:
         state_dict = stock_shapes(encoder, state_dict)
     if args.save_on_each_node:
@@ -124,17 +128,6 @@ def write_checkpoint(
             state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
     if states and args.should_save:
         torch.save(dict(states), checkpoint.partial / STATES_NAME)
-
-
-def _restore_end_of_text(encoder: DualEncoder) -> None:
-    """Gives the config the token at which the text tower takes its output.
-
-    At the begin of a training, Trainer replaces it by the tokenizer's, after the tower was built with that of the
-    config. A tower loaded from the saved config would take its output at another position than the trained one.
-    """
-    trained = getattr(getattr(encoder.base, "text_model", None), "eos_token_id", None)
-    if trained is not None and hasattr(encoder.base, "config"):
-        encoder.base.config.text_config.eos_token_id = trained
 
 
 def read_states(checkpoint: str | None) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         """Goes to this global batch. Returns whether it is another than the one that follows the consumed ones."""
         return False  # only a table has its rows at hand
 
-    def pass_over(self, rows: Callable[[], Tensor]) -> bool:
+    def skip_rows(self, rows: Callable[[], Tensor]) -> bool:
         """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
         return False  # other data has all its samples, and does not ask which ones to pass over
 

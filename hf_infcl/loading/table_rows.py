@@ -20,7 +20,7 @@ class TableRows(MicroBatches):
 
     The rows of a global batch depend only on the seed and on its number, not on how it is split over processes and
     accumulation steps. A pass ends where the next global batch does not fit in. The rows left over differ from pass to
-    pass. Where rows are passed over, the others come again instead, in the same order, so that no global batch has one
+    pass. Where rows are skipped, the others come again instead, in the same order, so that no global batch has one
     twice: as many stay as a global batch has.
 
     Args:
@@ -46,7 +46,7 @@ class TableRows(MicroBatches):
         super().__init__(share, collate, **where)
         self._dataset, self._consumed = dataset, position * share.micro_batches
         self._shuffle, self._seed, self._filled = shuffle, seed, filled or {}
-        self._pass, self._passed_over = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
+        self._pass, self._skipped_rows = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
 
     # ---- What was consumed ----
 
@@ -54,10 +54,10 @@ class TableRows(MicroBatches):
         before, self._consumed = self._consumed, position * self._share.micro_batches
         return self._consumed != before
 
-    def pass_over(self, rows: Callable[[], torch.Tensor]) -> bool:
-        before, self._pass = self._passed_over, (-1, torch.empty(0))
-        self._passed_over = rows() if self._shuffle else before
-        return not torch.equal(self._passed_over, before)
+    def skip_rows(self, rows: Callable[[], torch.Tensor]) -> bool:
+        before, self._pass = self._skipped_rows, (-1, torch.empty(0))
+        self._skipped_rows = rows() if self._shuffle else before
+        return not torch.equal(self._skipped_rows, before)
 
     def counts(self) -> dict[str, int]:
         """``samples``: on rank 0 what all processes consumed since the run began, on other ranks 0."""
@@ -94,8 +94,8 @@ class TableRows(MicroBatches):
         epoch, window = self._place(number)
         if self._pass[0] != epoch:
             order = torch.randperm(length, generator=torch.Generator().manual_seed(self._seed + epoch))
-            if len(self._passed_over):
-                out = self._passed_over[order]
+            if len(self._skipped_rows):
+                out = self._skipped_rows[order]
                 out &= out.cumsum(0) > of_batch - (~out).sum()
                 order = order[~out][torch.arange(length) % (~out).sum()]
             self._pass = epoch, order

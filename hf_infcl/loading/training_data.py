@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,16 +57,15 @@ class TrainingData:
             self._skipped = 0
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
-        self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)  # see `WindowStep.passed_over`
         self._exhausted = False  # whether a stream has no full window left
 
-    def begin_epoch(self, epoch: int, windows: int = 0) -> None:
-        """Begins a pass over the data, in which ``windows`` windows are trained already."""
+    def begin_epoch(self, epoch: int, windows: int, skipped_rows: Callable[[int], Tensor]) -> None:
+        """Begins a pass over the data, in which so many windows are trained; see `WindowStep.skipped_rows`."""
         self._exhausted = False
         if self._loader is None:
             set_epoch(self._stream, epoch)
         else:
-            self._loader.begin_epoch(epoch, windows, lambda: self.passed_over(epoch))
+            self._loader.begin_epoch(epoch, windows, partial(skipped_rows, epoch))
 
     def fetch(
         self,

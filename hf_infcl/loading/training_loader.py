@@ -72,8 +72,8 @@ class TrainingLoader(DataLoader[Any]):
             yield self._to_device(batch)
 
     def begin_epoch(self, epoch: int, windows: int, rows: Any) -> None:
-        """Begins an epoch, of which so many windows are trained; ``rows`` as for `pass_over`."""
-        if self.batches.begin_at(epoch * (self._windows or 0) + windows) | self.batches.pass_over(rows):
+        """Begins an epoch, of which so many windows are trained; ``rows`` as for `skip_rows`."""
+        if self.batches.begin_at(epoch * (self._windows or 0) + windows) | self.batches.skip_rows(rows):
             self.close()
 
     def lasting(self) -> Iterator[Any]:

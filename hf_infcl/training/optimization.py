@@ -67,10 +67,20 @@ class Optimization:
         """
         encoder, args, accelerator = setup.encoder, self._args, setup.accelerator
         model = encoder.model
-        check_trains(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
+                "the parameters to train, and freeze at most one tower."
+            )
         is_muon = user_optimizer is None and args.optimizer == "muon"
         beside = term_parameters(setup.extensions)
-        _check_beside(user_optimizer, beside)
+        known = [] if user_optimizer is None else [p for group in user_optimizer.param_groups for p in group["params"]]
+        if user_optimizer is not None and not set(beside) <= set(known):
+            raise ValueError(
+                "An optimizer was passed, but terms of the loss have parameters besides the model's, such as the "
+                "linear map to a teacher of another width, which it does not update. Let the trainer create the "
+                "optimizer."
+            )
         if is_muon:
             optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
             start = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -128,15 +138,6 @@ def errors_of_options(args: InfCLTrainingArguments, kind: str, further: str, mad
         ) from error
 
 
-def check_trains(model: nn.Module) -> None:
-    """Raises a ValueError if no parameter would be trained."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
-            "the parameters to train, and freeze at most one tower."
-        )
-
-
 def with_terms(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of Trainer that handles the gradients of a model, now with those of the terms: all have one norm."""
 
@@ -147,16 +148,6 @@ def with_terms(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(trainer, model, *args, **kwargs)
 
     return of_all
-
-
-def _check_beside(optimizer: torch.optim.Optimizer | None, beside: Sequence[nn.Parameter]) -> None:
-    """Raises a ValueError if an optimizer that was passed does not update what trains beside the model."""
-    known = [] if optimizer is None else [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if optimizer is not None and not {id(p) for p in beside} <= set(known):
-        raise ValueError(
-            "An optimizer was passed, but terms of the loss have parameters besides the model's, such as the linear "
-            "map to a teacher of another width, which it does not update. Let the trainer create the optimizer."
-        )
 
 
 def check_optimizer_options(
@@ -274,21 +265,14 @@ def set_learning_rates(
             group["params"] = [p for p in group["params"] if all(p is not t for t in trained)]
         rate = args.logit_scale_learning_rate
         optimizer.add_param_group({"params": trained, "weight_decay": 0.0, "lr": rate, "name": "temperature"})
-    if towers := dict(_rates_of_towers(encoder, args)):
+    rates = {"image": args.image_learning_rate, "text": args.text_learning_rate}
+    if set(rates.values()) != {None}:
+        towers: dict[nn.Parameter, tuple[str, float]] = {}
+        for side, modules in encoder.parts(named=True).items():
+            factor = 1.0 if (own := rates[side]) is None else own / args.learning_rate
+            trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+            towers |= dict.fromkeys(trained, (f"{side} tower", factor))
         optimizer.param_groups[:] = divided(optimizer.param_groups, towers)
     if beside:
         optimizer.add_param_group({"params": list(beside), "weight_decay": 0.0, "name": "beside the model"})
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
-
-
-def _rates_of_towers(
-    encoder: DualEncoder, args: InfCLTrainingArguments
-) -> Iterator[tuple[nn.Parameter, tuple[str, float]]]:
-    """The tower and the factor of its rate for each trained parameter, if a tower has a rate of its own."""
-    rates = {"image": args.image_learning_rate, "text": args.text_learning_rate}
-    if set(rates.values()) == {None}:
-        return
-    for side, modules in encoder.parts(named=True).items():
-        rate = rates[side]
-        for parameter in (p for module in modules for p in module.parameters() if p.requires_grad):
-            yield parameter, (f"{side} tower", 1.0 if rate is None else rate / args.learning_rate)

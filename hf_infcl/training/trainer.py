@@ -158,7 +158,6 @@ class InfCLTrainer(Trainer):
         self.progress = Progress(self.state.global_step, args.global_batch_size, trained_seconds(self.state))
         hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
         self.window_step = WindowStep(self.setup, self.model_wrapped, record, steps=self.state.max_steps, **hooks)
-        self.training_data.passed_over = self.window_step.passed_over
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         files.go_on_with_losses(self)
         if loader is not None and self.is_world_process_zero():
@@ -169,7 +168,8 @@ class InfCLTrainer(Trainer):
     def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: Any) -> None:
         if not self.resumption.ends_with_evaluation(self, self._decisions, epoch, kwargs):
             trained = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
-            self.training_data.begin_epoch(epoch, trained // self.args.gradient_accumulation_steps)
+            windows = trained // self.args.gradient_accumulation_steps
+            self.training_data.begin_epoch(epoch, windows, self.window_step.skipped_rows)
             super()._run_epoch(model, epoch, *args, **kwargs)
             self.interruptions.agree()  # a signal may have come in the last step
 

@@ -135,7 +135,7 @@ class PairSelection(Extension):
         """
         raise NotImplementedError
 
-    def passed_over(self, epoch: int) -> Tensor:
+    def skipped_rows(self, epoch: int) -> Tensor:
         """The rows of a shuffled table that an epoch does without, [rows] bool on the CPU; `NO_ROWS` if it has all.
 
         Asked when the epoch begins, or goes on after a resume; other pairs of the epoch come again instead. The rows

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..checkpoints.record import RunRecord
 from ..passes.grad_cache import CachedWindow
 from ..processes.collectives import Processes, by_rank
+from ..shards.values import listed
 from .setup import Setup
 from .window import MicroBatch, Window
 
@@ -237,9 +238,7 @@ def parameters_not_finite(model: nn.Module) -> str:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
     names = [name for name, gradient in local.items() if not gradient.isfinite().all()]
-    return ", ".join(names[:_MOST_NAMES]) + (
-        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    )
+    return listed(names, _MOST_NAMES)
 
 
 def of_all_ranks(text: str) -> str:

@@ -54,7 +54,7 @@ class WithoutNoisyPairs(PairSelection):
     pair is left out while its average is below f m. A pair that is left out is not learned, so its score stays honest,
     and it comes back if the average rises.
 
-    The epochs of a shuffled table pass over the rows that are left out, so that global batches are full of pairs that
+    The epochs of a shuffled table skip the rows that are left out, so that global batches are full of pairs that
     are trained. In each epoch a quarter of the rows, in turn, has the other part: those that are left out are looked at
     again, and those that are trained rest. A wrong pair that is trained is learned by heart, so its score says nothing
     then: only visits after an epoch without training count. That takes 5 more bytes for each row.
@@ -81,8 +81,8 @@ class WithoutNoisyPairs(PairSelection):
         self.waits_for = ""  # why it has not, as of the last window, or has stopped
         self._stopped = False
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
-        self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
-        self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
+        self._rows, self._epoch, self._skipped_rows = rows, -1, NO_ROWS
+        self._missing = 0.0  # the share of the rows that this epoch skips because they are left out
         self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
         self._takes_turns = False  # whether the epochs of this training pass rows over
         self._counts = [0.0, 0.0]  # pairs left out, and all new ones, since the last log
@@ -160,15 +160,15 @@ class WithoutNoisyPairs(PairSelection):
         counts = (self._epoch - self._trained[rows] > 1) | (self.averages.visits[rows] < LEAST_VISITS)
         return torch.tensor(RESTED, dtype=torch.float64)[:, None] * counts
 
-    def passed_over(self, epoch: int) -> Tensor:
+    def skipped_rows(self, epoch: int) -> Tensor:
         self._takes_turns = True
         if not len(self._trained):
             self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
         if epoch > self._epoch:  # otherwise the epoch goes on, with the same rows
-            self._epoch, self._passed_over = epoch, self._rows_to_pass_over(epoch)
-        return self._passed_over
+            self._epoch, self._skipped_rows = epoch, self._rows_to_skip(epoch)
+        return self._skipped_rows
 
-    def _rows_to_pass_over(self, epoch: int) -> Tensor:
+    def _rows_to_skip(self, epoch: int) -> Tensor:
         if self.border is None:
             return NO_ROWS
         visits = self.averages.visits
@@ -223,7 +223,7 @@ class WithoutNoisyPairs(PairSelection):
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
         numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing}
         numbers |= {"stopped": self.waits_for if self._stopped else ""}
-        rows = {"passed_over": self._passed_over, "trained": self._trained}
+        rows = {"skipped_rows": self._skipped_rows, "trained": self._trained}
         return {**self.averages.state_dict(), **numbers, **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,7 +231,7 @@ class WithoutNoisyPairs(PairSelection):
         self.border, self._counts = state["border"] or None, list(state["counts"])
         self._logged, self._look = list(state["logged"]), tuple(state["look"])
         self._trained = state["trained"].clone()
-        self._epoch, self._passed_over = state["epoch"], state["passed_over"].clone()
+        self._epoch, self._skipped_rows = state["epoch"], state["skipped_rows"].clone()
         self._missing, self._stopped = state["missing"], bool(state["stopped"])
         self.waits_for = state["stopped"]
 

@@ -299,11 +299,11 @@ class WindowStep:
 
     # ---- Around the step ----
 
-    def passed_over(self, epoch: int) -> Tensor:
+    def skipped_rows(self, epoch: int) -> Tensor:
         """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
         for selection in self._selections:
-            if len(rows := selection.passed_over(epoch)):
-                check_mask(selection, "passed_over", rows, self.setup.rows or 0)
+            if len(rows := selection.skipped_rows(epoch)):
+                check_mask(selection, "skipped_rows", rows, self.setup.rows or 0)
                 return rows
         return NO_ROWS
 
