@@ -124,40 +124,34 @@ class Checkpoints:
         """
         checkpoint = Checkpoint(output_dir, step)
         self.partial_dir = str(checkpoint.partial_dir)
-        try:
-            complete = self._write(checkpoint, record, write)
-        finally:
-            self.partial_dir = None
-        if not complete:
-            return None
-        self.saved_step = step
-        return checkpoint
-
-    def _write(self, checkpoint: Checkpoint, record: RunRecord, write: Callable[[Checkpoint], None]) -> bool:
-        """Whether all processes could write."""
-        for acts, work in (
+        stages: list[tuple[bool, Callable[[], None]]] = [
             (self._completes, partial(checkpoint.begin, record)),
             (True, partial(write, checkpoint)),
             (self._flushes, checkpoint.flush),
             (self._completes, checkpoint.complete),
-        ):
-            failure = ""
-            try:
-                if acts:
-                    work()
-            except (OSError, RuntimeError, SafetensorError) as error:
-                if self._ends_on_failure:
-                    raise
-                failure = f"{type(error).__name__}: {error}"
-            if failures := [text for text in Processes().gather_objects(failure) if text]:
-                logger.error(
-                    f"{checkpoint.folder} could not be written, and the training continues without it"
-                    f"{_free_space(checkpoint.folder.parent)}. {' '.join(failures)}"
-                )
-                if self._completes:
-                    checkpoint.abandon()
-                return False
-        return True
+        ]
+        try:
+            for acts, work in stages:
+                failure = ""
+                try:
+                    if acts:
+                        work()
+                except (OSError, RuntimeError, SafetensorError) as error:
+                    if self._ends_on_failure:
+                        raise
+                    failure = f"{type(error).__name__}: {error}"
+                if failures := [text for text in Processes().gather_objects(failure) if text]:
+                    logger.error(
+                        f"{checkpoint.folder} could not be written, and the training continues without it"
+                        f"{_free_space(checkpoint.folder.parent)}. {' '.join(failures)}"
+                    )
+                    if self._completes:
+                        checkpoint.abandon()
+                    return None
+        finally:
+            self.partial_dir = None
+        self.saved_step = step
+        return checkpoint
 
 
 def _remove(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from torch.optim import Optimizer
 from transformers import (
@@ -21,7 +22,6 @@ from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 from .ending import EarlyStopping
-from .optimization import switch_weights
 from .progress import Progress
 
 # The flags of Trainer's control that callbacks can set.
@@ -153,6 +153,12 @@ class Decisions:
         yield
         if asked:  # a callback may ask for the end after an evaluation
             _share(control)
+
+
+def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) -> None:
+    """Puts the weights to train, or those to evaluate and save, into the model: schedule-free optimizers have both."""
+    if callable(switch := getattr(optimizer, mode, None)):
+        switch()
 
 
 @contextmanager

@@ -6,8 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -39,8 +38,8 @@ logger = logging.get_logger(__name__)
 class Optimization:
     """The optimizer of a training and its schedule: creates them, and knows where they come from."""
 
-    def __init__(self, args: InfCLTrainingArguments, checkpoint: Callable[[], object]) -> None:
-        self._args, self._checkpoint = args, checkpoint  # returns the one that is resumed from, if any
+    def __init__(self, args: InfCLTrainingArguments) -> None:
+        self._args = args
         # Whether Trainer created them from the arguments. Otherwise they were passed.
         self.creates_optimizer = self.creates_scheduler = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optimizers`
@@ -55,12 +54,14 @@ class Optimization:
         *,
         decaying: Callable[[nn.Module], list[str]],
         settings_for: Callable[[InfCLTrainingArguments], object] | None,
+        resumes: bool,
     ) -> torch.optim.Optimizer:
         """The ``user_optimizer`` that was passed, or Trainer's or Muon with the learning rates that the options set.
 
         Args:
             decaying: returns the names of the parameters that decay.
             settings_for: as for `check_optimizer_options`; None if the class of the optimizer was passed.
+            resumes: whether the training goes on from a checkpoint.
 
         Raises:
             ValueError: no parameter would be trained, or the optimizer does not take its options.
@@ -84,7 +85,7 @@ class Optimization:
         if is_muon:
             optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
             start = getattr(getattr(model, "config", None), "_name_or_path", "")
-            if start and not self._checkpoint() and not encoder.looks_random():  # Muon is for random weights
+            if start and not resumes and not encoder.looks_random():  # Muon is for random weights
                 logger.warning(
                     f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, "
                     "compare the result with that of AdamW, which others found better (arXiv 2605.10468)."
@@ -138,18 +139,6 @@ def errors_of_options(args: InfCLTrainingArguments, kind: str, further: str, mad
         ) from error
 
 
-def with_terms(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of Trainer that handles the gradients of a model, now with those of the terms: all have one norm."""
-
-    @wraps(method)
-    def of_all(trainer: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if beside := term_parameters(trainer.window_step.extensions):
-            model = nn.ParameterList([*model.parameters(), *beside])
-        return method(trainer, model, *args, **kwargs)
-
-    return of_all
-
-
 def check_optimizer_options(
     args: InfCLTrainingArguments, optimizer_for: Callable[[InfCLTrainingArguments], object]
 ) -> None:
@@ -194,12 +183,6 @@ def check_optimizer_options(
             "transformers would ignore this. Remove it; Adam's options are the arguments adam_beta1, adam_beta2, "
             "adam_epsilon and weight_decay."
         )
-
-
-def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) -> None:
-    """Puts the weights to train, or those to evaluate and save, into the model: schedule-free optimizers have both."""
-    if callable(switch := getattr(optimizer, mode, None)):
-        switch()
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:

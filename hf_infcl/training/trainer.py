@@ -36,14 +36,15 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..processes.batches import gather_rows
 from ..processes.preemption import AskedToEndError, Interruptions, Preempted
+from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from ..windows.terms import Start
 from .construction import check_overrides, checked_arguments, make_collator
 from .ending import saved_early
 from .evaluating import Evaluator, checked_metrics
-from .loop_events import Decisions, add_own_callbacks, replaced
-from .optimization import Optimization, decaying, switch_weights, with_terms
+from .loop_events import Decisions, add_own_callbacks, replaced, switch_weights
+from .optimization import Optimization, decaying
 from .preparation import prepare_model
 from .progress import Progress, trained_seconds
 from .resuming import Resumption, make_resumption, make_run
@@ -97,7 +98,7 @@ class InfCLTrainer(Trainer):
         self.resumption, self.interruptions, self.caption_notices = Resumption(), Interruptions(), CaptionNotices()
         self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
-        self._pushes, self.optimization = pushes.Pushes(args), Optimization(args, lambda: self.resumption.checkpoint)
+        self._pushes, self.optimization = pushes.Pushes(args), Optimization(args)
         self._extensions = tuple(kwargs.pop("extensions", ()))
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # otherwise `call_model_init` has prepared it
@@ -222,6 +223,7 @@ class InfCLTrainer(Trainer):
             *(self.setup, self.optimizer, partial(super().create_optimizer, *args, **kwargs)),
             decaying=self.get_decay_parameter_names,
             settings_for=self.get_optimizer_cls_and_kwargs if self.optimizer_cls_and_kwargs is None else None,
+            resumes=self.resumption.checkpoint is not None,
         )
         return self.optimizer
 
@@ -303,8 +305,16 @@ class InfCLTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)
 
-    _clip_grad_norm = with_terms(Trainer._clip_grad_norm)
-    _get_grad_norm = with_terms(Trainer._get_grad_norm)
+    def _clip_grad_norm(self, model: nn.Module, *args: Any) -> Any:
+        return super()._clip_grad_norm(self._with_terms(model), *args)
+
+    def _get_grad_norm(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_grad_norm(self._with_terms(model), *args, **kwargs)
+
+    def _with_terms(self, model: nn.Module) -> nn.Module:
+        """The model with what terms train beside it: the gradients of all have one norm."""
+        beside = term_parameters(self.window_step.extensions)
+        return nn.ParameterList([*model.parameters(), *beside]) if beside else model
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # With callbacks from elsewhere, the exchange has to wait for the reduction of the gradients.

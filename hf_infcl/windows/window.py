@@ -167,7 +167,7 @@ class WindowLoss:
             negatives, texts = texts[order.to(device)].tensor_split([count])
             caption_image = caption_image[order[count:]]
         ids = None if ids is None else ids.to(device)
-        of_pairs = {"pair_ids": ids}
+        of_pairs: dict[str, Any] = {"pair_ids": ids}
         if self.equal_ids == "positive":
             assert ids is not None
             of_pairs = {"image_ids": ids, "text_ids": ids if caption_image is None else ids[caption_image.to(device)]}
