@@ -58,7 +58,7 @@ from hf_infcl.tools.cli import defaults, description, earlier, evaluate, train
 from hf_infcl.tools.cli import parser as parsing
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.datasets import training_set
-from hf_infcl.tools.cli.launched import tell_bf16_on_cpu
+from hf_infcl.tools.cli.launched import warn_of_bf16_on_cpu
 from hf_infcl.tools.cli.parser import ELSEWHERE
 from hf_infcl.tools.publishing import CardCallback
 from hf_infcl.tools.publishing.outcome import doubtful_rate
@@ -227,9 +227,9 @@ def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(sma
 
 def test_bf16_on_a_cpu_is_told(capsys):
     for use_cpu, bf16 in ((True, False), (False, True)):
-        tell_bf16_on_cpu(argparse.Namespace(use_cpu=use_cpu, bf16=bf16), "lit.yaml")
+        warn_of_bf16_on_cpu(argparse.Namespace(use_cpu=use_cpu, bf16=bf16), "lit.yaml")
     assert capsys.readouterr().err == ""
-    tell_bf16_on_cpu(argparse.Namespace(use_cpu=True, bf16=True), "lit.yaml")
+    warn_of_bf16_on_cpu(argparse.Namespace(use_cpu=True, bf16=True), "lit.yaml")
     assert (
         capsys.readouterr().err
         == "bf16 of lit.yaml is slower than fp32 on most processors. For fp32 pass --bf16 false.\n"
@@ -700,9 +700,9 @@ def test_what_was_not_said_is_chosen_for_few_large_steps(words, expected):
 
 def test_no_interval_is_told_of_a_batch_that_the_set_does_not_fill(tmp_path, capsys):
     args = InfCLTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", global_batch_size=8)
-    defaults.tell_choices(args, {"logging_steps": 0.01}, range(8))
+    defaults.print_choices(args, {"logging_steps": 0.01}, range(8))
     assert "Chosen by default: --logging_steps 1\n" in capsys.readouterr().out
-    defaults.tell_choices(args, {"logging_steps": 0.01}, range(7))
+    defaults.print_choices(args, {"logging_steps": 0.01}, range(7))
     assert "Chosen by default" not in capsys.readouterr().out
 
 

@@ -113,7 +113,7 @@ class TrainingData:
             batches = split_batches(batches, self._args.largest_micro_batch)
             dealt = {
                 "last_has_texts": self._processes.grouped,
-                "keeps_loaded": self._args.divides_by_itself or bool(self._args.found),
+                "keeps_loaded": self._args.divides_by_itself or bool(self._args.chosen),
             }
             self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
             return self.window

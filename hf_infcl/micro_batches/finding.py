@@ -64,7 +64,11 @@ Attempt = Callable[[Trial], tuple[int, int]]
 
 def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
     """What a checkpoint says of the division of the global batch, so that a resumed run has the same; collective."""
-    return {**{name: getattr(args, name) for name in _FOUND}, "asked": list(args.asked), "machines": _machines(args)}
+    return {
+        **{name: getattr(args, name) for name in _FOUND},
+        "passed": list(args.passed),
+        "machines": _machines(args),
+    }
 
 
 def memory_is_known(device: torch.device) -> bool:
@@ -91,10 +95,10 @@ def find_micro_batches(
     """
     args, began = setup.args, time.perf_counter()
     # Values that an earlier training of these arguments chose are chosen again; values that were set since then stay.
-    for name, asked in zip(SEARCHED, args.asked[2:], strict=True):
-        if getattr(args, name) == args.found.get(name):
-            setattr(args, name, asked or "auto")
-    args.largest_micro_batch, args.found = None, {}
+    for name, passed in zip(SEARCHED, args.passed[2:], strict=True):
+        if getattr(args, name) == args.chosen.get(name):
+            setattr(args, name, passed or "auto")
+    args.largest_micro_batch, args.chosen = None, {}
     if _resumed(args, record):
         return
     if is_sharded(setup.accelerator):  # nothing can be tried, because no process holds the whole model
@@ -104,7 +108,7 @@ def find_micro_batches(
                 "where none is tried before the model is sharded. Give it; the accumulation follows."
             )
         args.texts_at_once = str(args.texts_at_once).replace("auto", "1")
-        args.retain_graphs = "1" if args.asked[3] is None else args.retain_graphs
+        args.retain_graphs = "1" if args.passed[3] is None else args.retain_graphs
         return
     of_stream = record.micro_batches if record is not None and isinstance(setup.data, IterableDataset) else None
     kept = (of_stream or {}).get(DIVISION[0], 0)
@@ -142,7 +146,7 @@ def find_micro_batches(
         # See `Wrapper.most_graphs`. In a group of one process accelerate wraps no model.
         most = args.gradient_accumulation_steps - (args.world_size > 1)
         args.retain_graphs = str(largest_that_fits(trials, trial, "graphs", range(1, most + 1)) if most > 1 else 1)
-    args.found = {name: getattr(args, name) for name in _FOUND}
+    args.chosen = {name: getattr(args, name) for name in _FOUND}
     release_memory()
     if args.process_index == 0:
         factors = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {args.world_size}"
@@ -362,11 +366,11 @@ def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
     # Every process calls `_machines`, since all of them have the record or none.
     if record is None or (before := record.micro_batches) is None:
         return False
-    asked, now = ([*values[:2], *(value or "auto" for value in values[2:])] for values in (before["asked"], args.asked))
-    if asked != now or before["machines"] != _machines(args):
+    was, now = ([*values[:2], *(value or "auto" for value in values[2:])] for values in (before["passed"], args.passed))
+    if was != now or before["machines"] != _machines(args):
         return False
-    args.found = {name: before[name] for name in _FOUND}
-    vars(args).update(args.found)
+    args.chosen = {name: before[name] for name in _FOUND}
+    vars(args).update(args.chosen)
     return True
 
 

@@ -56,7 +56,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
         if (graphs := step.graphs.kept) > 1:
             step.graphs.keep_fewer()
             if args.retain_graphs != "auto":  # which is measured anew where graphs take another amount of memory
-                args.retain_graphs = args.found["retain_graphs"] = str(graphs - 1)
+                args.retain_graphs = args.chosen["retain_graphs"] = str(graphs - 1)
             had, now, rounding = f"{graphs} graphs kept", graphs - 1, ""
         else:
             args.largest_micro_batch = -(-largest // 2)

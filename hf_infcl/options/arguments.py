@@ -36,9 +36,10 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
     norms; ``greater_is_better=None`` means what the table of metrics says.
 
     Attributes:
-        asked: ``per_device_train_batch_size``, ``gradient_accumulation_steps``, ``texts_at_once`` and ``retain_graphs``
-            as the user passed them, or None. The options themselves change to the values that the search chooses.
-        found: the values that `hf_infcl.micro_batches` chose for the last training, by the names of the options.
+        passed: ``per_device_train_batch_size``, ``gradient_accumulation_steps``, ``texts_at_once`` and
+            ``retain_graphs`` as the user passed them, or None. The options themselves change to the values that the
+            search chooses.
+        chosen: the values that `hf_infcl.micro_batches` chose for the last training, by the names of the options.
         largest_micro_batch: the most pairs of a micro-batch, once a step has run out of memory.
 
     Raises:
@@ -53,13 +54,13 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
         micro_batch, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
         self.per_device_train_batch_size = 8 if micro_batch is None else micro_batch  # the default of TrainingArguments
         self.gradient_accumulation_steps = 1 if accumulation is None else accumulation
-        self.asked: tuple[Any, ...] = (micro_batch, accumulation)
+        self.passed: tuple[Any, ...] = (micro_batch, accumulation)
         for name in SEARCHED:
             value = getattr(self, name)
             setattr(self, name, "auto" if value is None else str(value))
-            self.asked += (None if value is None else str(value),)
+            self.passed += (None if value is None else str(value),)
         self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
-        self.found: dict[str, Any] = {}
+        self.chosen: dict[str, Any] = {}
         if self.greater_is_better is None and (measured := metric_named(self.metric_for_best_model or "")) is not None:
             self.greater_is_better = measured.greater_is_better
         with ended_with_launcher():
@@ -128,7 +129,7 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
     @property
     def divides_by_itself(self) -> bool:
         """Whether nobody has chosen the micro-batch, so that it may be what fits into memory."""
-        return self._global_batch_size is not None and self.asked[:2] == (None, None)
+        return self._global_batch_size is not None and self.passed[:2] == (None, None)
 
     @property
     def texts_together(self) -> int:

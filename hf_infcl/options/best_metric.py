@@ -21,7 +21,7 @@ def use_of_metric(options: Any) -> str | None:
         f"lr_scheduler_type={schedule!r}": schedule in SCHEDULES_BY_METRIC,
         "metric_for_best_model": options.metric_for_best_model is not None,
     }
-    return next((use for use, asked in uses.items() if asked), None)
+    return next((use for use, is_set in uses.items() if is_set), None)
 
 
 def check_metric_of_training(options: Any, evaluated: object) -> None:

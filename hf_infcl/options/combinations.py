@@ -162,9 +162,9 @@ def _check_cache_folder(args: Any) -> None:
     """Raises a ValueError if a push of ``output_dir`` would upload the cached features."""
     if args.cache_features is None or args.output_dir is None:
         return
-    place, cache = Path(args.output_dir).resolve(), Path(args.cache_features).resolve()
+    output, cache = Path(args.output_dir).resolve(), Path(args.cache_features).resolve()
     # A push leaves out what begins with an underscore.
-    if cache == place or (place in cache.parents and not cache.relative_to(place).parts[0].startswith("_")):
+    if cache == output or (output in cache.parents and not cache.relative_to(output).parts[0].startswith("_")):
         raise ValueError(
             f"cache_features {args.cache_features} is inside output_dir {args.output_dir}, so a push to the Hub "
             f"would upload the features. Choose a folder outside, or {Path(args.output_dir, '_features')}."

@@ -152,7 +152,7 @@ def measured(
         if device.type == "cuda":
             row["peak_gib"] = round(common.over_processes(clock.peak, device) / common.GIB, 3)
             row["loss_gib"] = round(common.over_processes(clock.loss_peak, device) / common.GIB, 3) or ""
-        if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.asked[3] in (None, "auto"):
+        if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.passed[3] in (None, "auto"):
             found = trainer.args
             row["note"] = f"keeps {found.retain_graphs} graphs"
             if found.divides_by_itself:

@@ -128,15 +128,15 @@ def sugarcrepe_files(name: str, folder: str | None) -> Files:
     For "sugarcrepe/add_att", the folder holds ``sugarcrepe/data/add_att.json`` and images in ``sugarcrepe/val2017``.
     """
     family, _, subset = name.partition("/")
-    place = Path(folder or "DIR", family).absolute()
+    local = Path(folder or "DIR", family).absolute()
     captions = f"data/{subset}.json"
-    if folder is None or not ((place / captions).is_file() and (place / "val2017").is_dir()):
+    if folder is None or not ((local / captions).is_file() and (local / "val2017").is_dir()):
         raise ValueError(
-            f"It is read from a local copy alone. Copy the folder data of {_SOURCES[family]} to {place / 'data'} and "
-            f"the images of http://images.cocodataset.org/zips/val2017.zip to {place / 'val2017'}, and pass "
+            f"It is read from a local copy alone. Copy the folder data of {_SOURCES[family]} to {local / 'data'} and "
+            f"the images of http://images.cocodataset.org/zips/val2017.zip to {local / 'val2017'}, and pass "
             "--benchmark_folder."
         )
-    return Files(name, name, False, place, _content([place / captions]), (captions,))
+    return Files(name, name, False, local, _content([local / captions]), (captions,))
 
 
 def xm3600_files(name: str, folder: str | None) -> Files:

@@ -1,4 +1,4 @@
-"""The scores of benchmarks: the main metric of each, and the means of the groups that were asked for."""
+"""The scores of benchmarks: the main metric of each, and the means of the groups that were named."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def scores(metrics: Mapping[str, float], sets: Mapping[str, ImageDataset]) -> di
 
 
 def means_of_groups(
-    metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], asked: Sequence[str] | None
+    metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], named: Sequence[str] | None
 ) -> dict[str, float]:
-    """``eval_mean_{group}``: the mean score of each group that was asked for."""
+    """``eval_mean_{group}``: the mean score of each group that was named."""
     values = {name: value for name, (_, value) in scores(metrics, sets).items()}
-    groups = [name for name in dict.fromkeys(asked or ()) if name in GROUPS]
+    groups = [name for name in dict.fromkeys(named or ()) if name in GROUPS]
     return {f"eval_mean_{benchmark_key(g)}": sum(values[n] for n in GROUPS[g]) / len(GROUPS[g]) for g in groups}
 
 

@@ -62,13 +62,13 @@ def _run(command: str | None, words: list[str]) -> None:
         namespace, user_options = reader.parse_args(words), set()
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from ... import training  # noqa: F401  # first, as its error names a torchvision that does not fit
-    from .launched import fit_workers, mistakes_in_one_line, tell_bf16_on_cpu, warn_once
+    from .launched import fit_workers, mistakes_in_one_line, warn_of_bf16_on_cpu, warn_once
 
     warn_once()
     if isinstance(reader, Parser):
         with mistakes_in_one_line(reader.prog, of_libraries=False):
             fit_workers(namespace, reader.file_of("dataloader_num_workers"))
-        tell_bf16_on_cpu(namespace, reader.file_of("bf16"))
+        warn_of_bf16_on_cpu(namespace, reader.file_of("bf16"))
     module = importlib.import_module(f".{command}", __name__)
     getattr(module, command)(reader, namespace, user_options)
 

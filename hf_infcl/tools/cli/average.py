@@ -35,7 +35,7 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
                 "The weights of an average are changed as a whole, which FSDP does not allow. Omit its options, or "
                 "start the command with scripts/configs/ddp.yaml."
             )
-        _check_place(args.output_dir, namespace.start, namespace.end)
+        _check_output_dir(args.output_dir, namespace.start, namespace.end)
         gains = evaluation_datasets(columns, evaluation)
         halves = [guard_datasets(columns, guards, evaluation, half=half) for half in (0, 1)]
         if sets := gains | with_halves(*halves):
@@ -82,12 +82,12 @@ def write_averages(folder: Path, average: Averaged, start: str, end: str) -> Non
     (folder / "average_results.json").write_text(f"{text}\n", encoding="utf-8")
 
 
-def _check_place(output_dir: str | None, start: str, end: str) -> None:
+def _check_output_dir(output_dir: str | None, start: str, end: str) -> None:
     """Raises a ValueError if the average would be written over a model, or no folder is named for it."""
     if not output_dir:
         raise ValueError("--output_dir is empty. Name the folder that the average is written into.")
-    place = Path(output_dir)
-    if any(place.resolve() == Path(source).resolve() for source in (start, end)) or any(
-        (place / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)
+    folder = Path(output_dir)
+    if any(folder.resolve() == Path(source).resolve() for source in (start, end)) or any(
+        (folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME)
     ):
         raise ValueError(f"--output_dir {output_dir} already holds a model. Choose another --output_dir.")

@@ -45,7 +45,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     is_written = "output_dir" in user_options and (parser.typed("output_dir") or not namespace.recipe)
     how: Any = {"workers": args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()}
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        check_embedded(args.teacher_embeddings, parser.asked)
+        check_embedded(args.teacher_embeddings, parser.words)
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
         check_type_of_config(config, of_model.model)
         config = config_for_images(config, args.image_size)

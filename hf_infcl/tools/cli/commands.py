@@ -10,7 +10,7 @@ from ...options import commands as options
 from .parser import Parser, plain_parser
 
 COMMANDS = {
-    "check": "read the data as a training would, and tell what would spoil it",
+    "check": "read the data as a training would, and say what would spoil it",
     "train": "train a dual encoder with the exact contrastive loss of the global batch",
     "evaluate": "measure classification, or loss and retrieval of pairs; of several models their differences",
     "average": "average the weights before and after a fine-tuning, so that less is forgotten",
@@ -75,10 +75,10 @@ PARSERS: dict[str, Callable[[], Parser | argparse.ArgumentParser]] = {
     "check": partial(
         Parser,
         "check",
-        "Read the data of a training and tell what would spoil it: faulty images and captions, copies, leaks, slow "
-        "loading. Its whole command may be given. Required are --model, of which only the config and the tokenizer are "
-        "read, and --dataset, or a --recipe or file that names them. The exit code is 0 if nothing spoils a training, "
-        "1 if something does, and 2 if an option is wrong.",
+        "Read the data of a training and say what would spoil it: faulty images and captions, copies, leaks, slow "
+        "loading. It takes the whole command of the training. Required are --model, of which only the config and the "
+        "tokenizer are read, and --dataset, or a --recipe or file that names them. The exit code is 0 if nothing "
+        "spoils a training, 1 if something does, and 2 if an option is wrong.",
         options.CheckOptions,
         *options.OF_TRAINING,
         shown=OF_CHECK,
@@ -101,7 +101,7 @@ PARSERS: dict[str, Callable[[], Parser | argparse.ArgumentParser]] = {
         "what was gained.",
         *(options.AverageOptions, options.ColumnOptions, options.EvaluationOptions, options.GuardOptions),
         shown=OF_EVALUATION,
-        places={
+        positionals={
             "start": "The model from which the fine-tuning began: a Hub id or a folder.",
             "end": "The model after it. Adapters are merged into their model first.",
         },
@@ -117,7 +117,7 @@ PARSERS: dict[str, Callable[[], Parser | argparse.ArgumentParser]] = {
         shown=OF_EMBEDDING | OF_EMBEDDED,
         optional={"model", "dataset"},
         accepts=options.OF_TRAINING,
-        places={
+        positionals={
             "encoder": "The model that embeds: a Hub id or a folder.",
             "[data]": "A folder or a Hub id; with --streaming tar or parquet shards.",
         },
@@ -130,7 +130,7 @@ PARSERS: dict[str, Callable[[], Parser | argparse.ArgumentParser]] = {
         "pairs that do not seem to.",
         *(options.ScoreOptions, options.ColumnOptions),
         shown=OF_EMBEDDING,
-        places={
+        positionals={
             "model": "The model: a Hub id or a folder.",
             "data": "The training set: a folder or a Hub id; with --streaming tar or parquet shards.",
         },
@@ -139,14 +139,14 @@ PARSERS: dict[str, Callable[[], Parser | argparse.ArgumentParser]] = {
         plain_parser,
         "card",
         "Write the model card of a trained model again, with the template of this version.",
-        places={"folder": "The --output_dir of `infcl train`, or a copy of the repository that it pushed."},
+        positionals={"folder": "The --output_dir of `infcl train`, or a copy of the repository that it pushed."},
     ),
     "convert": partial(
         plain_parser,
         "convert",
         "Write a model of OpenCLIP in transformers' format, or the other way round, with its processor.",
         options.ConvertOptions,
-        places={
+        positionals={
             "source": "A folder with open_clip_config.json and weights, a Hub repository that holds these, or a .pt of "
             "OpenCLIP's training; with --to open_clip, a folder or a Hub repository of transformers. Or adapters, "
             "which are merged into their model.",

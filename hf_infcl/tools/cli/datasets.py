@@ -40,8 +40,8 @@ def training_set(
             raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
         options |= {"weights": weights, "samples_per_epoch": data.samples_per_epoch}
         stream = _stream(specs, spec, data, options)
-        for asked in data.exclude or ():
-            stream = stream_kept(stream, asked)
+        for ledger in data.exclude or ():
+            stream = stream_kept(stream, ledger)
         return stream
     with spec.named():
         if weights is not None:
@@ -55,8 +55,8 @@ def training_set(
             options |= {"caption_column": "caption", "pair_id_column": options["pair_id_column"] or labels}
         dataset = whole = ImageTextDataset(rows, **options)
     kept = np.arange(len(rows))
-    for asked in data.exclude or ():  # not named as the set is: the mistake is in the ledger
-        chosen = rows_kept(dataset, asked)
+    for ledger in data.exclude or ():  # not named as the set is: the mistake is in the ledger
+        chosen = rows_kept(dataset, ledger)
         kept, rows = kept[chosen], rows.select(chosen)
         dataset = ImageTextDataset(rows, **options)
         dataset.whole, dataset.numbers = whole, kept  # by which a teacher's stored embeddings are found

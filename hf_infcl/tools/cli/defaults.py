@@ -186,7 +186,7 @@ def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
 
 
-def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pairs: object) -> None:
+def print_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pairs: object) -> None:
     """Prints the options that `intervals` has chosen, and how the global batch of the training set is divided."""
     steps = count_steps(args, len(pairs) if has_length(pairs) else 0)
     if chosen and steps:  # without steps, the training refuses the batch

@@ -77,7 +77,7 @@ def check_output_folder(
     output_dir: str | None, model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, guards: GuardOptions
 ) -> None:
     """Raises a ValueError if the results would overwrite the model, or be written among the files of a dataset."""
-    place = Path(str(output_dir)).resolve()
+    output = Path(str(output_dir)).resolve()
     named = {**vars(data), **vars(evaluation), **vars(guards)}
     datasets = [(role, spec.path) for role in STATED if role in named for spec in read_sets(role, named[role])]
     base = base_of_adapters(model.model) if Path(model.model).is_dir() else None
@@ -85,7 +85,7 @@ def check_output_folder(
         folder = Path(source or "").resolve()
         if not source or not folder.is_dir():
             continue
-        if folder == place or (option != "model" and folder in place.parents):
+        if folder == output or (option != "model" and folder in output.parents):
             raise ValueError(
                 f"--output_dir {output_dir} is inside the folder of --{option} {source}, whose files the results would "
                 "replace or mix with. Choose another --output_dir."

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...processes.collectives import OtherRankFailedError
 from ...training.trainer import InfCLTrainer
-from .messages import missing_package, tell
+from .messages import missing_package, print_error
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
             message = str(error)
         if message is None:
             raise
-        tell(command, message, below=not of_libraries)  # only a training or evaluation has a bar
+        print_error(command, message, below=not of_libraries)  # only a training or evaluation has a bar
         sys.exit(1)
 
 
@@ -106,7 +106,7 @@ def fit_workers(namespace: argparse.Namespace, file: str = "") -> None:
         print(line, file=sys.stderr)
 
 
-def tell_bf16_on_cpu(namespace: argparse.Namespace, file: str = "") -> None:
+def warn_of_bf16_on_cpu(namespace: argparse.Namespace, file: str = "") -> None:
     """Tells of bf16 together with ``use_cpu``; ``file`` is the name of the file that sets it, if one does."""
     if getattr(namespace, "use_cpu", False) and namespace.bf16 and os.environ.get("RANK", "0") == "0":
         of_file = f" of {file}" if file else ""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ...shards.urls import without_secrets
 
 
-def tell(command: str, message: str, *, below: bool = False) -> None:
+def print_error(command: str, message: str, *, below: bool = False) -> None:
     """Prints an error as one line, only on the first launched process that calls this.
 
     That process prints before it ends. The launcher then ends the other processes, whether they had the error or not.
@@ -29,30 +29,30 @@ def tell(command: str, message: str, *, below: bool = False) -> None:
 
 def missing_package(error: Exception) -> str | None:
     """A sentence if a library needs a package that is not installed; Trainer's trackers raise a RuntimeError then."""
-    asked = isinstance(error, (ImportError, RuntimeError)) and "install" in str(error)
-    if asked or isinstance(error, ModuleNotFoundError):
+    is_missing = isinstance(error, (ImportError, RuntimeError)) and "install" in str(error)
+    if is_missing or isinstance(error, ModuleNotFoundError):
         return f"An option needs a package that is not installed: {error}"
     return None
 
 
-def about_words(left: Sequence[str], words: Sequence[str], places: Mapping[str, str]) -> str:
+def about_words(left: Sequence[str], words: Sequence[str], positionals: Mapping[str, str]) -> str:
     """Says what the ``left`` words of a command line could have been, which belong to no option.
 
-    ``places`` says what the words mean that stand before the options, by their names.
+    ``positionals`` says what the words mean that stand before the options, by their names.
     """
     before = next((i for i, word in enumerate(words) if word == left[0] and not words[i - 1].startswith("--")), 0)
     option = next((word for word in reversed(words[:before]) if word.startswith("--")), "=")
-    told = f"{' '.join(map(repr, left))} belong{'s' if len(left) == 1 else ''} to no option"
-    if places:
-        meanings = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in places.items())
-        return f"{told}. Before the options stand {meanings}"
+    start = f"{' '.join(map(repr, left))} belong{'s' if len(left) == 1 else ''} to no option"
+    if positionals:
+        meanings = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in positionals.items())
+        return f"{start}. Before the options stand {meanings}"
     if "=" in option:  # of a file, or none
-        return f"{told}. Every value follows its option: --NAME VALUE."
-    return f"{told}: {option} takes one value.{instead_of_several(option)}"
+        return f"{start}. Every value follows its option: --NAME VALUE."
+    return f"{start}: {option} takes one value.{instead_of_several(option)}"
 
 
 def instead_of_several(option: str) -> str:
-    """Advice for an option that takes one value and was given several, as the end of a message; empty without any."""
+    """Advice for an option that takes one value and got several, as the end of a message; empty without any."""
     if option.endswith("eval_dataset"):
         return " Measure each set with `infcl evaluate`, or name the others of a training as --guard_dataset."
     joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"

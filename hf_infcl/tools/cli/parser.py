@@ -28,7 +28,7 @@ from ...options.declaring import holds
 from ...options.facts import check_values
 from ...options.files import FILES, RECIPES, options_in
 from ...options.theirs import of_transformers, release_of_file
-from .messages import about_words, instead_of_several, missing_package, tell
+from .messages import about_words, instead_of_several, missing_package, print_error
 
 # What other programs call an option whose name has no word in common with theirs.
 ELSEWHERE = {
@@ -68,8 +68,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         super().__init__(prog, max_help_position=34, **settings)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = action.default is None or action.default is False or "default" in str(action.help)
-        return action.help if told else super()._get_help_string(action)
+        is_said = action.default is None or action.default is False or "default" in str(action.help)
+        return action.help if is_said else super()._get_help_string(action)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -81,11 +81,13 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return f"{action.option_strings[0]} {value}{' ...' if action.nargs == '+' else ''}"
 
 
-def plain_parser(command: str, description: str, *options: type, places: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Reads a command without options of a training; ``places`` as for `Parser`."""
+def plain_parser(
+    command: str, description: str, *options: type, positionals: Mapping[str, str]
+) -> argparse.ArgumentParser:
+    """Reads a command without options of a training; ``positionals`` as for `Parser`."""
     kinds = typing.cast(Any, options)
     parser = HfArgumentParser(kinds, prog=f"infcl {command}", description=description, formatter_class=Help)
-    for name, meaning in places.items():
+    for name, meaning in positionals.items():
         parser.add_argument(name, help=meaning)
     return parser
 
@@ -99,7 +101,7 @@ class Parser(HfArgumentParser):
             all that it lists; ``--help all`` lists every one.
         optional: required options of the dataclasses that this command can do without.
         accepts: dataclasses whose options ``--help`` lists only if they are among ``shown``.
-        places: what each word means that stands before the options, by its name; one in brackets may be left out.
+        positionals: what each word means that stands before the options, by its name; one in brackets may be left out.
         recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
     """
 
@@ -111,22 +113,22 @@ class Parser(HfArgumentParser):
         shown: Mapping[str, str] | Collection[str],
         optional: Collection[str] = (),
         accepts: Collection[type] = (),
-        places: Mapping[str, str] | None = None,
+        positionals: Mapping[str, str] | None = None,
         recipes: bool = False,
     ) -> None:
-        places = places or {}
+        positionals = positionals or {}
         self._commands, self._declared = options, (*options, ContrastiveOptions, of_transformers())
         super().__init__(
             typing.cast(Any, self._declared),
             prog=f"infcl {command}",
-            usage=" ".join(["%(prog)s [FILE.yaml or FILE.json]", *map(str.upper, places), "[--NAME VALUE ...]"]),
+            usage=" ".join(["%(prog)s [FILE.yaml or FILE.json]", *map(str.upper, positionals), "[--NAME VALUE ...]"]),
             description=description,
             formatter_class=Help,
             allow_abbrev=False,
             add_help=False,
         )
         self.add_argument("-h", "--help", nargs="?", choices=["all"], help="--help all describes every option.")
-        for name, meaning in places.items():
+        for name, meaning in positionals.items():
             number = "?" if name.startswith("[") else None
             self.add_argument(name.strip("[]"), nargs=number, metavar=name.strip("[]").upper(), help=meaning)
         if recipes:
@@ -136,7 +138,7 @@ class Parser(HfArgumentParser):
                 help="Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says what "
                 "it is for.",
             )
-        self._places = places
+        self._positionals = positionals
         self._shown, self._accepts = shown, (*accepts, *self._declared[len(options) :])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
@@ -164,10 +166,10 @@ class Parser(HfArgumentParser):
             if action.dest in hidden:
                 action.help = argparse.SUPPRESS
             elif action.help and action.dest != "help":
-                told = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", action.help, maxsplit=1)[0]
+                first = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", action.help, maxsplit=1)[0]
                 choices = list(map(str, action.choices or ()))
-                few = len(choices) <= MOST_CHOICES and not all(choice in told for choice in choices)
-                action.help = f"{told} {_among(action)}" if few else told
+                few = len(choices) <= MOST_CHOICES and not all(choice in first for choice in choices)
+                action.help = f"{first} {_among(action)}" if few else first
         self.epilog = (
             f"`{self.prog} --help all` describes these options further, and {len(hidden & known.keys())} others. In a "
             "file, they are keys with the same names. A set may state how it is read, behind its name: "
@@ -176,16 +178,16 @@ class Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line, which only one of several processes prints."""
-        tell(self.prog, message)
+        print_error(self.prog, message)
         sys.exit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but says what a word without an option could have been."""
         # Words before all options are told first: argparse would only ask for what is required.
-        first = [] if self._places else list(itertools.takewhile(lambda word: not word.startswith("-"), args))
+        first = [] if self._positionals else list(itertools.takewhile(lambda word: not word.startswith("-"), args))
         parsed, left = (namespace, first) if first else self.parse_known_args(args, namespace)
         if left:
-            self.error(about_words(left, args, self._places))
+            self.error(about_words(left, args, self._positionals))
         return parsed
 
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
@@ -194,15 +196,15 @@ class Parser(HfArgumentParser):
         Returns:
             All options, and the names of the options that the user has set.
         """
-        asked = self.asked = list(words)
-        if {"-h", "--help"} & set(asked):
-            if asked[-1] != "all":
+        self.words = list(words)
+        if {"-h", "--help"} & set(self.words):
+            if self.words[-1] != "all":
                 self.shorten()
             print(self.format_help(), end="")  # print_help ignores a closed pipe
             self.exit()
         values: dict[str, Any] = {}
         try:
-            file, words = self._file_and_words(asked)
+            file, words = self._file_and_words(self.words)
             if file is not None:
                 self._file, values = file.name, self._read_file(file)
             self._typed = {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
@@ -335,7 +337,9 @@ class Parser(HfArgumentParser):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
         similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
-        before = f" Before the options stand {' '.join(map(str.upper, self._places))}." if self._places else ""
+        before = (
+            f" Before the options stand {' '.join(map(str.upper, self._positionals))}." if self._positionals else ""
+        )
         raise ValueError(f"There is no option --{name}. {hint}{before}")
 
     def _read_file(self, path: Path) -> dict[str, Any]:

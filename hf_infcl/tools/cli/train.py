@@ -35,7 +35,7 @@ from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .average import write_averages
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
-from .defaults import check_average, check_embedded, intervals, tell_choices
+from .defaults import check_average, check_embedded, intervals, print_choices
 from .description import describe_run
 from .dry_run import dry_run, write_nothing
 from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, weights_of_other_kind
@@ -50,7 +50,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
     vars(namespace).update(chosen := intervals(namespace, user_options))
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        check_embedded(args.teacher_embeddings, parser.asked)
+        check_embedded(args.teacher_embeddings, parser.words)
         alpha = check_average(keep, evaluation, args)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
@@ -87,7 +87,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             average = functools.partial(average_with_start, trainer, main_weights(trainer), gains, guards, **how)
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
-        tell_choices(args, chosen, trainer.train_dataset)
+        print_choices(args, chosen, trainer.train_dataset)
         for line in (*describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets)):
             print(line)
         with mistakes_in_one_line(parser.prog, of_libraries=True):
@@ -138,7 +138,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         waits_for = "".join(one.waits_for for one in of_kind(trainer.window_step.extensions, WithoutNoisyPairs))
         of_ledger = ledger_lines(ledger, str(args.output_dir), waits_for=waits_for) if ledger else ()
         print(*lines_of_changes(facts), *of_ledger, sep="\n")
-        tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
+        print_where(args, trainer.hub_model_id if args.push_to_hub else None)
         saves_last = average is None and not args.load_best_model_at_end
         best = earlier_best(trainer.state.log_history, facts) if saves_last else ""
         for line in filter(None, (outcome(facts), best)):
@@ -181,7 +181,7 @@ def save_results(
     return saved
 
 
-def tell_places(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:
+def print_where(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:
     """Prints where the results are."""
     if importlib.util.find_spec("matplotlib") is None:
         print(
