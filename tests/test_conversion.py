@@ -273,6 +273,21 @@ def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, caps
     assert "--tokenizer is for a source of OpenCLIP" in line
 
 
+@pytest.mark.parametrize("needed", ["openai/clip-vit-base-patch32", "no/tokenizer"])
+def test_a_checkpoint_of_the_training_offline_needs_a_local_tokenizer(needed, tmp_path, monkeypatch, capsys):
+    """CLIP's own, which OpenCLIP's package has, and one of the Hub that the config names."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, "open_clip.tokenizer", None)
+    stated = config("CLIP")
+    stated["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = needed if needed == "no/tokenizer" else None
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    torch.save({"state_dict": tensors("CLIP")}, tmp_path / "epoch_2.pt")
+    named = ["--open_clip_model", tmp_path / "config.json"]
+    line = mistake(capsys, "convert", tmp_path / "epoch_2.pt", tmp_path / "ours", *named)
+    assert needed in line
+    assert line.endswith("Without the Hub, name a local tokenizer: --tokenizer FOLDER.")
+
+
 def test_sources_that_hold_no_model_are_told_as_what_they_are(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "program.pt").write_bytes(b"no tensors")

@@ -522,6 +522,15 @@ def test_launch_configs_say_what_their_names_do(path):
         assert config.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
 
 
+def test_accelerate_starts_one_process_of_a_config_for_cpus_as_the_guide_says(tmp_path):
+    assert "accelerate starts one process for a config with `MULTI_CPU`" in (SCRIPTS / "README.md").read_text()
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
+    (tmp_path / "cpus.json").write_text(json.dumps({**config, "num_machines": 1, "use_cpu": True}))
+    (tmp_path / "program.py").write_text("import os; print(os.environ.get('WORLD_SIZE', '1'))")
+    words = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "cpus.json")]
+    assert run(*words, str(tmp_path / "program.py")).splitlines()[-1] == "1"
+
+
 @pytest.mark.parametrize("path", [*sorted(SCRIPTS.rglob("*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
 def test_shell_scripts_are_well_formed(path):
     subprocess.run(["bash", "-n", path], check=True)

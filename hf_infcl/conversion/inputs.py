@@ -117,7 +117,7 @@ def clip_tokenizer() -> Any:
     try:
         from open_clip.tokenizer import SimpleTokenizer
     except ModuleNotFoundError:
-        return transformers.AutoTokenizer.from_pretrained(_OPENAI)
+        return named_tokenizer(_OPENAI)
     tokenizer = SimpleTokenizer()
     special = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {special.get(token, token): index for token, index in tokenizer.encoder.items()}

@@ -184,7 +184,10 @@ def _tokenizer(saved: OpenClipSource, named: str | None) -> Any:
     if saved.folder and any((saved.folder / name).is_file() for name in beside):
         return transformers.AutoTokenizer.from_pretrained(saved.folder)
     name = saved.config["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
-    return transformers.AutoTokenizer.from_pretrained(name) if name else clip_tokenizer()
+    try:
+        return named_tokenizer(name) if name else clip_tokenizer()
+    except ValueError as error:
+        raise ValueError(f"{error} Without the Hub, name a local tokenizer: --tokenizer FOLDER.") from error
 
 
 # ---- Converting ----
