@@ -44,7 +44,7 @@ def embedded(source: Any, folder: Path, seed: int = 0, max_length: int | None = 
     model, collator = models.clip(seed=seed, end=END).eval(), ContrastiveCollator(clip_processor(), max_length)
     form = {"format": "parquet"} | {name: options.pop(name) for name in ("format", "half") if name in options}
     trainer = trainer_for(folder, model, data_collator=collator, per_device_eval_batch_size=4, **options)
-    return embed(source, folder, trainer.setup, **form)
+    return embed(source, folder, trainer.context, **form)
 
 
 def read(folder: Path, kind: str) -> tuple[list[str], list[str] | None, np.ndarray]:

@@ -90,7 +90,7 @@ def test_a_micro_batch_that_is_changed_later_must_fit_as_well(tmp_path):
 def test_sharded_weights_are_not_tried(tmp_path):
     def search(**options: Any) -> tuple[int, str, str]:
         trainer = trainer_for(tmp_path, **{**FREE, **options})
-        searched = trainer.setup, None, trainer.get_train_dataloader
+        searched = trainer.context, None, trainer.get_train_dataloader
         with (
             mock.patch.object(finding, "memory_is_known", return_value=True),
             mock.patch.object(type(trainer.accelerator), "distributed_type", "FSDP"),
@@ -288,7 +288,7 @@ def test_a_trial_changes_nothing(tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, forward = torch.get_rng_state(), model.forward
     with mock.patch.object(finding, "memory_is_known", return_value=True):
-        finding.find_micro_batches(trainer.setup, None, trainer.get_train_dataloader)
+        finding.find_micro_batches(trainer.context, None, trainer.get_train_dataloader)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert model.forward == forward

@@ -27,13 +27,13 @@ from hf_infcl.training.evaluating import Evaluator
 from hf_infcl.training.loop_events import replaced
 from hf_infcl.training.progress import Progress, trained_seconds
 from hf_infcl.training.resuming import Resumption
-from hf_infcl.windows.setup import Setup
+from hf_infcl.windows.setup import Context
 
 
 def evaluator_of(folder: Any, equal_ids: str = "exclude", **options: Any) -> tuple[Evaluator, DualEncoder]:
     encoder, args = DualEncoder(models.clip()), arguments(folder, **options)
-    setup = Setup(encoder, Accelerator(cpu=True), args, equal_ids, lambda batch: batch)
-    return Evaluator(setup, None, CaptionNotices(), TrainerState()), encoder
+    context = Context(encoder, Accelerator(cpu=True), args, equal_ids, lambda batch: batch)
+    return Evaluator(context, None, CaptionNotices(), TrainerState()), encoder
 
 
 def evaluated(evaluator: Evaluator, data: Any) -> EvalLoopOutput:

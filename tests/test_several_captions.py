@@ -93,7 +93,7 @@ def rank_gradients(rank: int, world_size: int, folder: str, cells: list[tuple]) 
         given |= {"per_device_train_batch_size": ROWS // world_size // steps, "gradient_accumulation_steps": steps}
         given |= {"max_steps": 1, "max_grad_norm": 0.0, "callbacks": [gradients]}
         trainer = trained(trainer_for(folder, MODELS[objective](), WithNegatives(ROWS, most), **given))
-        loss, cosine, expected = truth(objective, most, trainer.setup.equal_ids, with_ids)
+        loss, cosine, expected = truth(objective, most, trainer.context.equal_ids, with_ids)
         entry = trainer.state.log_history[0]
         assert entry["loss"] == pytest.approx(loss, rel=TOLERANCE), where
         if world_size == steps == 1:
@@ -175,7 +175,7 @@ def test_cached_features_of_a_frozen_tower_train_on_the_same_captions(tmp_path):
     cached.train()
     plain.train()
     assert torch.equal(parameters(cached), parameters(plain))
-    assert cached.setup.equal_ids == "positive"
+    assert cached.context.equal_ids == "positive"
     assert cached.state.log_history[0]["texts_per_image"] > 2
 
 

@@ -16,7 +16,7 @@ from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.processes.phases import Phases
 from hf_infcl.training.preparation import prepare_model
-from hf_infcl.windows.setup import Setup
+from hf_infcl.windows.setup import Context
 from hf_infcl.windows.step import WindowStep
 from hf_infcl.windows.window import Window
 
@@ -26,7 +26,7 @@ def step_of(folder: Any, model: nn.Module, **options: Any) -> WindowStep:
     accelerator = Accelerator(cpu=True)
     prepare_model(model, args, accelerator)
     return WindowStep(
-        Setup(DualEncoder(model), accelerator, args, "exclude", lambda batch: batch),
+        Context(DualEncoder(model), accelerator, args, "exclude", lambda batch: batch),
         model,
         rows_of_dataset=lambda places: [10 + row for _, row in places],
         phases=Phases(),

@@ -93,7 +93,7 @@ def rank_taught(
     teacher = Running(chosen(name, which), SIDES if side == "both" else (side,))
     options = {**PLAIN, **batch, **taught_by(teacher, student, BETA), **options}
     trainer = trainer_for(folder, student, data_of(repeats), **options)
-    (term,) = trainer.setup.extensions
+    (term,) = trainer.context.extensions
     begin = start_of_maps(term)
     trainer.train()
     whole, logs = whole_weights(trainer.model), [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -251,7 +251,7 @@ def store(
     model = (large_teacher() if teacher is None else teacher).eval()
     collator = ContrastiveCollator.for_model(large_processor() if processor is None else processor, model.config)
     trainer = trainer_for(folder, model, data_collator=collator, per_device_eval_batch_size=4)
-    embed(source, folder, trainer.setup, format=format, half=half)
+    embed(source, folder, trainer.context, format=format, half=half)
     return str(folder)
 
 
@@ -391,7 +391,7 @@ def test_a_teacher_of_open_clip_reads_with_its_own_tokenizer(tmp_path):
     named = trained(taught(tmp_path / "a", ImageTextDataset(rows()), teacher=str(folder), max_steps=2))
     given = trained(taught(tmp_path / "b", ImageTextDataset(rows()), teacher_embeddings=stored, max_steps=2))
     assert torch.equal(parameters(named), parameters(given))
-    assert named.setup.extensions[0].teacher.width == 16
+    assert named.context.extensions[0].teacher.width == 16
 
 
 def rank_stored(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> Tensor:
@@ -611,7 +611,7 @@ def test_samples_of_a_shard_that_has_changed_have_no_stored_embedding(tmp_path):
     given = {"teacher_embeddings": folder, "teacher_missing": "contrastive"}
     run = taught(tmp_path / "run", data, **given)
     items = [item for _, item in zip(range(32), data, strict=False)]
-    known = run.setup.extensions[0].teacher.inputs(items, {"input_ids": items})["teacher_known_images"]
+    known = run.context.extensions[0].teacher.inputs(items, {"input_ids": items})["teacher_known_images"]
     assert [item["place"][1].startswith("0/") for item in items] == known.tolist()
     assert known.sum() == 8
 
@@ -741,7 +741,7 @@ def change_of(folder: Path, model: nn.Module, teaches: dict[str, Any], options: 
 
 
 def start_of_maps_of(trainer: InfCLTrainer) -> list[Tensor]:
-    return [one for term in trainer.setup.extensions for one in start_of_maps(term)]
+    return [one for term in trainer.context.extensions for one in start_of_maps(term)]
 
 
 @pytest.mark.parametrize(
@@ -791,9 +791,9 @@ def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
     taught(tmp_path / "part", data, **given, callbacks=[StopAt(2)]).train()
     resumed = trained(taught(tmp_path / "part", data, **given), resume=True)
     assert torch.equal(parameters(resumed), parameters(whole))
-    maps = [start_of_maps(run.setup.extensions[0]) for run in (whole, resumed)]
+    maps = [start_of_maps(run.context.extensions[0]) for run in (whole, resumed)]
     assert all(torch.equal(one, other) for one, other in zip(*maps, strict=True))
-    assert not torch.equal(maps[0][0], start_of_maps(taught(tmp_path / "new", data, **given).setup.extensions[0])[0])
+    assert not torch.equal(maps[0][0], start_of_maps(taught(tmp_path / "new", data, **given).context.extensions[0])[0])
     saved = safetensors.torch.load_file(tmp_path / "part" / "checkpoint-5" / "model.safetensors")
     assert saved.keys() == models.clip(end=END).state_dict().keys()
     other = store(table_source(rows()), tmp_path / "other", models.clip(seed=5, end=END), clip_processor())

@@ -19,7 +19,7 @@ from ..checkpoints.run_options import options_of_model
 from ..data import ContrastiveCollator
 from ..data.store import Store, of_caption
 from ..processes.collectives import Processes, failures_announced
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from .sources import Batch, ItemSource, collated
 
 logger = logging.get_logger(__name__)
@@ -42,7 +42,7 @@ class Writer(Protocol):
 
 def compute(
     source: ItemSource,
-    setup: Setup,
+    context: Context,
     encoders: Mapping[str, Encode],
     writers: Mapping[str, Writer],
     *,
@@ -54,7 +54,7 @@ def compute(
     The processes divide the parts among themselves. A run after an interruption computes only the missing ones.
 
     Args:
-        setup: its collator, a `ContrastiveCollator`, prepares images and texts, and ``prepare_inputs`` moves them.
+        context: its collator, a `ContrastiveCollator`, prepares images and texts, and ``prepare_inputs`` moves them.
         encoders, writers: by "images" and "texts", those that are to be computed. Beside the keys and values, a writer
             gets the ``names`` by which people know the rows, and of texts the ``captions``.
         batch_size: the most images, or texts, of a forward.
@@ -67,13 +67,13 @@ def compute(
     Raises:
         ValueError: a pair is bad, or a row is not finite. The other processes raise an OtherRankFailedError.
     """
-    processes, args = Processes(), setup.args
+    processes, args = Processes(), context.args
     counts = dict.fromkeys(("images", "texts", "skipped"), 0)
     mine = range(processes.rank, source.parts, processes.world_size)
     missing = [part for part in mine if any(writer.lacks(part) for writer in writers.values())]
     load = partial(
         DataLoader,
-        collate_fn=partial(collated, setup.collator),
+        collate_fn=partial(collated, context.collator),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
     )
@@ -82,7 +82,7 @@ def compute(
         agree()
         with failures_announced():
             if (part := first + processes.rank) in missing:
-                _compute_part(part, next(batches), setup, encoders, writers, batch_size, counts)
+                _compute_part(part, next(batches), context, encoders, writers, batch_size, counts)
                 logger.info(f"Part {part} of {source.parts} was computed.")
     agree()  # waits until all are computed
     every = processes.agree([len(missing), *counts.values()])
@@ -98,7 +98,7 @@ def compute(
 def _compute_part(
     part: int,
     batches: Iterator[Batch],
-    setup: Setup,
+    context: Context,
     encoders: Mapping[str, Encode],
     writers: Mapping[str, Writer],
     batch_size: int,
@@ -115,8 +115,8 @@ def _compute_part(
                 continue
             for first in range(0, len(next(iter(inputs.values()))), batch_size):  # an item may have many captions
                 split = {name: values[first : first + batch_size] for name, values in inputs.items()}
-                with torch.no_grad(), setup.accelerator.autocast():
-                    vectors[kind].append(encoders[kind](setup.prepare_inputs(split)).cpu())
+                with torch.no_grad(), context.accelerator.autocast():
+                    vectors[kind].append(encoders[kind](context.prepare_inputs(split)).cpu())
             for item in kept:
                 captions = item["caption"] if kind == "texts" else [""]
                 items[kind] += [(item["row"], item["key"], item["name"], caption) for caption in captions]

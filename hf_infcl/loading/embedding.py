@@ -18,7 +18,7 @@ from ..data.store import Store
 from ..encoders.adapters import weight_fingerprint
 from ..processes.collectives import Processes, failures_announced
 from ..readable import give_usual_modes, written_whole
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from .computing import Encode, Writer, compute, fingerprint
 from .sources import ItemSource
 
@@ -29,7 +29,7 @@ _DECISIVE = {"fingerprint", "dtype", "dims", "format", "half", "kinds", "parts",
 def embed(
     source: ItemSource,
     folder: str | Path,
-    setup: Setup,
+    context: Context,
     *,
     format: str = "npy",
     half: bool = False,
@@ -43,8 +43,8 @@ def embed(
 
     Args:
         folder: a folder that all processes can write. It also gets ``embeddings.json``, the record of the run.
-        setup: of the model, which is in evaluation mode. Of its arguments, ``per_device_eval_batch_size`` is the number
-            of images, and of texts, of one forward.
+        context: of the model, which is in evaluation mode. Of its arguments, ``per_device_eval_batch_size`` is the
+            number of images, and of texts, of one forward.
         format: "npy", those of a `Store`, in which a training finds them; "parquet" or "safetensors".
         half: whether npy has fp16 instead of fp32.
         record: as `described` has returned it, if it is known.
@@ -56,11 +56,11 @@ def embed(
     Raises:
         ValueError: as `compute`; or the folder holds other embeddings.
     """
-    place, encoder = Path(folder), setup.encoder
+    place, encoder = Path(folder), context.encoder
     if half and format != "npy":
         raise ValueError(f"half_precision is for the format npy, got {format}. Leave it out, or choose npy.")
     with failures_announced():
-        known = described(source, setup) if record is None else record
+        known = described(source, context) if record is None else record
         if Processes().rank == 0:
             begin(place, {**known, "format": format, "half": half, "licence": licence})
     Processes().agree([])
@@ -71,10 +71,10 @@ def embed(
         writers[kind] = Store(place, kind, source.parts) if is_store else _Files(place, kind, source.parts, format)
     return compute(
         source,
-        setup,
+        context,
         {kind: partial(normalised_by, encode, half=half) for kind, encode in encoders.items()},
         writers,
-        batch_size=setup.args.per_device_eval_batch_size,
+        batch_size=context.args.per_device_eval_batch_size,
         agree=lambda: Processes().agree([]),
     )
 
@@ -84,9 +84,9 @@ def normalised_by(encode: Encode, inputs: dict[str, Tensor], *, half: bool = Fal
     return F.normalize(encode(inputs).float(), dim=-1).to(torch.float16 if half else torch.float32)
 
 
-def described(source: ItemSource, setup: Setup) -> dict[str, Any]:
+def described(source: ItemSource, context: Context) -> dict[str, Any]:
     """What the record says of model and data, besides the fingerprint of all that decides."""
-    encoder, collator, dtype = setup.encoder, setup.collator, setup.accelerator.mixed_precision
+    encoder, collator, dtype = context.encoder, context.collator, context.accelerator.mixed_precision
     content = source.fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
     content += "" if encoder.dims is None else f" {encoder.dims} dimensions"
     config = getattr(encoder.base, "config", None)

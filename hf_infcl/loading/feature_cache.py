@@ -27,7 +27,7 @@ from ..encoders.sharding import is_sharded
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import failures_announced
 from ..processes.preemption import Interruptions
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from .computing import Encode, compute, fingerprint
 from .embedding import normalised_by
 from .replay import Replayed
@@ -71,7 +71,7 @@ def _read(store: Store, keys: Sequence[str]) -> Tensor:
     return torch.from_numpy(values)
 
 
-def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
+def with_cached_features(context: Context, interruptions: Interruptions) -> Any:
     """The training set with what ``args.cache_features`` has, if it is set, and computes what it lacks; collective.
 
     These are the outputs of a frozen image tower instead of the images, and with ``keep_features`` the embeddings of
@@ -81,16 +81,16 @@ def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
         ValueError: the features of the images are not the same at every step, or cannot be used; the folder is not
             writable.
     """
-    pairs, args, collator = setup.data, setup.args, setup.collator
+    pairs, args, collator = context.data, context.args, context.collator
     if pairs is None or args.cache_features is None:
         return pairs
     if isinstance(pairs, Replayed):
-        new, old = (with_cached_features(replace(setup, data=part), interruptions) for part in pairs.datasets)
+        new, old = (with_cached_features(replace(context, data=part), interruptions) for part in pairs.datasets)
         return Replayed(new, old, args)
     interruptions.phases.enter("computing features")
-    tower: Any = setup.encoder.frozen_towers().get("image")
-    start = setup.start if args.keep_features else None
-    of_run = {"sharded": is_sharded(setup.accelerator), "compiled": args.torch_compile}
+    tower: Any = context.encoder.frozen_towers().get("image")
+    start = context.start if args.keep_features else None
+    of_run = {"sharded": is_sharded(context.accelerator), "compiled": args.torch_compile}
     check_cacheable(pairs, tower, collator, keeps=start is not None, **of_run)
 
     def encoded(encode: Encode, inputs: dict[str, Tensor]) -> Tensor:
@@ -101,20 +101,20 @@ def with_cached_features(setup: Setup, interruptions: Interruptions) -> Any:
         of_texts = "texts" in encoders
         source = TableSource(pairs.table, pairs, pairs.caption_column if of_texts else None)
         content = source.fingerprint() + (collator.text_fingerprint() if of_texts else "")
-        dtype = setup.accelerator.mixed_precision
+        dtype = context.accelerator.mixed_precision
         place = Path(str(args.cache_features), fingerprint(content, model, collator, dtype))
         with failures_announced():
             check_writable(place, "cache_features")
         found = {kind: Store(place, kind, source.parts) for kind in encoders}
         each = {kind: partial(encoded, encode) for kind, encode in encoders.items()}
         how: Any = {"batch_size": args.per_device_train_batch_size, "agree": interruptions.agree}
-        compute(source, setup, each, found, **how)
+        compute(source, context, each, found, **how)
         return found
 
     features, of_start = None, None
     with random_state_kept(args.device):  # the training is the same if the features are there already
         if tower is not None:
-            features = stores(tower.eval(), {"images": setup.encoder.image_features})["images"]
+            features = stores(tower.eval(), {"images": context.encoder.image_features})["images"]
         if start is not None:
             encoder = start.encoder
             assert encoder is not None

@@ -21,7 +21,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..processes.preemption import heed_parent_alone
 from ..refusals import check_tokens
 from ..windows.extensions import of_kind
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from ..windows.terms import TeacherDistance
 from .batch_checks import check_batch
 from .replay import Replayed
@@ -60,10 +60,10 @@ class TrainingCollator:
     gets ``pair_keys`` [images] int64.
     """
 
-    def __init__(self, collate: DataCollator, setup: Setup) -> None:
-        of_terms = [term.teacher for term in of_kind(setup.extensions, TeacherDistance)]
+    def __init__(self, collate: DataCollator, context: Context) -> None:
+        of_terms = [term.teacher for term in of_kind(context.extensions, TeacherDistance)]
         self._teachers = [teacher for teacher in of_terms if isinstance(teacher, StoredTeacher)]
-        self._collate, self._vocabulary = collate, setup.encoder.vocabulary
+        self._collate, self._vocabulary = collate, context.encoder.vocabulary
 
     def __call__(self, items: list[Any]) -> Any:
         keyed = isinstance(items[0], KeyedItem)
@@ -163,19 +163,19 @@ def without_epochs(dataset: Any) -> Any:
     return PlainRows(dataset) if has_epochs(dataset) and not isinstance(dataset, PlainRows) else dataset
 
 
-def loader_of_stream(dataset: IterableDataset, collate: DataCollator, setup: Setup) -> DataLoader:
+def loader_of_stream(dataset: IterableDataset, collate: DataCollator, context: Context) -> DataLoader:
     """The training loader of a stream of another class than `ImageTextStream`, which each process reads as a whole.
 
     The processes take its rows in turn, in full micro-batches. A resumed training skips as many as were trained, but
     what the stream draws is its own.
     """
-    args = setup.args
+    args = context.args
     if args.save_strategy != "no" and args.process_index == 0:
         logger.warning_once(
             f"Of a {type(dataset).__name__}, a checkpoint holds no position: a training resumes near it, but not with "
             "the same batches. For exact resumes, read shards with ImageTextStream (--streaming)."
         )
-    collate = TrainingCollator(training_collator(collate, args), setup)
+    collate = TrainingCollator(training_collator(collate, args), context)
     options = worker_options(args, args.dataloader_num_workers)
     loader = DataLoader(
         dataset, batch_size=args.per_device_train_batch_size, collate_fn=collate, drop_last=True, **options

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..data.collator import ContrastiveCollator
 from ..data.pairs import REPEATED, caption_pair_id
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from .wrapped import all_parts
 
 logger = logging.get_logger(__name__)
@@ -64,13 +64,13 @@ class CaptionNotices:
                     "on the command line)."
                 )
 
-    def look_at_all(self, setup: Setup, evaluated: object) -> None:
+    def look_at_all(self, context: Context, evaluated: object) -> None:
         """Looks at the training set, or at the ``parts`` that it consists of, and at the evaluation sets."""
-        parts: Mapping[str, object] = getattr(setup.data, "parts", {"training set": setup.data})
+        parts: Mapping[str, object] = getattr(context.data, "parts", {"training set": context.data})
         for name, part in parts.items():
-            self.look(name, all_parts(part), setup.collator, setup.args.global_batch_size)
+            self.look(name, all_parts(part), context.collator, context.args.global_batch_size)
         for name, dataset in evaluated.items() if isinstance(evaluated, Mapping) else [("", evaluated)]:
-            self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), setup.collator)
+            self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), context.collator)
 
 
 def repeated_captions(sample: list[list[str]]) -> int:

@@ -35,7 +35,7 @@ from ..processes.collectives import Processes, alone, announce_failure, failures
 from ..processes.phases import Phases
 from ..shards.values import counted
 from ..windows.extensions import Extension, LossTerm, StepChange, term_parameters
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from ..windows.step import WindowStep
 from ..windows.texts import widened
 from ..windows.window import Window, repeated
@@ -77,7 +77,7 @@ def memory_is_known(device: torch.device) -> bool:
 
 
 def find_micro_batches(
-    setup: Setup, record: RunRecord | None, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]
+    context: Context, record: RunRecord | None, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]
 ) -> None:
     """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs``; collective.
 
@@ -93,7 +93,7 @@ def find_micro_batches(
         ValueError: not even one pair fits, what fits does not divide the global batch, or the model is sharded and no
             micro-batch is given.
     """
-    args, began = setup.args, time.perf_counter()
+    args, began = context.args, time.perf_counter()
     # Values that an earlier training of these arguments chose are chosen again; values that were set since then stay.
     for name, passed in zip(SEARCHED, args.passed[2:], strict=True):
         if getattr(args, name) == args.chosen.get(name):
@@ -101,7 +101,7 @@ def find_micro_batches(
     args.largest_micro_batch, args.chosen = None, {}
     if _resumed(args, record):
         return
-    if is_sharded(setup.accelerator):  # nothing can be tried, because no process holds the whole model
+    if is_sharded(context.accelerator):  # nothing can be tried, because no process holds the whole model
         if args.divides_by_itself:
             raise ValueError(
                 f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP, "
@@ -110,7 +110,7 @@ def find_micro_batches(
         args.texts_at_once = str(args.texts_at_once).replace("auto", "1")
         args.retain_graphs = "1" if args.passed[3] is None else args.retain_graphs
         return
-    of_stream = record.micro_batches if record is not None and isinstance(setup.data, IterableDataset) else None
+    of_stream = record.micro_batches if record is not None and isinstance(context.data, IterableDataset) else None
     kept = (of_stream or {}).get(DIVISION[0], 0)
     divides = args.divides_by_itself and kept not in possible_micro_batches(args)
     if args.divides_by_itself and not divides:
@@ -127,11 +127,11 @@ def find_micro_batches(
     if not (args.divides_by_itself or args.texts_at_once == "auto" or tries_graphs):
         return
     with failures_announced():
-        batch = _first_batch(setup, batches_of)
+        batch = _first_batch(context, batches_of)
     if not all(read for (read,) in Processes().agree([batch is not None])):  # which the training will say
         return
     with failures_announced():
-        trials = Trials(setup, batch)
+        trials = Trials(context, batch)
     trial = Trial(0, *(max(1, int(getattr(args, name).replace("auto", "1"))) for name in SEARCHED))
     if divides:
         _divide(args, _micro_batch(args, trials, trial))
@@ -223,9 +223,9 @@ class Trials:
         pads: whether texts are padded to one length, or to the longest one of their batch.
     """
 
-    def __init__(self, setup: Setup, batch: Mapping[str, Any]) -> None:
-        args, collator = setup.args, setup.collator
-        self._setup, self._pairs = setup, args.global_batch_size // args.world_size
+    def __init__(self, context: Context, batch: Mapping[str, Any]) -> None:
+        args, collator = context.args, context.collator
+        self._context, self._pairs = context, args.global_batch_size // args.world_size
         self._grouped = Processes().grouped
         # Texts are padded to the longest one of their batch, or all to one length. Other collators may return any.
         self._padding: Mapping[str, int] | None = getattr(collator, "text_padding", None)
@@ -243,16 +243,16 @@ class Trials:
         Raises:
             torch.OutOfMemoryError: it does not fit.
         """
-        setup, model, device = self._setup, self._setup.encoder.model, self._setup.args.device
-        args = copy.copy(setup.args)
+        context, model, device = self._context, self._context.encoder.model, self._context.args.device
+        args = copy.copy(context.args)
         args.retain_graphs = str(trial.graphs)
         args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
         # Those that only look, or keep what they have seen, would take the trial for a step.
-        changing = [one for one in setup.extensions if isinstance(one, (LossTerm, StepChange))]
-        undo = undoing(model, setup.extensions)
+        changing = [one for one in context.extensions if isinstance(one, (LossTerm, StepChange))]
+        undo = undoing(model, context.extensions)
         try:
-            with random_state_kept(device), alone(), _as_prepared(model, setup.accelerator):
-                changed = replace(setup, args=args, extensions=changing)
+            with random_state_kept(device), alone(), _as_prepared(model, context.accelerator):
+                changed = replace(context, args=args, extensions=changing)
                 step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
                 step.windows = 1  # the first one of a training is looked at more closely
                 return self._measured(step, trial)
@@ -260,7 +260,7 @@ class Trials:
             undo()
 
     def _measured(self, step: WindowStep, trial: Trial) -> tuple[int, int]:
-        device = self._setup.args.device
+        device = self._context.args.device
         batch = repeated(self._batch, trial.micro_batch)
         count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
         batches = [{name: copy.deepcopy(value) for name, value in batch.items()} for _ in range(count)]
@@ -271,7 +271,7 @@ class Trials:
         try:
             # As a window of the training, which keeps what was loaded.
             window = Window(batches, self._padding, trial.texts, last_has_texts=self._grouped, keeps_loaded=True)
-            step.run(self._setup.encoder.model, window, 0)
+            step.run(self._context.encoder.model, window, 0)
         finally:
             step.close()
         if device.type != "cuda":
@@ -282,7 +282,7 @@ class Trials:
 
     def _reserve(self, trial: Trial, batch: Mapping[str, Tensor], count: int) -> int:
         """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
-        args, encoder = self._setup.args, self._setup.encoder
+        args, encoder = self._context.args, self._context.encoder
         if args.device.type != "cuda":
             return 0
         trained = sum(p.numel() for p in encoder.model.parameters() if p.requires_grad)
@@ -347,12 +347,12 @@ def release_memory() -> None:
 # ---- What is not tried ----
 
 
-def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Any:
+def _first_batch(context: Context, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Any:
     """A batch of the training; None if there is none.
 
     A worker loads it where the training has workers: a generator of the dataset's own then stays where it was.
     """
-    args = setup.args
+    args = context.args
     workers, args.dataloader_num_workers = args.dataloader_num_workers, min(1, args.dataloader_num_workers)
     try:
         with random_state_kept(args.device):

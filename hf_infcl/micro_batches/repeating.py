@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..encoders.sharding import is_sharded
 from ..options.batch_division import possible_micro_batches
 from ..processes.collectives import OtherRankFailedError, alone
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from ..windows.step import WindowStep
 from ..windows.window import Window
 from .finding import Trial, Trials, largest_that_fits, memory_is_known, of_use, release_memory, undoing
@@ -32,7 +32,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
     Raises:
         torch.OutOfMemoryError: the step cannot be repeated; see `WindowStep.may_repeat`.
     """
-    args = step.setup.args
+    args = step.context.args
     while True:
         largest = max(window.sizes[0])
         # As before the step, if it is repeated.
@@ -44,7 +44,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
         except torch.OutOfMemoryError as error:
             if not (step.may_repeat and _may_take_less(step, window)):
                 traceback.clear_frames(error.__traceback__)  # which hold memory
-                _advise(step.setup, number, window)
+                _advise(step.context, number, window)
                 raise
         except OtherRankFailedError as error:  # which all other processes have heard of as well
             lacks_memory = torch.OutOfMemoryError.__name__ in str(error)
@@ -75,9 +75,9 @@ def _may_take_less(step: WindowStep, window: Window) -> bool:
     return bool(window.loaded) and (step.graphs.kept > 1 or max(window.sizes[0]) > 1)
 
 
-def _advise(setup: Setup, number: int, window: Window) -> None:
+def _advise(context: Context, number: int, window: Window) -> None:
     """Says what to do about a step that ran out of memory and is not repeated."""
-    args = setup.args
+    args = context.args
     if window.loaded:
         what = (
             "A part of it was being exchanged among the processes or selected, so it is not repeated. Resume from the "
@@ -89,23 +89,23 @@ def _advise(setup: Setup, number: int, window: Window) -> None:
             f"Pass global_batch_size={args.global_batch_size} in place of {sizes}: it finds the micro-batch that fits, "
             "and repeats such a step with smaller ones."
         )
-        if fits := _fitting(setup, window):
+        if fits := _fitting(context, window):
             accumulation = args.global_batch_size // args.world_size // fits
             what = f"{fits} and {accumulation} would fit as {sizes}, with the same result. {what}"
     logger.error(f"The step after step {number} ran out of memory. {what}")
 
 
-def _fitting(setup: Setup, window: Window) -> int:
+def _fitting(context: Context, window: Window) -> int:
     """The most pairs of a smaller micro-batch that fits on this process; 0 if none does, or it cannot be tried."""
-    args = setup.args
+    args = context.args
     batch = next((one for one in window.batches if "pixel_values" in one), None)  # others were released
-    if batch is None or not memory_is_known(args.device) or is_sharded(setup.accelerator):
+    if batch is None or not memory_is_known(args.device) or is_sharded(context.accelerator):
         return 0
     release_memory()
     pairs = args.global_batch_size // args.world_size
     possible = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]
     with suppress(Exception):  # the error that is told is that of the step
-        trials = Trials(setup, batch)
+        trials = Trials(context, batch)
         with alone():
             return largest_that_fits(trials, Trial(0), "micro_batch", of_use(possible, pairs))
     return 0

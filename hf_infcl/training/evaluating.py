@@ -32,7 +32,7 @@ from ..passes.random_state import random_state_kept
 from ..processes.batches import AnnouncingDataLoader
 from ..processes.collectives import Processes, failures_announced
 from ..refusals import check_tokens
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from .loop_events import replaced
 from .prompts import class_vectors
 
@@ -43,7 +43,7 @@ class Evaluator:
     """Embeds the batches of an evaluation, and computes the metrics of the whole set from all embeddings.
 
     Args:
-        setup, processing_class: as for `class_vectors`.
+        context, processing_class: as for `class_vectors`.
         notices: looks at the captions of a set, on the main process.
         state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
             number of its images and the resampled values of its score; later it compares with them.
@@ -52,9 +52,11 @@ class Evaluator:
         found: the ranks or scores of the set, once its metrics are computed.
     """
 
-    def __init__(self, setup: Setup, processing_class: object, notices: CaptionNotices, state: TrainerState) -> None:
-        self._setup, self._processing_class, self._notices = setup, processing_class, notices
-        self._encoder, self._accelerator, self._args = setup.encoder, setup.accelerator, setup.args
+    def __init__(
+        self, context: Context, processing_class: object, notices: CaptionNotices, state: TrainerState
+    ) -> None:
+        self._context, self._processing_class, self._notices = context, processing_class, notices
+        self._encoder, self._accelerator, self._args = context.encoder, context.accelerator, context.args
         self._logged = state.log_history
         # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
         kept: Any = state.stateful_callbacks
@@ -82,13 +84,13 @@ class Evaluator:
         dataset = dataloader.dataset
         self._type_of_set, self._prefix = type(dataset).__name__, prefix
         if self._args.process_index == 0:
-            self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataset), self._setup.collator)
+            self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataset), self._context.collator)
         check_same_size(dataset, prefix)
         with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), _texts_kept(dataloader):
             batches = AnnouncingDataLoader(dataloader, self._take_apart)
             if isinstance(dataset, ZeroShotDataset):
                 batches.begin()  # workers load the first ones while prompts are encoded
-                self._classifier = class_vectors(dataset, self._setup, self._processing_class)
+                self._classifier = class_vectors(dataset, self._context, self._processing_class)
             with self._without_padding():
                 output = loop(batches)  # which calls `embed`
             Processes().agree([])  # where an error of another process's compute_metrics arrives
@@ -128,7 +130,7 @@ class Evaluator:
             return self._embed(inputs)
 
     def _embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
-        batch = self._setup.prepare_inputs(inputs)
+        batch = self._context.prepare_inputs(inputs)
         classified = "labels" in batch
         if "pixel_values" not in batch or not (classified or "input_ids" in batch):
             raise ValueError(
@@ -205,7 +207,7 @@ class Evaluator:
         counts, ids, *pair_ids = map(self._on_device, labels)
         text_image = evaluation.image_of_captions(counts)
         with torch.no_grad():
-            if self._setup.equal_ids == "positive":
+            if self._context.equal_ids == "positive":
                 image_ids = pair_ids[0] if pair_ids else torch.arange(len(images), device=images.device)
                 captions, ids_of = texts, {"image_ids": image_ids, "text_ids": image_ids[text_image]}
             else:
@@ -215,7 +217,7 @@ class Evaluator:
                 images,
                 captions,
                 *self._encoder.scale_and_bias(),
-                objective=self._setup.objective,
+                objective=self._context.objective,
                 backend=self._args.backend,
                 **ids_of,
             )

@@ -26,7 +26,7 @@ from ..options.contrastive import muon_settings
 from ..options.declaring import spelled
 from ..processes.collectives import Processes
 from ..windows.extensions import term_parameters
-from ..windows.setup import Setup
+from ..windows.setup import Context
 
 ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _MUON_RATE = 4.0  # the ratio of Muon's rate to AdamW's; see the guide to the trainer for what was measured
@@ -48,7 +48,7 @@ class Optimization:
 
     def optimizer(
         self,
-        setup: Setup,
+        context: Context,
         user_optimizer: torch.optim.Optimizer | None,
         create: Callable[[], torch.optim.Optimizer],
         *,
@@ -66,7 +66,7 @@ class Optimization:
         Raises:
             ValueError: no parameter would be trained, or the optimizer does not take its options.
         """
-        encoder, args, accelerator = setup.encoder, self._args, setup.accelerator
+        encoder, args, accelerator = context.encoder, self._args, context.accelerator
         model = encoder.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
@@ -74,7 +74,7 @@ class Optimization:
                 "the parameters to train, and freeze at most one tower."
             )
         is_muon = user_optimizer is None and args.optimizer == "muon"
-        beside = term_parameters(setup.extensions)
+        beside = term_parameters(context.extensions)
         known = [] if user_optimizer is None else [p for group in user_optimizer.param_groups for p in group["params"]]
         if user_optimizer is not None and not set(beside) <= set(known):
             raise ValueError(

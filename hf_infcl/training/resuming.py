@@ -22,37 +22,37 @@ from ..options.declaring import spelled
 from ..options.facts import facts_by_name
 from ..processes.collectives import Processes
 from ..shards.values import counted
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from .ending import why_complete
 from .loop_events import Decisions
 
 logger = logging.get_logger(__name__)
 
 
-def make_run(setup: Setup) -> dict[str, Any]:
+def make_run(context: Context) -> dict[str, Any]:
     """The properties of a training that a checkpoint must share to be resumed, as JSON values."""
-    args, model, data = setup.args, setup.encoder.model, setup.data
+    args, model, data = context.args, context.encoder.model, context.data
     kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
     optimizer = spelled(args.optim).removesuffix("_fused")  # of the same state
     optimizer = optimizer if args.optimizer is None else f"{args.optimizer} and {optimizer}"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    start, keeps = setup.start and setup.start.fingerprint, args.keep_features
+    start, keeps = context.start and context.start.fingerprint, args.keep_features
     run = {
         "global_batch_size": args.global_batch_size,
-        "objective": setup.objective,
+        "objective": context.objective,
         "model": f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
         "data": _described(data, args),
         "content": content_fingerprint(data),
-        "equal_ids": setup.equal_ids,
+        "equal_ids": context.equal_ids,
         "optimizer": f"{optimizer} of {trained:,} parameters",
     }
     options = {
-        **options_of_arguments(args, setup.accelerator.mixed_precision),
-        **options_of_data(list(all_parts(data)), setup.collator),
+        **options_of_arguments(args, context.accelerator.mixed_precision),
+        **options_of_data(list(all_parts(data)), context.collator),
         **options_of_model(model),
         "fingerprint of the start": start if keeps else None,
         **({} if keeps or start is None else {"fingerprint of the adapted weights": start}),
-        **as_json({name: value for part in setup.extensions for name, value in part.options.items()}),
+        **as_json({name: value for part in context.extensions for name, value in part.options.items()}),
     }
     return {**run, **options, **run}
 
@@ -97,18 +97,18 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: dict[str, Any], r
             )
 
 
-def make_resumption(setup: Setup, resumes: str | bool | None, repository: str | None) -> Resumption:
+def make_resumption(context: Context, resumes: str | bool | None, repository: str | None) -> Resumption:
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
     Raises:
         ValueError: the ranks would train different runs; there is no such checkpoint, it is damaged, or
             `Resumption.check` refuses it.
     """
-    args, run = setup.args, make_run(setup)
+    args, run = context.args, make_run(context)
     resumes = checkpoint_of_hub_if_named(resumes, args, repository)
     check_same_on_all_ranks(args, run, resumes)
     resumption = Resumption(choose(str(args.output_dir), resumes, looks=args.should_save))
-    resumption.check(run, setup.data, args.world_size)
+    resumption.check(run, context.data, args.world_size)
     return resumption
 
 

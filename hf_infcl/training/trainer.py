@@ -37,7 +37,7 @@ from ..options.best_metric import check_metric_of_training
 from ..processes.batches import gather_rows
 from ..processes.preemption import AskedToEndError, Interruptions, Preempted
 from ..windows.extensions import term_parameters
-from ..windows.setup import Setup
+from ..windows.setup import Context
 from ..windows.step import WindowStep
 from ..windows.terms import Start
 from .construction import check_overrides, checked_arguments, make_collator
@@ -73,7 +73,7 @@ class InfCLTrainer(Trainer):
             `transformers.Trainer`, of which ``compute_metrics`` receives what `Evaluator.embed` describes.
 
     Attributes:
-        setup, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
+        context, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
         checkpoints, resumption, interruptions: what it wrote, what it came from; signals and lost processes.
         found: ranks or scores of the last evaluation of each set, by the prefix of its metrics, such as ``eval_pairs``.
         caption_notices: notices about the captions of the datasets that were trained on or evaluated.
@@ -104,7 +104,7 @@ class InfCLTrainer(Trainer):
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
         self.data_collator = make_collator(self.model, self.processing_class, data_collator, self.data_collator, args)
-        self._extensions += make_teachers(self.setup, remakes_model=model is None)
+        self._extensions += make_teachers(self.context, remakes_model=model is None)
         add_own_callbacks(self.callback_handler, args, self._begin_training)
         self.checkpoints = files.make_checkpoints(args, self.accelerator)
         self._begin_training()
@@ -135,7 +135,7 @@ class InfCLTrainer(Trainer):
         shared = self.args.save_strategy != "no" and not self.args.save_only_model
         alone = locked(str(self.args.output_dir), locks=self.args.should_save, shared=shared)
         with alone, self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
-            self.resumption = make_resumption(self.setup, resume_from_checkpoint, self.hub_model_id)
+            self.resumption = make_resumption(self.context, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = files.make_checkpoints(self.args, self.accelerator)
             with self.interruptions.phases.naming_lost_processes():
@@ -147,8 +147,8 @@ class InfCLTrainer(Trainer):
                     self.window_step.close()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        batches = partial(loaders.checked_batches, self.get_train_dataloader, self.setup.equal_ids)
-        find_micro_batches(self.setup, self.resumption.record, batches)  # checkpointing is on
+        batches = partial(loaders.checked_batches, self.get_train_dataloader, self.context.equal_ids)
+        find_micro_batches(self.context, self.resumption.record, batches)  # checkpointing is on
         self._train_batch_size = self.args.per_device_train_batch_size
         return super()._inner_training_loop(*args, **kwargs)
 
@@ -158,12 +158,12 @@ class InfCLTrainer(Trainer):
         self.training_data = TrainingData(loader, args, record, self.data_collator)
         self.progress = Progress(self.state.global_step, args.global_batch_size, trained_seconds(self.state))
         hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
-        self.window_step = WindowStep(self.setup, self.model_wrapped, record, steps=self.state.max_steps, **hooks)
+        self.window_step = WindowStep(self.context, self.model_wrapped, record, steps=self.state.max_steps, **hooks)
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         files.go_on_with_losses(self)
         if loader is not None and self.is_world_process_zero():
             self.caption_notices.was_told = record is not None
-            self.caption_notices.look_at_all(self.setup, self.eval_dataset)
+            self.caption_notices.look_at_all(self.context, self.eval_dataset)
         return self.window_step, self.training_data, self.progress
 
     def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: Any) -> None:
@@ -197,11 +197,11 @@ class InfCLTrainer(Trainer):
         return DualEncoder(self.accelerator.unwrap_model(self.model), dims=self.args.dims)
 
     @property
-    def setup(self) -> Setup:
+    def context(self) -> Context:
         """What the parts have in common."""
         data, equal_ids = self.train_dataset, loaders.needed_ids(self.args, self.train_dataset)
         of_data: Any = self._start, data, self.data_collator, self._extensions, loaders.rows_of(data)
-        return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids, self._prepare_inputs, *of_data)
+        return Context(self.dual_encoder, self.accelerator, self.args, equal_ids, self._prepare_inputs, *of_data)
 
     def call_model_init(self, trial: object = None) -> Any:
         model = super().call_model_init(trial)
@@ -220,7 +220,7 @@ class InfCLTrainer(Trainer):
     def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Trainer's optimizer or Muon, with the rates of the options of this package."""
         self.optimizer = self.optimization.optimizer(
-            *(self.setup, self.optimizer, partial(super().create_optimizer, *args, **kwargs)),
+            *(self.context, self.optimizer, partial(super().create_optimizer, *args, **kwargs)),
             decaying=self.get_decay_parameter_names,
             settings_for=self.get_optimizer_cls_and_kwargs if self.optimizer_cls_and_kwargs is None else None,
             resumes=self.resumption.checkpoint is not None,
@@ -246,17 +246,17 @@ class InfCLTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """A new training loader, which begins where the training does, and may be looked into."""
         collator = loaders.training_collator(self.data_collator, self.args)
-        pairs = with_cached_features(replace(self.setup, collator=collator), self.interruptions)
+        pairs = with_cached_features(replace(self.context, collator=collator), self.interruptions)
         if pairs is None:
             return super().get_train_dataloader()  # which raises
         if not is_own(pairs):
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-            return loaders.loader_of_stream(pairs, collate, self.setup)
+            return loaders.loader_of_stream(pairs, collate, self.context)
         if hasattr(pairs, "remove_columns"):  # a table of datasets
             pairs = self._remove_unused_columns(pairs, "training")
         elif not isinstance(pairs, IterableDataset):
             collator = self._get_collator_with_removed_columns(collator, "training")
-        collate = loaders.TrainingCollator(collator, self.setup)
+        collate = loaders.TrainingCollator(collator, self.context)
         return loaders.TrainingLoader(pairs, collate, self.args, self.resumption.record)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -283,7 +283,7 @@ class InfCLTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.
         asked: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
-        equal_ids = self.window_step.setup.equal_ids
+        equal_ids = self.window_step.context.equal_ids
         self.training_data.fetch(*asked, equal_ids=equal_ids, interruptions=self.interruptions)
         return self.training_data.batches_of_loop(), None
 
@@ -333,7 +333,7 @@ class InfCLTrainer(Trainer):
 
     @property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.setup, self.processing_class, self.caption_notices, self.state)
+        return Evaluator(self.context, self.processing_class, self.caption_notices, self.state)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: object = None
@@ -372,7 +372,7 @@ class InfCLTrainer(Trainer):
         self.interruptions.phases.enter("saving", state.global_step)
         files.keep_losses_since_log(self)
         record = RunRecord(
-            make_run(self.setup),
+            make_run(self.context),
             **self.training_data.position(),
             **self.window_step.checks.skipped.record(),
             processes=args.world_size,

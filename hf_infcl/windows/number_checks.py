@@ -19,7 +19,7 @@ from ..checkpoints.record import RunRecord
 from ..passes.grad_cache import CachedWindow
 from ..processes.collectives import Processes, by_rank
 from ..shards.values import listed
-from .setup import Setup
+from .setup import Context
 from .window import MicroBatch, Window
 
 logger = logging.get_logger(__name__)
@@ -107,9 +107,9 @@ class NumberChecks:
         rows_of_dataset: as for `describe_rows`.
     """
 
-    def __init__(self, setup: Setup, record: RunRecord | None, rows_of_dataset: RowsOfDataset) -> None:
-        self.skipped = SkippedWindows(setup.args.skip_nonfinite, record)
-        self._encoder, self._accelerator = setup.encoder, setup.accelerator
+    def __init__(self, context: Context, record: RunRecord | None, rows_of_dataset: RowsOfDataset) -> None:
+        self.skipped = SkippedWindows(context.args.skip_nonfinite, record)
+        self._encoder, self._accelerator = context.encoder, context.accelerator
         self._rows_of_dataset = rows_of_dataset
         self.loss = math.nan  # of this window
         self._parameters: list[nn.Parameter] = []  # that are trained, listed once for a window

@@ -15,7 +15,7 @@ from .terms import Start
 
 
 @dataclass(frozen=True)
-class Setup:
+class Context:
     """The model of a training or of an evaluation, its arguments, where it computes, its loss and its data."""
 
     encoder: DualEncoder  # unwrapped

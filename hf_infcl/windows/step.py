@@ -45,7 +45,7 @@ from .extensions import (
 from .number_checks import NumberChecks, RowsOfDataset, finite_rows
 from .observers import DroppedPatches, PositiveCosines, TowerNorms
 from .selection import WithoutNoisyPairs, tell_if_too_short
-from .setup import Setup
+from .setup import Context
 from .terms import KeptFeatures
 from .window import MicroBatch, Window, WindowLoss
 
@@ -63,7 +63,7 @@ class WindowStep:
 
     def __init__(
         self,
-        setup: Setup,
+        context: Context,
         model: nn.Module,
         record: RunRecord | None = None,
         *,
@@ -71,18 +71,18 @@ class WindowStep:
         phases: Phases,
         steps: int = 0,
     ) -> None:
-        args, compiled = setup.args, is_compiled(model)
+        args, compiled = context.args, is_compiled(model)
         self.windows = 0  # that were trained
-        self.extensions = [*_make_extensions(setup, steps), *setup.extensions]
+        self.extensions = [*_make_extensions(context, steps), *context.extensions]
         check_names(self.extensions)
         self._changes, self._selections = of_kind(self.extensions, StepChange), of_kind(self.extensions, PairSelection)
         self._terms, self._observers = of_kind(self.extensions, LossTerm), of_kind(self.extensions, StepObserver)
         self._term_values: dict[str, Tensor] = {}  # of the last trained window
         # Whether processes wait for each other where nothing but an extension that others wrote can have failed.
-        self._awaits_observers = args.world_size > 1 and bool(of_kind(setup.extensions, StepObserver))
+        self._awaits_observers = args.world_size > 1 and bool(of_kind(context.extensions, StepObserver))
         # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
         # parameters within a forward or a backward.
-        self.repeats = not is_sharded(setup.accelerator)
+        self.repeats = not is_sharded(context.accelerator)
         # Whether the present step can, if memory runs out on this process. It cannot within a selection, which
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
         # micro-batch, where other processes wait for what this one sends.
@@ -91,13 +91,13 @@ class WindowStep:
         self._compiled, self._has_cycles = compiled, compiled
         self.graphs = GraphBudget(None if args.retain_graphs == "auto" else int(args.retain_graphs or 1), args.device)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
-        self.checks = NumberChecks(setup, record, rows_of_dataset)
-        self.setup, self._phases = setup, phases
+        self.checks = NumberChecks(context, record, rows_of_dataset)
+        self.context, self._phases = context, phases
         self._loss = WindowLoss(
             args.process_index,
-            setup.equal_ids,
-            in_bf16=setup.accelerator.mixed_precision == "bf16",  # accelerate returns fp32 from an autocast forward
-            objective=setup.objective,
+            context.equal_ids,
+            in_bf16=context.accelerator.mixed_precision == "bf16",  # accelerate returns fp32 from an autocast forward
+            objective=context.objective,
             strategy=args.strategy,
             backend=args.backend,
             prefixes=args.matryoshka_dims or (),
@@ -105,10 +105,10 @@ class WindowStep:
         self._wrapper = make_wrapper(model)
         if args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
-            self._wrapper.broadcast_buffers(bool(setup.encoder.batch_norms()))
+            self._wrapper.broadcast_buffers(bool(context.encoder.batch_norms()))
         if args.freeze_layers is not None:
-            setup.encoder.stop_gradients_at_frozen_layers()
-        self._largest_scale = _largest_scale(setup, warns=steps > 0)
+            context.encoder.stop_gradients_at_frozen_layers()
+        self._largest_scale = _largest_scale(context, warns=steps > 0)
         self._scale = math.inf  # of the scaler of fp16, before the optimizer's step
 
     # ---- The step ----
@@ -119,7 +119,7 @@ class WindowStep:
         Returns:
             The global loss; if the window is skipped, that of the last trained window.
         """
-        encoder, accelerator, args = self.setup.encoder, self.setup.accelerator, self.setup.args
+        encoder, accelerator, args = self.context.encoder, self.context.accelerator, self.context.args
         checks, wrapper, count = self.checks, self._wrapper, len(window)
         of_terms = term_parameters(self.extensions)
         # Whether all processes repeat the step if memory runs out on one of them.
@@ -232,12 +232,12 @@ class WindowStep:
         self._forwards += 1
         if self._forwards == 2:
             self._collect_after_compiling()
-        inputs = self.setup.prepare_inputs(micro_batch.inputs if arriving is None else next(arriving))
+        inputs = self.context.prepare_inputs(micro_batch.inputs if arriving is None else next(arriving))
         for change in self._changes:
             inputs = change.inputs(inputs)
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
-        embeds: Features = self.setup.encoder.embed(model, inputs, frozen_outputs)
+        embeds: Features = self.context.encoder.embed(model, inputs, frozen_outputs)
         if micro_batch.references is None:
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
@@ -255,7 +255,7 @@ class WindowStep:
     def _select(self, window: Window, features: Features) -> Tensor | None:
         selected: Tensor | None = None
         for selection in self._selections:
-            chosen = selection.select(window, features, *self.setup.encoder.scale_and_bias())
+            chosen = selection.select(window, features, *self.context.encoder.scale_and_bias())
             if chosen is not None:
                 check_mask(selection, "select", chosen, len(features[0]))
                 selected = chosen if selected is None else selected & chosen
@@ -279,19 +279,19 @@ class WindowStep:
 
         The values of the terms are logged apart.
         """
-        temperature, in_order = self.setup.encoder.scale_and_bias(parameters), window.in_order(features)
+        temperature, in_order = self.context.encoder.scale_and_bias(parameters), window.in_order(features)
         values = []
         # The other processes learn of an error here when they exchange the inputs of the loss.
-        with failures_announced_unless_sharded(self.setup.accelerator, repeats=together):
+        with failures_announced_unless_sharded(self.context.accelerator, repeats=together):
             for number, term in enumerate(self._terms):
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
                 values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
-        self.may_repeat = self.repeats and self.setup.args.world_size == 1
+        self.may_repeat = self.repeats and self.context.args.world_size == 1
         loss = self._loss.of(window, in_order, *temperature)
-        if (weight := self.setup.args.contrastive_weight) != 1:
+        if (weight := self.context.args.contrastive_weight) != 1:
             loss = loss.detach() + weight * (loss - loss.detach())
         for term, value in zip(self._terms, values, strict=True):
-            mean = Processes().sum(value.detach()) / self.setup.args.world_size
+            mean = Processes().sum(value.detach()) / self.context.args.world_size
             window.term_values[term.name] = mean
             # All processes have to see it if the term of one is not finite.
             loss = loss + (value - value.detach()) + (mean - mean)
@@ -303,14 +303,14 @@ class WindowStep:
         """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
         for selection in self._selections:
             if len(rows := selection.skipped_rows(epoch)):
-                check_mask(selection, "skipped_rows", rows, self.setup.rows or 0)
+                check_mask(selection, "skipped_rows", rows, self.context.rows or 0)
                 return rows
         return NO_ROWS
 
     def before_optimizer_step(self, optimizer: AcceleratedOptimizer, step: int) -> None:
         """Keeps the optimizer and Trainer's schedule where they are if the window is skipped."""
         self._phases.enter("the optimizer's step", step)
-        accelerator, skipping = self.setup.accelerator, self.checks.skipped.skipping
+        accelerator, skipping = self.context.accelerator, self.checks.skipped.skipping
         if accelerator.scaler is not None:
             self._scale = accelerator.scaler.get_scale()
         else:
@@ -320,7 +320,7 @@ class WindowStep:
 
     def after_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Counts the window as trained, or as skipped, and keeps logit_scale between 1 and its largest value."""
-        encoder, accelerator, skipped = self.setup.encoder, self.setup.accelerator, self.checks.skipped
+        encoder, accelerator, skipped = self.context.encoder, self.context.accelerator, self.checks.skipped
         accelerator.gradient_state._set_sync_gradients(True)
         scale = math.inf
         if accelerator.scaler is not None:
@@ -339,12 +339,12 @@ class WindowStep:
         """Those of the extensions and of the checks, which read Trainer's; terms, logit_scale and bias; collective."""
         metrics: dict[str, float] = {}
         for extension in self.extensions:
-            with failures_announced_unless_sharded(self.setup.accelerator):
+            with failures_announced_unless_sharded(self.context.accelerator):
                 metrics |= {name: float(value) for name, value in extension.logs().items()}  # JSON has no tensors
-            if extension in self.setup.extensions:
+            if extension in self.context.extensions:
                 Processes().agree([])  # as at the end of a window
         metrics |= {f"{name}_loss": mean.item() for name, mean in self._term_values.items()}
-        scale, bias = self.setup.encoder.scale_and_bias()
+        scale, bias = self.context.encoder.scale_and_bias()
         metrics |= {"logit_scale": scale.item()} | ({} if bias is None else {"logit_bias": bias.item()})
         return metrics | self.checks.logs(logs)
 
@@ -375,31 +375,31 @@ def _check_rows(window: Window, encoded: Features) -> None:
         )
 
 
-def _make_extensions(setup: Setup, steps: int) -> Iterator[Extension]:
+def _make_extensions(context: Context, steps: int) -> Iterator[Extension]:
     """The extensions that the arguments of a training with so many steps ask for."""
-    args, encoder, start = setup.args, setup.encoder, setup.start
+    args, encoder, start = context.args, context.encoder, context.start
     if args.patch_dropout:
         yield DroppedPatches(encoder, args.patch_dropout)
     if start is not None and args.keep_features:
         yield KeptFeatures(start, args.keep_features)
-    if args.leave_out is not None and setup.rows is not None:
+    if args.leave_out is not None and context.rows is not None:
         if steps > 0:
-            tell_if_too_short(steps * args.global_batch_size * (1 - (args.replay_share or 0)) / setup.rows)
-        yield WithoutNoisyPairs(setup.rows)
+            tell_if_too_short(steps * args.global_batch_size * (1 - (args.replay_share or 0)) / context.rows)
+        yield WithoutNoisyPairs(context.rows)
     yield TowerNorms(encoder)
     yield PositiveCosines()
 
 
-def _largest_scale(setup: Setup, *, warns: bool) -> float | None:
+def _largest_scale(context: Context, *, warns: bool) -> float | None:
     """The largest multiplier of the cosines: ``max_logit_scale``, or by default that of the objective, if it has one.
 
     It ``warns`` if the default lowers the multiplier of the model in the first step.
     """
-    if setup.args.max_logit_scale is not None:
-        return setup.args.max_logit_scale
-    limit = OBJECTIVES[setup.objective].largest_scale
-    if warns and limit is not None and setup.encoder.temperature_parameters[0].requires_grad:
-        scale = setup.encoder.scale_and_bias()[0].item()
+    if context.args.max_logit_scale is not None:
+        return context.args.max_logit_scale
+    limit = OBJECTIVES[context.objective].largest_scale
+    if warns and limit is not None and context.encoder.temperature_parameters[0].requires_grad:
+        scale = context.encoder.scale_and_bias()[0].item()
         if scale > 1.001 * limit:  # CLIP's checkpoints are at 100, but for rounding
             logger.warning(
                 f"The logit_scale of the model is {scale:.4g}, and the first step lowers it to {limit:g}, the default "

@@ -159,7 +159,7 @@ def evaluated(args: argparse.Namespace, model: Any, collator: Any, pool: list[An
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.evaluate(Images(pool, 4 * args.batch, 4, 2))
         images, began = Images(pool, args.images, args.classes, args.templates), now(device)
-        class_vectors(images, trainer.setup, None)
+        class_vectors(images, trainer.context, None)
         prompts = now(device) - began
         ends = Ends(-(-args.images // args.batch))
         trainer.add_callback(ends)

@@ -66,7 +66,7 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             source_counts = embedded(
                 source,
                 Path(args.output_dir, name),
-                trainer.setup,
+                trainer.context,
                 format=options.format,
                 half=options.half_precision,
                 licence=licence,

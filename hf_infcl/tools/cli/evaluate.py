@@ -38,7 +38,7 @@ def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str
         facts = facts_of_model(model)
         trained = facts.objective, facts.equal_ids, facts.pair_id_column
         # The columns of two sets may have different names: it only counts whether there is one.
-        measured = trainer.setup.objective, trainer.setup.equal_ids, ids and (facts.pair_id_column or ids)
+        measured = trainer.context.objective, trainer.context.equal_ids, ids and (facts.pair_id_column or ids)
         compared = zip(("objective", "equal_ids", "pair_id_column"), trained, measured, strict=True)
         other = [f"--{name} {value}" if value else f"no --{name}" for name, value, now in compared if value != now]
         if other and pairs is not None:

@@ -60,7 +60,7 @@ def score_pairs(
     Raises:
         ValueError: there are fewer than two pairs for a process, or a score is not finite.
     """
-    processes, setup = Processes(), trainer.setup
+    processes, context = Processes(), trainer.context
     parts: list[Columns] = []
     lowest: list[tuple[float, int, bytes]] = []
     waiting: list[_Embedded] = []
@@ -75,9 +75,9 @@ def score_pairs(
 
     with failures_announced(), torch.no_grad():
         for inputs, columns in _read(dataset, trainer, processes):
-            inputs = setup.prepare_inputs(inputs)
-            with setup.accelerator.autocast():  # of the forwards alone: scores are products in fp32
-                embeds = setup.encoder.embed(setup.encoder.model, inputs)
+            inputs = context.prepare_inputs(inputs)
+            with context.accelerator.autocast():  # of the forwards alone: scores are products in fp32
+                embeds = context.encoder.embed(context.encoder.model, inputs)
             images, texts = (F.normalize(rows.float(), dim=-1) for rows in embeds)
             belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
             new = torch.from_numpy(columns["key"] != NO_KEY).to(images.device)  # repeats are not among the others
@@ -86,7 +86,7 @@ def score_pairs(
             belongs = (new.cumsum(0) - 1)[belongs[kept]]
             waiting.append(_Embedded(columns, images[new], texts[kept], belongs, None if ids is None else ids[new]))
             if sum(len(one.images) for one in waiting) >= 2 * window:
-                whole = -(-window // setup.args.per_device_eval_batch_size)
+                whole = -(-window // context.args.per_device_eval_batch_size)
                 score(waiting[:whole])
                 waiting = waiting[whole:]
         if sum(len(one.images) for one in waiting) < 2:
