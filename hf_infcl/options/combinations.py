@@ -72,8 +72,8 @@ _EXCLUSIVE_AMONG_PROCESSES = (
         "with several processes the last micro-batch of each keeps its own texts, and there is only one other",
     ),
 )
-_NOT_CACHED = ("streaming", "augmentation!=none", "on_bad_sample=skip", "fsdp")
-_NOT_CACHED += ("torch_compile freeze=image", "negative_caption_column keep_features")
+_NOT_CACHED = """streaming, augmentation!=none, on_bad_sample=skip, fsdp, torch_compile freeze=image,
+    negative_caption_column keep_features""".split(",")
 _EXCLUSIVE_IN_COMMANDS = (
     ("overwrite_output_dir resume_from_checkpoint", "the one deletes the run in --output_dir, the other continues it"),
     *((f"cache_features {others}", "what is frozen is computed once for all epochs") for others in _NOT_CACHED),

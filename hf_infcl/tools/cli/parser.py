@@ -138,7 +138,7 @@ class Parser(HfArgumentParser):
                 help="Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says what "
                 "it is for.",
             )
-        self._positionals = positionals
+        self._meanings = positionals
         self._shown, self._accepts = shown, (*accepts, *self._declared[len(options) :])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
@@ -184,10 +184,10 @@ class Parser(HfArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but says what a word without an option could have been."""
         # Words before all options are told first: argparse would only ask for what is required.
-        first = [] if self._positionals else list(itertools.takewhile(lambda word: not word.startswith("-"), args))
+        first = [] if self._meanings else list(itertools.takewhile(lambda word: not word.startswith("-"), args))
         parsed, left = (namespace, first) if first else self.parse_known_args(args, namespace)
         if left:
-            self.error(about_words(left, args, self._positionals))
+            self.error(about_words(left, args, self._meanings))
         return parsed
 
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
@@ -337,10 +337,9 @@ class Parser(HfArgumentParser):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
         similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
-        before = (
-            f" Before the options stand {' '.join(map(str.upper, self._positionals))}." if self._positionals else ""
-        )
-        raise ValueError(f"There is no option --{name}. {hint}{before}")
+        if self._meanings:
+            hint += f" Before the options stand {' '.join(map(str.upper, self._meanings))}."
+        raise ValueError(f"There is no option --{name}. {hint}")
 
     def _read_file(self, path: Path) -> dict[str, Any]:
         """The values of the options of a file: what the command line would make of its texts, lists and mappings."""
