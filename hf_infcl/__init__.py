@@ -14,11 +14,11 @@ __version__ = "0.1.0"
 _MODULES = {
     "contrastive_loss": "loss",
     "ContrastiveLoss": "loss",
-    "cached_backward": "passes.own_loop",
-    "ExactContrastiveLoss": "passes.embedders",
-    "InfCLTrainer": "training.trainer",
+    "cached_backward": "step.own_loop",
+    "ExactContrastiveLoss": "step.embedders",
+    "InfCLTrainer": "trainer.trainer",
     "InfCLTrainingArguments": "options.arguments",
-    "TwoTowers": "encoders.two_towers",
+    "TwoTowers": "models.towers",
     "ContrastiveCollator": "data",
     "ImageTextDataset": "data",
     "ImageTextStream": "data",
@@ -43,12 +43,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
-    from .encoders.two_towers import TwoTowers
     from .loss import ContrastiveLoss, contrastive_loss
+    from .models.towers import TwoTowers
     from .options.arguments import InfCLTrainingArguments
-    from .passes.embedders import ExactContrastiveLoss
-    from .passes.own_loop import cached_backward
-    from .training.trainer import InfCLTrainer
+    from .step.embedders import ExactContrastiveLoss
+    from .step.own_loop import cached_backward
+    from .trainer.trainer import InfCLTrainer
 
 
 def __getattr__(name: str) -> Any:

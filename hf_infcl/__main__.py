@@ -1,6 +1,6 @@
 """`python -m hf_infcl` and `accelerate launch -m hf_infcl` are `infcl`."""
 
-from .tools.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     main()

@@ -42,8 +42,8 @@ from sklearn.model_selection import train_test_split
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, contrastive_loss
+from hf_infcl.card.pictures import COLOURS
 from hf_infcl.evaluation import retrieval_metrics
-from hf_infcl.tools.publishing.curves import COLOURS
 
 MICRO_BATCH, WINDOW = 16, 32
 EPOCHS, SEEDS = 20, (0, 1, 2)

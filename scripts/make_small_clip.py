@@ -38,7 +38,7 @@ def main() -> None:
     try:
         write(args)
     except (OSError, ValueError) as error:
-        from hf_infcl.shards.urls import without_secrets
+        from hf_infcl.files.text import without_secrets
 
         raise SystemExit(f"{parser.prog}: error: {' '.join(without_secrets(str(error)).split())}") from error
 
@@ -49,7 +49,7 @@ def write(args: argparse.Namespace) -> None:
     check_sizes(**sizes)
     check_places(args.dataset, args.output_dir)
     from hf_infcl import ImageTextDataset, load_pairs
-    from hf_infcl.checkpoints.lock import check_writable
+    from hf_infcl.processes.lock import check_writable
 
     columns = {"image_column": args.image_column, "caption_column": args.caption_column}
     table = load_pairs(args.dataset, split=args.split, image_column=args.image_column)

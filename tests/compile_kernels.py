@@ -50,9 +50,9 @@ def compile_for(target: str) -> None:
     )
     torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture), 10)
 
-    from hf_infcl.encoders import triton_quick_gelu
     from hf_infcl.kernels import triton_backend as backend
-    from hf_infcl.kernels.blocks import Block, BlockGradients
+    from hf_infcl.kernels.torch_backend import Block, BlockGradients
+    from hf_infcl.models import triton_quick_gelu
 
     backend.HOPPER_PAYS = 0  # also for the small blocks here
     x = torch.zeros(6000, 512, dtype=torch.bfloat16)

@@ -13,10 +13,11 @@ from helpers import open_clip_package
 from helpers.open_clip_models import DIFFERENCES, load_processor
 from tqdm import tqdm
 
-from hf_infcl.conversion import folders, from_open_clip, to_open_clip, towers
-from hf_infcl.conversion import models as comparison
-from hf_infcl.conversion.inputs import image_processor
-from hf_infcl.conversion.towers import transformers_config
+from hf_infcl.models import open_clip as comparison
+from hf_infcl.models import open_clip_names as towers
+from hf_infcl.models import pretrained as folders
+from hf_infcl.models.open_clip import from_open_clip, to_open_clip
+from hf_infcl.models.open_clip_names import image_processor, transformers_config
 
 LAYERS, SEEDS, ROWS = 1, 2, 1000
 

@@ -14,7 +14,7 @@ import torch
 from helpers.demo import SCRIPTS, infcl
 from transformers import AutoProcessor
 
-from hf_infcl.conversion.sentence_transformers import write_sentence_files
+from hf_infcl.models.open_clip import write_sentence_files
 
 PAGE = (SCRIPTS / "AFTER_TRAINING.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 from helpers.guides import ROOT
 
-from hf_infcl.tools.cli.commands import PARSERS
+from hf_infcl.cli.commands import PARSERS
 
 PAGE = "scripts/ANSWERS.md"
 

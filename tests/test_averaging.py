@@ -18,9 +18,9 @@ from helpers.demo import infcl, infcl_launched, mistake
 from helpers.processes import launched
 from torch import Tensor, nn
 
-from hf_infcl.checkpoints.averages import ALPHAS, Measured, chosen, halves, interpolated, measured_at
 from hf_infcl.evaluation.metrics import score
-from hf_infcl.training import with_start
+from hf_infcl.quality.averages import ALPHAS, Measured, chosen, halves, interpolated, measured_at
+from hf_infcl.trainer import with_start
 
 State = dict[str, Tensor]
 

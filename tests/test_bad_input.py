@@ -30,7 +30,7 @@ from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from hf_infcl.data.images import read_encoded
 from hf_infcl.data.pairs import as_pair_id
 from hf_infcl.data.transforms import ImageTransform
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.models.dual_encoder import DualEncoder
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 

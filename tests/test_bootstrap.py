@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_infcl.evaluation import ClassRanks, PairRanks, bounds, count_hits, interval, measured, resampled
-from hf_infcl.evaluation.bootstrap import RESAMPLES, Difference, differences
+from hf_infcl.evaluation.intervals import RESAMPLES, Difference, differences
 from hf_infcl.evaluation.metrics import Hits
 
 
@@ -100,7 +100,7 @@ def test_images_of_one_kind_are_drawn_as_if_each_was_drawn_alone():
 def test_blocks_of_resamples_are_those_of_one(monkeypatch):
     hits = [Hits(torch.rand(37, generator=random(0)) < 0.4, ones(37))]
     whole = resampled(hits)
-    monkeypatch.setattr("hf_infcl.evaluation.bootstrap.WEIGHTS_NUMEL", 1)
+    monkeypatch.setattr("hf_infcl.evaluation.intervals.WEIGHTS_NUMEL", 1)
     assert np.array_equal(resampled(hits), whole)
 
 

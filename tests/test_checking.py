@@ -19,11 +19,9 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
-from hf_infcl.shards.values import counted
-from hf_infcl.tools.checking.copies import ImageHash, copies
-from hf_infcl.tools.checking.looking import Inspector
-from hf_infcl.tools.checking.reading import read
-from hf_infcl.tools.scoring.sheet import lines_of
+from hf_infcl.cli.checking import ImageHash, Inspector, copies, read
+from hf_infcl.files.text import counted
+from hf_infcl.quality.ledger import lines_of
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
 

@@ -29,12 +29,12 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.checkpoints import files as checkpoints
-from hf_infcl.checkpoints import lock
-from hf_infcl.checkpoints.files import MANIFEST_NAME, Checkpoint, Checkpoints, choose, damage, rotate
-from hf_infcl.checkpoints.lock import LOCK_NAME, locked
-from hf_infcl.checkpoints.record import RunRecord
-from hf_infcl.processes.preemption import SIGNALS, Preempted, Preemption
+from hf_infcl.options.record import RunRecord
+from hf_infcl.processes import lock
+from hf_infcl.processes.lock import LOCK_NAME, locked
+from hf_infcl.processes.signals import SIGNALS, Preempted, Preemption
+from hf_infcl.trainer import checkpoints
+from hf_infcl.trainer.checkpoints import MANIFEST_NAME, Checkpoint, Checkpoints, choose, damage, rotate
 
 # Two windows per epoch. With dropout the weights reveal a random state that was not restored.
 OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}

@@ -39,29 +39,30 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 import hf_infcl
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset
-from hf_infcl.checkpoints.averages import interpolated
-from hf_infcl.checkpoints.lock import locked
-from hf_infcl.data.augmentation import PRESETS
-from hf_infcl.encoders.model_types import TOWERS
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, cli
+from hf_infcl.card import CardCallback
+from hf_infcl.card.outcome import doubtful_rate
+from hf_infcl.cli import datasets as opening
+from hf_infcl.cli import defaults, description, evaluate, train
+from hf_infcl.cli import description as earlier
+from hf_infcl.cli import parser as parsing
+from hf_infcl.cli.commands import PARSERS
+from hf_infcl.cli.datasets import training_set
+from hf_infcl.cli.launched import warn_of_bf16_on_cpu
+from hf_infcl.cli.parser import ELSEWHERE
+from hf_infcl.data.transforms import PRESETS
 from hf_infcl.evaluation.metrics import metrics_of_kind
 from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
-from hf_infcl.options import best_metric, theirs
+from hf_infcl.models.model_types import TOWERS
+from hf_infcl.options import facts as theirs
 from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.options.contrastive import ContrastiveOptions
 from hf_infcl.options.facts import facts_by_name
-from hf_infcl.tools import cli
-from hf_infcl.tools.cli import datasets as opening
-from hf_infcl.tools.cli import defaults, description, earlier, evaluate, train
-from hf_infcl.tools.cli import parser as parsing
-from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.cli.datasets import training_set
-from hf_infcl.tools.cli.launched import warn_of_bf16_on_cpu
-from hf_infcl.tools.cli.parser import ELSEWHERE
-from hf_infcl.tools.publishing import CardCallback
-from hf_infcl.tools.publishing.outcome import doubtful_rate
+from hf_infcl.processes.lock import locked
+from hf_infcl.quality.averages import interpolated
+from hf_infcl.trainer import evaluating as best_metric
 
 # ---- A run ----
 
@@ -1286,7 +1287,7 @@ def test_two_processes_tell_a_mistake_once_and_show_no_traceback_of_ours(small, 
     lines = [line for line in output.splitlines() if reason in line]
     assert len([line for line in lines if line.startswith("infcl train: error: ")]) == 1, output
     assert len(lines) <= 2, "and the log of the rank that failed"
-    assert "hf_infcl/tools/cli" not in output
+    assert "hf_infcl/cli" not in output
 
 
 def test_paths_in_parquet_are_relative_to_the_file_for_every_option_that_names_a_dataset(tmp_path):

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from helpers.numerics import LargestTensor, features, relative_error, run
 from helpers.processes import on_ranks
 
-from hf_infcl import ContrastiveLoss, contrastive_loss, reference
+from hf_infcl import ContrastiveLoss, contrastive_loss
 from hf_infcl.kernels import torch_backend as tiled
-from hf_infcl.loss import strategies
+from hf_infcl.loss import reference, strategies
 from hf_infcl.loss.contrastive import local_contrastive_loss
-from hf_infcl.loss.ring import Ring
-from hf_infcl.loss.strategies import STRATEGIES
+from hf_infcl.loss.strategies import STRATEGIES, Ring
 
 
 def shard(t: Any, rank: int, world_size: int) -> Any:

@@ -28,12 +28,12 @@ from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from hf_infcl.conversion import convert, folders, from_open_clip, load_open_clip, to_open_clip
-from hf_infcl.conversion import inputs as tokenizing
-from hf_infcl.conversion import models as comparison
-from hf_infcl.conversion.inputs import image_processor, preprocess_config
-from hf_infcl.conversion.towers import mlp_ratio
-from hf_infcl.tools import cli
+from hf_infcl import cli
+from hf_infcl.models import open_clip as comparison
+from hf_infcl.models import open_clip_names as tokenizing
+from hf_infcl.models import pretrained as folders
+from hf_infcl.models.open_clip import convert, from_open_clip, load_open_clip, to_open_clip
+from hf_infcl.models.open_clip_names import image_processor, mlp_ratio, preprocess_config
 
 
 @pytest.fixture(autouse=True)
@@ -348,7 +348,7 @@ def test_weights_that_are_not_finite_are_not_converted(tmp_path, capsys):
 def test_embeddings_that_differ_are_not_written(case, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "open_clip", SimpleNamespace())
     found = comparison.Differences(cosine=0.99, largest=0.1)
-    monkeypatch.setattr("hf_infcl.conversion.models.differences", lambda *_: found)
+    monkeypatch.setattr("hf_infcl.models.open_clip.differences", lambda *_: found)
     line = mistake(capsys, "convert", folder_of(case, tmp_path / "theirs"), tmp_path / "ours")
     assert "the least cosine is 0.990000" in line
     assert not (tmp_path / "ours").exists()

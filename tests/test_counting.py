@@ -8,9 +8,9 @@ from helpers import models
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_infcl.encoders.counting import PEAKS, count_operations, count_window, peak_of
-from hf_infcl.encoders.dual_encoder import NO_TEXTS, DualEncoder
-from hf_infcl.encoders.fused_layers import fuse_layers
+from hf_infcl.models.counting import PEAKS, count_operations, count_window, peak_of
+from hf_infcl.models.dual_encoder import NO_TEXTS, DualEncoder
+from hf_infcl.models.layers import fuse_layers
 
 ROWS = 4
 

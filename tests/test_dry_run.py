@@ -14,8 +14,8 @@ from helpers.demo import infcl, mistake
 from helpers.processes import launched, without_os_exit
 from helpers.trainers import trainer_for
 
-from hf_infcl.tools.cli import dry_run
-from hf_infcl.tools.cli.dry_run import _FirstSteps
+from hf_infcl.cli import dry_run
+from hf_infcl.cli.dry_run import _FirstSteps
 
 
 def files_in(folder: Path) -> dict[str, int]:

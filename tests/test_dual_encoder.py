@@ -9,9 +9,9 @@ import transformers as tf
 from helpers import models
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
-from hf_infcl.encoders.dual_encoder import IMAGE_INPUTS, DualEncoder
-from hf_infcl.encoders.model_types import MODEL_TYPES
-from hf_infcl.encoders.sharding import prepare_for_fsdp, stock_shapes
+from hf_infcl.models.dual_encoder import IMAGE_INPUTS, DualEncoder
+from hf_infcl.models.model_types import MODEL_TYPES
+from hf_infcl.models.sharding import prepare_for_fsdp, stock_shapes
 
 
 def test_every_type_is_tested():

@@ -15,8 +15,8 @@ from helpers.trainers import arguments, trained, trainer_for
 from transformers import EarlyStoppingCallback
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.tools.cli import defaults
-from hf_infcl.tools.cli.commands import PARSERS
+from hf_infcl.cli import defaults
+from hf_infcl.cli.commands import PARSERS
 
 SETS = {"near": models.Pairs(8, seed=1), "my-far set": models.Pairs(12, seed=2)}
 METRIC = "my-far set_loss"

@@ -22,16 +22,15 @@ from helpers.trainers import trainer_for
 from safetensors import safe_open
 
 from hf_infcl import ContrastiveCollator, ImageTextStream
-from hf_infcl.data import store
+from hf_infcl.cli.embed import make_source, table_source
+from hf_infcl.data import sources, store
 from hf_infcl.data.sets import SetSpec
+from hf_infcl.data.sources import ShardSource
 from hf_infcl.data.store import Store, of_caption
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading import sources
-from hf_infcl.loading.embedding import begin, embed
-from hf_infcl.loading.sources import ShardSource
-from hf_infcl.loading.stored_teachers import StoredEmbeddings
+from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.commands import ColumnOptions, DataOptions
-from hf_infcl.tools.cli.embed import make_source, table_source
+from hf_infcl.quality.embedding import begin, embed
+from hf_infcl.quality.teachers import StoredEmbeddings
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
 

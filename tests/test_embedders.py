@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_infcl.passes.embedders import ExactContrastiveLoss
+from hf_infcl.step.embedders import ExactContrastiveLoss
 
 Features = list[dict[str, Any]]
 VOCABULARY = 90
@@ -516,7 +516,7 @@ def test_the_guide_s_training(tmp_path):
         ),
     }
     names = {"dataset": datasets.Dataset.from_dict({"anchor": columns[0], "positive": columns[1]})}
-    exec(replaced(block_of("hf_infcl/passes/README.md", "ExactContrastiveLoss("), changes), names)
+    exec(replaced(block_of("hf_infcl/step/README.md", "ExactContrastiveLoss("), changes), names)
     assert names["trainer"].state.global_step == 2
 
 

@@ -23,13 +23,14 @@ from helpers.trainers import arguments, parameters, trained, trainer_for
 from torch.utils.data import ChainDataset, DataLoader, Dataset
 from transformers.utils import logging
 
-from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, evaluation, reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, evaluation
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.evaluation.metrics import score
-from hf_infcl.processes.batches import AnnouncingDataLoader, gather_rows
-from hf_infcl.processes.collectives import OtherRankFailedError
-from hf_infcl.training import evaluating, prompts
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.processes.collectives import AnnouncingDataLoader, OtherRankFailedError, gather_rows
+from hf_infcl.trainer import evaluating
+from hf_infcl.trainer import evaluating as prompts
 
 SIZES = range(1, 14)
 

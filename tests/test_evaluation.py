@@ -18,12 +18,12 @@ from hf_infcl.evaluation import (
     checked_classes,
     group_by_image,
     image_of_captions,
-    ranking,
     retrieval_metrics,
     zero_shot_classifier,
     zero_shot_metrics,
 )
-from hf_infcl.evaluation.retrieval import recall_ceilings
+from hf_infcl.evaluation import tasks as ranking
+from hf_infcl.evaluation.tasks import recall_ceilings
 
 KS = (1, 2, 5, 10)
 

@@ -13,10 +13,10 @@ from helpers.pictures import picture
 from helpers.shards import number_of, png, write_parquet, write_tar
 
 from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainingArguments, ZeroShotDataset, load_pairs
-from hf_infcl.data.columns import find_column
+from hf_infcl.cli import datasets as opening
+from hf_infcl.data.images import find_column
 from hf_infcl.data.tables import Table
 from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
-from hf_infcl.tools.cli import datasets as opening
 
 NUMBERS = ("n00000003", "n00000007")
 

@@ -11,11 +11,12 @@ from helpers.numerics import descend
 from helpers.trainers import StopAt, parameters, trained, trainer_for
 from torch import Tensor
 
-from hf_infcl import InfCLTrainer, reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.passes.grad_cache import Features
-from hf_infcl.windows.extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, value_of_term
-from hf_infcl.windows.window import Window
+from hf_infcl import InfCLTrainer
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.step.extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, value_of_term
+from hf_infcl.step.grad_cache import Features
+from hf_infcl.step.window import Window
 
 RATE, WEIGHT = 5e-3, 2.0
 PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
-from hf_infcl.checkpoints.files import choose
+from hf_infcl.trainer.checkpoints import choose
 
 ROOT = Path(__file__).parent.parent
 HANG = 120
@@ -137,7 +137,7 @@ def rank_decides(rank: int, world_size: int, folder: str) -> int:
 
 
 def test_callbacks_that_decide_alike_everywhere_cost_no_exchange(tmp_path):
-    with mock.patch("hf_infcl.training.loop_events._share", side_effect=AssertionError):
+    with mock.patch("hf_infcl.trainer.loop_events._share", side_effect=AssertionError):
         trainer_for(str(tmp_path), max_steps=1).train()
         with pytest.raises(AssertionError):
             trainer_for(str(tmp_path), max_steps=1, callbacks=[Decide()]).train()

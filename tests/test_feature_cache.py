@@ -15,10 +15,11 @@ from helpers.processors import END, clip_processor, siglip_processor
 from helpers.trainers import arguments, parameters, trainer_for
 
 from hf_infcl import ImageTextDataset
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading import feature_cache, sources
-from hf_infcl.processes.preemption import Preempted
-from hf_infcl.windows import start
+from hf_infcl.data import sources
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.processes.signals import Preempted
+from hf_infcl.quality import feature_cache
+from hf_infcl.step import terms
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -85,7 +86,7 @@ def test_the_start_runs_once_per_row(tmp_path, monkeypatch, options):
             runs.append(len(batch["input_ids"]))
             return super().encode_texts(batch, **options)
 
-    monkeypatch.setattr(start, "DualEncoder", Counted)  # of the copy
+    monkeypatch.setattr(terms, "DualEncoder", Counted)  # of the copy
 
     def trained(*, cached: bool) -> torch.Tensor:
         data = ImageTextDataset(rows(), pair_id_column="id", captions_per_image=captions)

@@ -16,8 +16,8 @@ from helpers.processors import clip_processor
 from helpers.trainers import arguments
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.conversion import folders, load_open_clip
-from hf_infcl.conversion.models import load
+from hf_infcl.models import pretrained as folders
+from hf_infcl.models.open_clip import load, load_open_clip
 
 WORDS = ["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", 4]
 WORDS += ["--save_steps", 1, "--logging_steps", 1]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.checkpoints.files import MANIFEST_NAME
+from hf_infcl.trainer.checkpoints import MANIFEST_NAME
 
 pytestmark = needs_fsdp
 

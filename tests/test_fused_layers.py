@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.activations import QuickGELUActivation
 from transformers.models.clipseg.modeling_clipseg import CLIPSegDecoderLayer
 
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.fused_layers import QuickGELU, RoundedLayerNorm, can_fuse, fuse_layers
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.models.layers import QuickGELU, RoundedLayerNorm, can_fuse, fuse_layers
 
 
 def gradients(model: nn.Module, batch: Any, *, autocast: bool = False) -> tuple[list[Tensor], int]:

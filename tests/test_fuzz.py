@@ -20,12 +20,11 @@ from helpers.usage import Usage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_infcl import reference
-from hf_infcl.loss import contrastive, several_positives
-from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.publishing import Evaluation, Source
-from hf_infcl.tools.publishing.cards import model_card
-from hf_infcl.tools.publishing.facts import TrainingFacts
+from hf_infcl.card import Evaluation, Source
+from hf_infcl.card.cards import model_card
+from hf_infcl.card.facts import TrainingFacts
+from hf_infcl.cli.commands import PARSERS
+from hf_infcl.loss import contrastive, reference, several_positives
 
 # ---- The loss ----
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_infcl.passes.grad_cache import CachedWindow, seeded
+from hf_infcl.step.grad_cache import CachedWindow, seeded
 
 
 class Counting(nn.Module):

@@ -20,7 +20,7 @@ from hf_infcl import (
     InfCLTrainingArguments,
     load_pairs,
 )
-from hf_infcl.tools.scoring.ledger import make_ledger
+from hf_infcl.quality.ledger import make_ledger
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_pairs_of_a_ledger_are_left_out(tmp_path, small):
     scores = np.where(np.arange(len(whole)) % 5 == 0, -1.0, 5.0)
     make_ledger(whole.content_fingerprint(), np.arange(len(whole)), scores).write(file)
     changes, names = {"my/images": pairs, "outputs/scores/_ledger.parquet": str(file)}, {}
-    exec(replaced(block_of("hf_infcl/training/README.md", "rows_kept"), changes), names)
+    exec(replaced(block_of("hf_infcl/trainer/README.md", "rows_kept"), changes), names)
     assert names["kept"].tolist() == [row for row in range(len(whole)) if row % 5]
     assert len(names["train_dataset"]) == len(names["kept"])
 

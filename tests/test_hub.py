@@ -23,7 +23,7 @@ from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import TrainerCallback
 
-from hf_infcl.checkpoints import pushes
+from hf_infcl.trainer import model_files as pushes
 
 TOKEN = "hf_" + "s3cr3t" * 6
 SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
@@ -124,7 +124,7 @@ class Failures(logging.Handler, TrainerCallback):
 
 def test_a_failed_push_is_reported_at_once_and_the_next_save_pushes_again(hub, tmp_path):
     failures = Failures()
-    logger = logging.getLogger("hf_infcl.checkpoints.pushes")
+    logger = logging.getLogger("hf_infcl.trainer.model_files")
     logger.addHandler(failures)
     try:
         trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="all_checkpoints", callbacks=[failures])

@@ -11,7 +11,7 @@ from helpers import models
 from helpers.demo import SCRIPTS
 from helpers.trainers import StopAt, trainer_for
 
-from hf_infcl.checkpoints.files import MANIFEST_NAME
+from hf_infcl.trainer.checkpoints import MANIFEST_NAME
 
 ROOT = SCRIPTS.parent
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data.transforms import set_image_size
-from hf_infcl.encoders.adapters import merge_adapters, with_adapters
-from hf_infcl.encoders.counting import count_operations
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.image_size import config_for_images, resize_images
+from hf_infcl.models.adapters import config_for_images, merge_adapters, resize_images, with_adapters
+from hf_infcl.models.counting import count_operations
+from hf_infcl.models.dual_encoder import DualEncoder
 
 KINDS: dict[str, Any] = {kind: build for kind, build in models.BUILD.items() if kind != "siglip2"}
 KINDS["dinov2"] = models.vision_text_dinov2

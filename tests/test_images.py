@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader
 
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data import images as decoding
-from hf_infcl.data.augmentation import augment
 from hf_infcl.data.images import decode_rgb
 from hf_infcl.data.streams import ImageTextStream
-from hf_infcl.data.transforms import ImageTransform
+from hf_infcl.data.transforms import ImageTransform, augment
 
 
 def pattern(height: int, width: int) -> np.ndarray:

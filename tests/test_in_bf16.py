@@ -17,9 +17,9 @@ from helpers.trainers import parameters, trained, trainer_for
 from test_model_types import KINDS
 from torch import Tensor, nn
 
-from hf_infcl.encoders.dual_encoder import IMAGE_FEATURES, DualEncoder
-from hf_infcl.encoders.in_bf16 import compute_in_bf16
-from hf_infcl.encoders.sharding import check_in_bf16
+from hf_infcl.models.dual_encoder import IMAGE_FEATURES, DualEncoder
+from hf_infcl.models.layers import compute_in_bf16
+from hf_infcl.models.sharding import check_in_bf16
 
 IN_BF16: dict[str, Any] = {"bf16": True, "bf16_activations": True}
 FP32_WITHIN = {"tipsv2"}  # whose pooling mask is in fp32, also if its weights are in bf16

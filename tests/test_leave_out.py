@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.passes.grad_cache import Features
-from hf_infcl.tools.publishing.curves import plot_curves
-from hf_infcl.tools.publishing.settings import training_settings
-from hf_infcl.windows import selection
-from hf_infcl.windows.extensions import PairSelection, StepObserver
-from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, NO_KEY, RESTED, WithoutNoisyPairs, mean_of_trained
-from hf_infcl.windows.window import Window
+from hf_infcl.card.pictures import plot_curves
+from hf_infcl.card.settings import training_settings
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.step import selection
+from hf_infcl.step.extensions import PairSelection, StepObserver
+from hf_infcl.step.grad_cache import Features
+from hf_infcl.step.selection import BORDER, BORDER_OF_MANY, NO_KEY, RESTED, WithoutNoisyPairs, mean_of_trained
+from hf_infcl.step.window import Window
 
 LEARNS = {
     **{"per_device_train_batch_size": 64, "gradient_accumulation_steps": 2, "max_steps": 48, "learning_rate": 1e-2},
@@ -331,8 +331,8 @@ def test_each_pair_has_one_key_wherever_it_is_read(ranks, tmp_path, kind):
 
 
 def test_a_row_that_replaces_a_bad_one_has_no_key():
-    from hf_infcl.data.keyed import KeyedRows
-    from hf_infcl.shards.names import sample_key
+    from hf_infcl.data.store import KeyedRows
+    from hf_infcl.shards.layout import sample_key
 
     rows = KeyedRows([{"skipped": 0}, {"skipped": 2}, {}])
     assert [rows[row].key for row in range(3)] == [0, NO_KEY, 2]

@@ -12,7 +12,8 @@ from helpers.numerics import features, relative_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_infcl import ContrastiveLoss, reference
+from hf_infcl import ContrastiveLoss
+from hf_infcl.loss import reference
 
 WORLD_SIZE, ROWS = 2, 12
 

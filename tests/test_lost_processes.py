@@ -22,10 +22,10 @@ from helpers import models
 from helpers.processes import context, join_group, on_ranks
 from helpers.trainers import parameters, trainer_for
 
-from hf_infcl.checkpoints.files import choose
-from hf_infcl.processes import phases
+from hf_infcl.processes import signals as phases
 from hf_infcl.processes.collectives import Processes
-from hf_infcl.processes.preemption import Interruptions
+from hf_infcl.processes.signals import Interruptions
+from hf_infcl.trainer.checkpoints import choose
 
 WAIT = 120  # seconds within which rank 0 has to end; the group's timeout is shorter
 

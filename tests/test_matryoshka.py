@@ -14,9 +14,9 @@ from helpers.shards import numbered
 from helpers.trainers import StopAt, parameters, trained, trainer_for
 from torch import Tensor
 
-from hf_infcl import reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation.metrics import score
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
 
 DIMS, ROWS = [4, 8], 24
 

@@ -10,12 +10,12 @@ from helpers import models
 from helpers.guides import ROOT
 from helpers.trainers import trained, trainer_for
 
+from hf_infcl.card import Evaluation, Source
+from hf_infcl.card.cards import model_card
+from hf_infcl.card.facts import TrainingFacts
+from hf_infcl.card.pictures import plot_curves
 from hf_infcl.evaluation import METRICS, retrieval_metrics, zero_shot_metrics
 from hf_infcl.evaluation.metrics import ClassRanks, Metric, PairRanks, metric_named, metrics_of_kind, recalls
-from hf_infcl.tools.publishing import Evaluation, Source
-from hf_infcl.tools.publishing.cards import model_card
-from hf_infcl.tools.publishing.curves import plot_curves
-from hf_infcl.tools.publishing.facts import TrainingFacts
 
 GUIDE = (ROOT / "scripts/README.md").read_text(encoding="utf-8")
 

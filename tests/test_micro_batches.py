@@ -15,14 +15,15 @@ from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import nn
 from torch.utils.data import default_collate
 
-from hf_infcl.checkpoints.record import RunRecord
-from hf_infcl.micro_batches import finding, repeating
-from hf_infcl.micro_batches.finding import TEXTS_AT_ONCE, Trial, Trials, largest_that_fits, of_use
-from hf_infcl.options import batch_division
-from hf_infcl.options.batch_division import largest_micro_batch, possible_micro_batches
-from hf_infcl.passes.graph_budget import GraphBudget
+from hf_infcl.options import arguments as batch_division
+from hf_infcl.options.arguments import largest_micro_batch, possible_micro_batches
+from hf_infcl.options.record import RunRecord
 from hf_infcl.processes.collectives import OtherRankFailedError, Processes, alone
-from hf_infcl.windows.window import Window, repeated, split_batches
+from hf_infcl.step import micro_batches as finding
+from hf_infcl.step import micro_batches as repeating
+from hf_infcl.step.grad_cache import GraphBudget
+from hf_infcl.step.micro_batches import TEXTS_AT_ONCE, Trial, Trials, largest_that_fits, of_use
+from hf_infcl.step.window import Window, repeated, split_batches
 
 FREE: dict[str, Any] = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None}
 FOURS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}

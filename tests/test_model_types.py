@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
-from hf_infcl import reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
 
 WINDOWS, GLOBAL_BATCH = 2, 8
 CPU = torch.device("cpu")

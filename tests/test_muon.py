@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.optimizers import MuonAdamW
+from hf_infcl.optim import MuonAdamW
 
 MUON = {"optimizer": "muon", "learning_rate": 1e-3, "weight_decay": 0.1, "max_steps": 4}
 RATES = {"text_learning_rate": 2e-3}  # groups with rates of their own

@@ -10,8 +10,8 @@ from helpers.processes import on_ranks
 from helpers.trainers import StopAt, parameters, trained, trainer_for
 from transformers import TrainerCallback
 
-from hf_infcl.windows.number_checks import SkippedWindows
-from hf_infcl.windows.window import WindowLoss
+from hf_infcl.step.checks import SkippedWindows
+from hf_infcl.step.window import WindowLoss
 
 # The second of three windows is bad. Rows are not shuffled.
 OPTIONS = {"max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}

@@ -10,9 +10,9 @@ from helpers.shards import pair, png, write_parquet, write_tar
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_infcl import ImageTextDataset, ImageTextStream, ZeroShotDataset
+from hf_infcl.card import training_facts
 from hf_infcl.data import ContrastiveCollator
-from hf_infcl.loading.notices import CaptionNotices
-from hf_infcl.tools.publishing import training_facts
+from hf_infcl.trainer.loaders import CaptionNotices
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LONG = " ".join(LETTERS[:LENGTH])  # with the token that ends it, one more than the limit
@@ -20,9 +20,9 @@ LONG = " ".join(LETTERS[:LENGTH])  # with the token that ends it, one more than 
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """The warnings of `hf_infcl.loading.notices`."""
+    """The warnings of `hf_infcl.trainer.loaders`."""
     said: list[str] = []
-    logger = transformers.utils.logging.get_logger("hf_infcl.loading.notices")
+    logger = transformers.utils.logging.get_logger("hf_infcl.trainer.loaders")
     monkeypatch.setattr(logger, "warning", said.append)
     return said
 

@@ -8,12 +8,12 @@ import torch
 from helpers.numerics import features, relative_error, run
 from helpers.trainers import trainer_for
 
-from hf_infcl import contrastive_loss, reference
-from hf_infcl.loss import OBJECTIVES, one_positive, several_positives
+from hf_infcl import contrastive_loss
+from hf_infcl.card import Source
+from hf_infcl.card.cards import model_card
+from hf_infcl.card.facts import TrainingFacts
+from hf_infcl.loss import OBJECTIVES, one_positive, reference, several_positives
 from hf_infcl.loss.batch import Terms
-from hf_infcl.tools.publishing import Source
-from hf_infcl.tools.publishing.cards import model_card
-from hf_infcl.tools.publishing.facts import TrainingFacts
 
 
 def doubled(loss: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_infcl.passes.offload import Fetcher
+from hf_infcl.step.grad_cache import Fetcher
 
 
 class Watched(Fetcher):

@@ -21,13 +21,14 @@ from helpers.processes import Ranks
 from PIL import Image
 
 from hf_infcl import InfCLTrainingArguments
-from hf_infcl.conversion import convert, folders, from_open_clip, repaired, to_open_clip
-from hf_infcl.conversion import inputs as tokenizing
-from hf_infcl.conversion import models as comparison
-from hf_infcl.conversion.towers import transformers_config
 from hf_infcl.data import load_pairs
+from hf_infcl.models import open_clip as comparison
+from hf_infcl.models import open_clip_names as tokenizing
+from hf_infcl.models import pretrained as folders
+from hf_infcl.models.open_clip import convert, from_open_clip, repaired, to_open_clip
+from hf_infcl.models.open_clip_names import transformers_config
 
-GUIDE = (ROOT / "hf_infcl/training/README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "hf_infcl/trainer/README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

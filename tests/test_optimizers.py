@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.optimizers import MuonAdamW, parameter_groups
-from hf_infcl.optimizers.groups import roles, table_of_groups
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.optim import MuonAdamW, parameter_groups
+from hf_infcl.optim.groups import roles, table_of_groups
 from hf_infcl.processes.collectives import Processes
 
 # Rows, columns: a row, a column, two rows, wide, tall, square, and several of one shape.
@@ -77,7 +77,7 @@ def test_matrices_that_are_not_contiguous_are_updated_alike():
 def test_stacks_are_divided_where_they_would_take_too_much_memory(monkeypatch):
     whole, pieces = matrices(), matrices()
     expected = train(muon(whole), whole)
-    monkeypatch.setattr("hf_infcl.optimizers.muon_adamw.MOST_VALUES", 24 * 16 * 2)
+    monkeypatch.setattr("hf_infcl.optim.muon.MOST_VALUES", 24 * 16 * 2)
     assert_equal_updates(train(muon(pieces), pieces), expected, matrices(), bound=0.02)
 
 

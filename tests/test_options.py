@@ -8,14 +8,13 @@ from helpers.trainers import arguments
 from transformers import TrainingArguments
 
 from hf_infcl import InfCLTrainingArguments
-from hf_infcl.checkpoints.run_options import options_of_arguments
-from hf_infcl.options import theirs
+from hf_infcl.cli import commands
+from hf_infcl.cli.parser import Parser
+from hf_infcl.options import facts as theirs
 from hf_infcl.options.contrastive import ContrastiveOptions
 from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, described, option
-from hf_infcl.options.facts import check_values, facts_by_name, values_of_card
-from hf_infcl.options.theirs import facts_of_theirs
-from hf_infcl.tools.cli import commands
-from hf_infcl.tools.cli.parser import Parser
+from hf_infcl.options.facts import check_values, facts_by_name, facts_of_theirs, values_of_card
+from hf_infcl.options.record import options_of_arguments
 
 OURS = {one.name for one in fields(ContrastiveOptions)}  # the options that this package declares
 

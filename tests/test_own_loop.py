@@ -17,8 +17,9 @@ from helpers.processors import clip_processor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_infcl import ImageTextDataset, cached_backward, contrastive_loss, reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl import ImageTextDataset, cached_backward, contrastive_loss
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
 
 ROWS = 24
 

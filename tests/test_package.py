@@ -70,7 +70,7 @@ def test_the_metadata_say_what_an_index_shows(wheel):
     needed = {re.match("[a-z_]+", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert needed >= {"torch", "transformers", "accelerate", "datasets", "huggingface_hub", "pyyaml"}
     assert not needed & set(EXTRAS)
-    assert "infcl = hf_infcl.tools.cli:main" in commands
+    assert "infcl = hf_infcl.cli:main" in commands
 
 
 def imported() -> dict[str, str]:
@@ -105,7 +105,7 @@ def test_the_wheel_alone_runs_without_what_is_only_an_extra(wheel, tmp_path):
 import importlib, pkgutil, sys
 for name in {(*EXTRAS, "datasets", "evaluate")}:
     sys.modules[name] = None  # importing it raises ImportError
-import torch, hf_infcl, hf_infcl.training.trainer, hf_infcl.tools.publishing
+import torch, hf_infcl, hf_infcl.trainer.trainer, hf_infcl.card
 assert hf_infcl.__file__.startswith({str(tmp_path)!r}), hf_infcl.__file__
 for name in hf_infcl.__all__:
     getattr(hf_infcl, name)
@@ -113,7 +113,7 @@ x = torch.eye(4)
 loss = hf_infcl.contrastive_loss(x, x, 1.0)
 assert abs(loss.item() - torch.nn.functional.cross_entropy(x, torch.arange(4)).item()) < 1e-6, loss
 del sys.modules["datasets"], sys.modules["evaluate"]
-needs_triton = ("hf_infcl.kernels.triton_", "hf_infcl.kernels.hopper_", "hf_infcl.encoders.triton_")
+needs_triton = ("hf_infcl.kernels.triton_", "hf_infcl.kernels.hopper_", "hf_infcl.models.triton_")
 for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
     if not module.name.startswith(needs_triton) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)

@@ -15,19 +15,18 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_infcl import reference
-from hf_infcl.checkpoints.files import Checkpoints
-from hf_infcl.checkpoints.record import RECORD_NAME, RunRecord
 from hf_infcl.data import ImageTextStream
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading.notices import CaptionNotices
-from hf_infcl.training import progress, resuming
-from hf_infcl.training.ending import saved_early
-from hf_infcl.training.evaluating import Evaluator
-from hf_infcl.training.loop_events import replaced
-from hf_infcl.training.progress import Progress, trained_seconds
-from hf_infcl.training.resuming import Resumption
-from hf_infcl.windows.setup import Context
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.options.record import RECORD_NAME, RunRecord
+from hf_infcl.step.terms import Context
+from hf_infcl.trainer import loop_events as progress
+from hf_infcl.trainer import resuming
+from hf_infcl.trainer.checkpoints import Checkpoints
+from hf_infcl.trainer.evaluating import Evaluator
+from hf_infcl.trainer.loaders import CaptionNotices
+from hf_infcl.trainer.loop_events import Progress, replaced, saved_early, trained_seconds
+from hf_infcl.trainer.resuming import Resumption
 
 
 def evaluator_of(folder: Any, equal_ids: str = "exclude", **options: Any) -> tuple[Evaluator, DualEncoder]:

@@ -10,9 +10,8 @@ from helpers.trainers import StopAt, TowerTokens, parameters, trained, trainer_f
 from helpers.usage import kept_bytes
 from torch import Tensor
 
-from hf_infcl.encoders.counting import count_operations
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.patch_dropout import PatchDropout
+from hf_infcl.models.counting import count_operations
+from hf_infcl.models.dual_encoder import DualEncoder, PatchDropout
 
 NONE = ("align", "siglip2")  # towers without patches that can be left out
 KINDS = {kind: (build, kind) for kind, build in models.BUILD.items() if kind not in NONE}

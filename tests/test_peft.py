@@ -7,9 +7,9 @@ from helpers import models
 from helpers.trainers import parameters, trained, trainer_for
 from safetensors.torch import load_file
 
-from hf_infcl.encoders.adapters import beside_adapters
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.sharding import prepare_for_fsdp, stock_shapes
+from hf_infcl.models.adapters import beside_adapters
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.models.sharding import prepare_for_fsdp, stock_shapes
 
 
 def lora(tower: str) -> peft.PeftModel:

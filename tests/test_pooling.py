@@ -14,10 +14,9 @@ from helpers.trainers import parameters, trainer_for
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers import models as vocabularies
 
-from hf_infcl.conversion import convert
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.model_types import AT_LARGEST
-from hf_infcl.encoders.pooling import Pooling, SameEmbeddings
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.models.model_types import AT_LARGEST, Pooling, SameEmbeddings
+from hf_infcl.models.open_clip import convert
 
 BEGIN, END, OTHER = 0, models.VOCABULARY - 2, models.VOCABULARY - 1  # the last was added behind the end
 TOWERS = ["aimv2", "clip", "clipseg", "groupvit", "metaclip_2", "owlv2", "owlvit"]

@@ -16,10 +16,9 @@ from helpers.processors import clip_processor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_infcl.conversion import convert
-from hf_infcl.conversion.models import load, load_config, load_readers
-from hf_infcl.conversion.pretrained import base_of_adapters
-from hf_infcl.encoders.adapters import has_adapters, with_adapters
+from hf_infcl.models.adapters import has_adapters, with_adapters
+from hf_infcl.models.open_clip import convert, load, load_config, load_readers
+from hf_infcl.models.pretrained import base_of_adapters
 
 Weights = dict[str, Tensor]
 

@@ -22,20 +22,18 @@ from PIL import Image
 from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, ZeroShotDataset
-from hf_infcl.checkpoints.averages import Averaged
-from hf_infcl.shards.values import counted
-from hf_infcl.tools.cli import main
-from hf_infcl.tools.cli.evaluate import other_loss
-from hf_infcl.tools.publishing import CardCallback, Evaluation, Source, pictures, training_facts
-from hf_infcl.tools.publishing.callback import write_publication
-from hf_infcl.tools.publishing.cards import model_card, write_eval_results
-from hf_infcl.tools.publishing.changes import lines_of_changes
-from hf_infcl.tools.publishing.curves import plot_curves
-from hf_infcl.tools.publishing.facts import TrainingFacts, source_name, with_texts
-from hf_infcl.tools.publishing.outcome import earlier_best, outcome
-from hf_infcl.tools.publishing.pictures import PICTURES_FILE, PicturesCallback
-from hf_infcl.tools.publishing.settings import training_settings
-from hf_infcl.training import progress
+from hf_infcl.card import CardCallback, Evaluation, Source, pictures, training_facts
+from hf_infcl.card.callback import write_publication
+from hf_infcl.card.cards import model_card, write_eval_results
+from hf_infcl.card.facts import TrainingFacts, source_name, with_texts
+from hf_infcl.card.outcome import earlier_best, lines_of_changes, outcome
+from hf_infcl.card.pictures import PICTURES_FILE, PicturesCallback, plot_curves
+from hf_infcl.card.settings import training_settings
+from hf_infcl.cli import main
+from hf_infcl.cli.evaluate import other_loss
+from hf_infcl.files.text import counted
+from hf_infcl.quality.averages import Averaged
+from hf_infcl.trainer import loop_events as progress
 
 ZERO_SHOT = {"acc1": 0.51234, "acc5": math.nan, "mean_per_class_recall": 0.5, "runtime": 1.5, "samples_per_second": 7.0}
 PAIRS = {"loss": 1.25, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.75, "steps_per_second": 3.0}

@@ -13,7 +13,7 @@ from helpers.usage import kept_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.models.dual_encoder import DualEncoder
 
 RATE = 1e-3
 

@@ -16,15 +16,15 @@ from helpers.demo import infcl
 from helpers.guides import ROOT, block_of, blocks, replaced
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from hf_infcl.checkpoints.pushes import NOT_PUSHED
+from hf_infcl.cli.commands import PARSERS
 from hf_infcl.options.contrastive import ContrastiveOptions
-from hf_infcl.tools.cli.commands import PARSERS
+from hf_infcl.trainer.model_files import NOT_PUSHED
 
 GUIDES = [
     ROOT / "README.md",
     *(ROOT / folder / "README.md" for folder in ("scripts", "hf_infcl", "model_cards")),
     *(ROOT / "scripts" / name for name in ("ANSWERS.md", "AFTER_TRAINING.md")),
-    *(ROOT / "hf_infcl" / package / "README.md" for package in ("conversion", "data", "loss", "training")),
+    *(ROOT / "hf_infcl" / package / "README.md" for package in ("data", "loss", "models", "trainer")),
 ]
 TEXT = "\n".join(guide.read_text(encoding="utf-8") for guide in GUIDES)
 PAGES = [
@@ -178,7 +178,7 @@ def test_a_copy_of_a_model_leaves_out_what_a_push_leaves_out():
 
 
 def test_the_guide_names_every_option_once_and_the_help_explains_it(capsys):
-    guide = (ROOT / "hf_infcl/training/README.md").read_text(encoding="utf-8")
+    guide = (ROOT / "hf_infcl/trainer/README.md").read_text(encoding="utf-8")
     listed = guide.partition("\n## Options\n")[2].partition("Options of `TrainingArguments` that")[0]
     named = re.findall(r"`(\w+)`[,\n ]", listed.partition("explains:")[2])
     assert sorted(named) == sorted(option.name for option in fields(ContrastiveOptions))

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from helpers.demo import SCRIPTS
 from PIL import Image, ImageDraw
 
-from hf_infcl.loading.batch_checks import check_batch
-from hf_infcl.windows.terms import TeacherDistance
+from hf_infcl.data.loader import check_batch
+from hf_infcl.step.terms import TeacherDistance
 
 SHAPES = {
     "circle": lambda draw, box, colour: draw.ellipse(box, fill=colour),

@@ -22,10 +22,10 @@ from helpers.processes import as_on_accelerators, launched
 from helpers.shards import write_tar
 
 from hf_infcl import InfCLTrainingArguments
-from hf_infcl.encoders.sharding import FSDP_SINCE
+from hf_infcl.cli.commands import PARSERS
+from hf_infcl.cli.parser import Parser
+from hf_infcl.models.sharding import FSDP_SINCE
 from hf_infcl.options.files import RECIPES
-from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.cli.parser import Parser
 
 
 def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict[str, Any]:

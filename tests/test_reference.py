@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers import models
 from helpers.numerics import features
 
-from hf_infcl import reference
+from hf_infcl.loss import reference
 
 
 @pytest.mark.parametrize(("build", "objective"), [(models.clip, "softmax"), (models.siglip, "sigmoid")])

@@ -22,13 +22,14 @@ from helpers.streams import PAIRS, collate, stream_of
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trained, trainer_for
 from torch.utils.data import DataLoader
 
-from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, reference
+from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer
+from hf_infcl.cli.datasets import replay_set
+from hf_infcl.cli.description import shared_images
+from hf_infcl.data.replay import Replayed
 from hf_infcl.data.stream_batches import Share
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading.replay import Replayed
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.commands import ColumnOptions, DataOptions
-from hf_infcl.tools.cli.datasets import replay_set
-from hf_infcl.tools.cli.overlap import shared_images
 
 NEW, OLD = range(60), range(500, 540)  # the numbers of the pairs, which their images hold
 KINDS = [(new, old) for new in ("table", "stream") for old in ("table", "stream")]

@@ -18,9 +18,9 @@ from helpers.processors import clip_processor
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trained, trainer_for
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.checkpoints.lock import LOCK_NAME
-from hf_infcl.checkpoints.run_options import options_of_arguments
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset
+from hf_infcl.options.record import options_of_arguments
+from hf_infcl.processes.lock import LOCK_NAME
 
 # ---- The same weights ----
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from helpers.processes import on_ranks
 
-from hf_infcl.loss.ring import Ring, RingReduction
+from hf_infcl.loss.strategies import Ring, RingReduction
 from hf_infcl.processes.collectives import Processes
 
 

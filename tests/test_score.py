@@ -24,24 +24,25 @@ from helpers.trainers import trainer_for
 from PIL import Image
 
 from hf_infcl import ImageTextDataset, InfCLTrainingArguments
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.cli.datasets import training_set
+from hf_infcl.cli.score import ledger_lines, score_pairs
 from hf_infcl.loss.pair_scores import pair_scores
+from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.commands import ColumnOptions, DataOptions
-from hf_infcl.shards.names import sample_key
-from hf_infcl.tools.cli.datasets import training_set
-from hf_infcl.tools.scoring.ledger import (
+from hf_infcl.quality.ledger import (
     LEDGER_FILE,
     SHEET_FILE,
     Ledger,
+    draw_suspicious,
+    letters_of,
     make_ledger,
     probability_wrong,
     rows_kept,
+    small_jpeg,
     stream_kept,
     words_of_excluded,
 )
-from hf_infcl.tools.scoring.scoring import score_pairs
-from hf_infcl.tools.scoring.sheet import draw_suspicious, letters_of, small_jpeg
-from hf_infcl.tools.scoring.writing import ledger_lines
+from hf_infcl.shards.layout import sample_key
 
 ROWS, WRONG = 160, [3, 40, 41, 77, 120]
 

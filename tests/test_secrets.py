@@ -16,12 +16,12 @@ from helpers.shards import write_tar
 from transformers import TrainerCallback
 
 from hf_infcl import ImageTextStream, load_pairs
-from hf_infcl.checkpoints.pushes import cause
+from hf_infcl.card import Evaluation, Source
+from hf_infcl.cli import description
+from hf_infcl.files.text import Url, without_secrets
 from hf_infcl.options.commands import DataOptions
 from hf_infcl.shards import opening
-from hf_infcl.shards.urls import Url, without_secrets
-from hf_infcl.tools.cli import description
-from hf_infcl.tools.publishing import Evaluation, Source
+from hf_infcl.trainer.model_files import cause
 
 TOKEN = "hf_" + "s3cr3t" * 6
 USER, PASSWORD, KEY = "somebody", "hunter2", "AKIA/SE+CR=ET"

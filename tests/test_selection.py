@@ -9,11 +9,11 @@ from helpers.numerics import descend
 from helpers.trainers import trained, trainer_for
 from torch import Tensor
 
-from hf_infcl import reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.passes.grad_cache import Features
-from hf_infcl.windows.extensions import PairSelection
-from hf_infcl.windows.window import Window
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.step.extensions import PairSelection
+from hf_infcl.step.grad_cache import Features
+from hf_infcl.step.window import Window
 
 BUILD = {"softmax": models.clip, "sigmoid": models.siglip}
 RATE, ROWS, LONGEST = 5e-3, 48, 12

@@ -14,11 +14,11 @@ from helpers.pictures import picture
 from helpers.shards import number_of, write_parquet
 
 from hf_infcl import ImageTextDataset, InfCLTrainingArguments, ZeroShotDataset
+from hf_infcl.cli import commands
+from hf_infcl.cli import datasets as opening
 from hf_infcl.data.labelled import captions_of_classes
 from hf_infcl.data.sets import STATED, SetSpec, read_sets
 from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
-from hf_infcl.tools.cli import commands
-from hf_infcl.tools.cli import datasets as opening
 
 FOLDER = Path(__file__).parent  # any that exists
 

@@ -18,9 +18,10 @@ from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
 from transformers import TrainerCallback
 
-from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer, reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.windows.window import Window
+from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.step.window import Window
 
 ROWS = 24
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_infcl import contrastive_loss, kernels, reference
+from hf_infcl import contrastive_loss, kernels
 from hf_infcl.kernels import torch_backend
+from hf_infcl.loss import reference
 from hf_infcl.loss.strategies import STRATEGIES
 
 WIDTH = 24

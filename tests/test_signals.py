@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.checkpoints.files import choose
-from hf_infcl.processes.preemption import Preempted
+from hf_infcl.processes.signals import Preempted
+from hf_infcl.trainer.checkpoints import choose
 
 # 7 steps of 8 pairs, of which the fifth begins a second pass over 37 rows. With dropout the weights reveal a random
 # state that was lost.

@@ -11,8 +11,8 @@ from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 
-from hf_infcl import reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
 
 BETA, RATE = 3.0, 5e-3
 # Two steps of the same 48 pairs; the second one begins away from the start.

@@ -12,13 +12,13 @@ from helpers.parity import Draws, key_of, set_random_state
 from helpers.trainers import arguments
 from torch import Tensor, nn
 
-from hf_infcl import reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.processes.phases import Phases
-from hf_infcl.training.preparation import prepare_model
-from hf_infcl.windows.setup import Context
-from hf_infcl.windows.step import WindowStep
-from hf_infcl.windows.window import Window
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.processes.signals import Phases
+from hf_infcl.step.step import WindowStep
+from hf_infcl.step.terms import Context
+from hf_infcl.step.window import Window
+from hf_infcl.trainer.construction import prepare_model
 
 
 def step_of(folder: Any, model: nn.Module, **options: Any) -> WindowStep:

@@ -19,8 +19,9 @@ from helpers.streams import PAIRS, collate, stream_of
 from helpers.trainers import AtEndOf, StopAt, parameters, trainer_for
 from transformers import TrainerCallback
 
-from hf_infcl.loading import data_wait, training_data
-from hf_infcl.loading.data_wait import DataWait
+from hf_infcl.data import loader as data_wait
+from hf_infcl.data.loader import DataWait
+from hf_infcl.trainer import training_data
 
 
 class Windows(TrainerCallback):

@@ -8,16 +8,15 @@ from helpers.trainers import arguments, parameters, trained, trainer_for
 from transformers import Trainer, TrainerCallback
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.checkpoints.files import Checkpoints
-from hf_infcl.checkpoints.pushes import Pushes
-from hf_infcl.loading.training_data import TrainingData
-from hf_infcl.processes.phases import Phases
-from hf_infcl.training.loop_events import LoopEvents
-from hf_infcl.training.progress import Progress
-from hf_infcl.training.resuming import Resumption
-from hf_infcl.windows.number_checks import NumberChecks, SkippedWindows
-from hf_infcl.windows.step import WindowStep
-from hf_infcl.windows.window import Window
+from hf_infcl.processes.signals import Phases
+from hf_infcl.step.checks import NumberChecks, SkippedWindows
+from hf_infcl.step.step import WindowStep
+from hf_infcl.step.window import Window
+from hf_infcl.trainer.checkpoints import Checkpoints
+from hf_infcl.trainer.loop_events import LoopEvents, Progress
+from hf_infcl.trainer.model_files import Pushes
+from hf_infcl.trainer.resuming import Resumption
+from hf_infcl.trainer.training_data import TrainingData
 
 
 class Own(InfCLTrainer):

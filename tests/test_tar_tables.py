@@ -15,11 +15,11 @@ from helpers.processes import context
 from helpers.shards import number_of, pair, png, write_tar
 from torch.utils.data import DataLoader
 
+from hf_infcl.cli import datasets as opening
 from hf_infcl.data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from hf_infcl.data.images import BadSampleError
 from hf_infcl.options.arguments import InfCLTrainingArguments
 from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions
-from hf_infcl.tools.cli import datasets as opening
 
 Files = list[tuple[str, bytes]]
 

@@ -24,15 +24,16 @@ from helpers.trainers import FullPrecision, StopAt, arguments, parameters, train
 from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 
-from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer, reference
-from hf_infcl.conversion.models import load
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading import sources
-from hf_infcl.loading.embedding import embed
-from hf_infcl.loading.sources import ShardSource, TableSource, described_shards, source_of_training
-from hf_infcl.tools.cli.embed import table_source as source_of_table
-from hf_infcl.tools.publishing.settings import training_settings
-from hf_infcl.windows.terms import SIDES, TeacherDistance
+from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer
+from hf_infcl.card.settings import training_settings
+from hf_infcl.cli.embed import table_source as source_of_table
+from hf_infcl.data import sources
+from hf_infcl.data.sources import ShardSource, TableSource, described_shards, source_of_training
+from hf_infcl.loss import reference
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.models.open_clip import load
+from hf_infcl.quality.embedding import embed
+from hf_infcl.step.terms import SIDES, TeacherDistance
 
 BETA, RATE, ROWS = 3.0, 5e-3, 48
 PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from hf_infcl.tools.cli import launched
-from hf_infcl.tools.cli.commands import PARSERS
-from hf_infcl.tools.cli.launched import fit_workers, warn_once
-from hf_infcl.tools.publishing.telling import ProgressPrinter, make_rows, table_lines
+from hf_infcl.card.telling import ProgressPrinter, make_rows, table_lines
+from hf_infcl.cli import launched
+from hf_infcl.cli.commands import PARSERS
+from hf_infcl.cli.launched import fit_workers, warn_once
 
 PAIRS = {
     **{"loss": 2.5, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.5, "text_retrieval_recall@5": 0.75},
@@ -110,9 +110,9 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
 
 
 def test_only_the_first_process_warns_of_what_all_meet(monkeypatch, capfd):
-    record = logging.LogRecord("hf_infcl.training.optimization", logging.WARNING, "", 0, "all", None, None)
+    record = logging.LogRecord("hf_infcl.trainer.optimization", logging.WARNING, "", 0, "all", None, None)
     of_one = logging.LogRecord("hf_infcl.shards.opening", logging.WARNING, "", 0, "one", None, None)
-    wrong = logging.LogRecord("hf_infcl.training.optimization", logging.ERROR, "", 0, "wrong", None, None)
+    wrong = logging.LogRecord("hf_infcl.trainer.optimization", logging.ERROR, "", 0, "wrong", None, None)
     others = logging.LogRecord("accelerate", logging.WARNING, "", 0, "others", None, None)
     for rank, told in (("0", ["all", "one", "wrong", "others"]), ("1", ["one", "wrong", "others"])):
         handler = logging.StreamHandler()

@@ -16,10 +16,9 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers
-from hf_infcl.encoders.counting import count_operations
-from hf_infcl.encoders.dual_encoder import IMAGE_FEATURES, NO_TEXTS, TEXT_INPUTS, DualEncoder
-from hf_infcl.windows.texts import deal_texts
-from hf_infcl.windows.window import Window
+from hf_infcl.models.counting import count_operations
+from hf_infcl.models.dual_encoder import IMAGE_FEATURES, NO_TEXTS, TEXT_INPUTS, DualEncoder
+from hf_infcl.step.window import Window, deal_texts
 
 
 def batches_of(lengths: list[list[int]]) -> list[dict[str, torch.Tensor]]:

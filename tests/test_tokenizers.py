@@ -13,8 +13,8 @@ from helpers.processors import END, clip_processor, siglip_processor
 from helpers.trainers import trainer_for
 
 from hf_infcl import ContrastiveCollator
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.model_types import fit_tokenizer
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.models.model_types import fit_tokenizer
 
 OF_VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt")
 

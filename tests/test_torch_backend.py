@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_infcl import contrastive_loss, kernels, reference
+from hf_infcl import contrastive_loss, kernels
 from hf_infcl.kernels import torch_backend
-from hf_infcl.kernels.blocks import Block, BlockGradients
+from hf_infcl.kernels.torch_backend import Block, BlockGradients
+from hf_infcl.loss import reference
 
 KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros")
 

@@ -28,8 +28,8 @@ from torch.utils.data import ConcatDataset, Subset, default_collate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.encoders import sharding
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.models import sharding
+from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.processes.collectives import Processes
 
 # ---- Options of Trainer that have to keep working ----

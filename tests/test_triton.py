@@ -18,12 +18,14 @@ from helpers.numerics import features, relative_error
 from triton import language
 from triton.runtime import interpreter
 
-from hf_infcl import contrastive_loss, kernels, reference
-from hf_infcl.encoders import triton_quick_gelu
-from hf_infcl.kernels import torch_backend, triton_operands, triton_tiling
+from hf_infcl import contrastive_loss, kernels
+from hf_infcl.kernels import torch_backend
 from hf_infcl.kernels import triton_backend as backend
-from hf_infcl.kernels.blocks import Block
-from hf_infcl.loss import cuda_graphs, strategies
+from hf_infcl.kernels import triton_tiles as triton_operands
+from hf_infcl.kernels import triton_tiles as triton_tiling
+from hf_infcl.kernels.torch_backend import Block
+from hf_infcl.loss import cuda_graphs, reference, strategies
+from hf_infcl.models import triton_quick_gelu
 
 DEVICE = "cpu" if triton_tiling.INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if triton_tiling.INTERPRETED else [torch.bfloat16])

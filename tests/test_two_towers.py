@@ -29,7 +29,7 @@ def test_the_example_of_the_guide_trains_saves_and_loads(tmp_path, monkeypatch):
     pairs, out = letter_pairs(tmp_path / "pairs", 8), tmp_path / "own"
     short = "global_batch_size=8, use_cpu=True, max_steps=2, report_to=[]"
     changes = {"outputs/own": str(out), "my/images": str(pairs), "global_batch_size=256": short}
-    example = replaced(block_of("hf_infcl/training/README.md", "timm"), changes)
+    example = replaced(block_of("hf_infcl/trainer/README.md", "timm"), changes)
     names: dict[str, Any] = {}
     before = small[2].weight.clone()
     exec(compile(example, "example", "exec"), names)

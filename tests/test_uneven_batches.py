@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_infcl import reference
-from hf_infcl.loss import contrastive_loss
+from hf_infcl.loss import contrastive_loss, reference
 
 DIM, SCALE, BIAS = 12, 9.0, -3.0
 COUNTS = {2: [5, 2], 3: [1, 4, 6]}  # images on each process

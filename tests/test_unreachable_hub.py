@@ -10,12 +10,13 @@ from helpers.demo import mistake
 from helpers.hub import hub_for_this_process, talk_to
 from huggingface_hub import constants
 
-from hf_infcl.conversion import convert, models
-from hf_infcl.conversion.inputs import named_tokenizer
+from hf_infcl.cli.benchmarks import benchmark_sets
 from hf_infcl.data import ImageTextStream, load_pairs
 from hf_infcl.data.tables import Table
-from hf_infcl.hub import _answers, asks_hub_once
-from hf_infcl.tools.benchmarks.sets import benchmark_sets
+from hf_infcl.files.hub import _answers, asks_hub_once
+from hf_infcl.models import open_clip as models
+from hf_infcl.models.open_clip import convert
+from hf_infcl.models.open_clip_names import named_tokenizer
 
 NEITHER = "There is no {} at 'no-such/name': no local folder has this name, nothing of this name was downloaded before"
 LOADS: dict[str, tuple[Callable[..., object], str]] = {

@@ -14,14 +14,14 @@ from helpers.trainers import TrainedRows, arguments, trained, trainer_for
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, default_collate, random_split
 from transformers import TrainerCallback
 
-from hf_infcl.checkpoints.record import RunRecord
+from hf_infcl.data.replay import TableRows
 from hf_infcl.data.stream_batches import Share
-from hf_infcl.loading.table_rows import TableRows
-from hf_infcl.loading.training_data import TrainingData
+from hf_infcl.options.record import RunRecord
 from hf_infcl.processes.collectives import Processes
-from hf_infcl.processes.preemption import Interruptions
-from hf_infcl.windows.extensions import NO_ROWS
-from hf_infcl.windows.window import Window
+from hf_infcl.processes.signals import Interruptions
+from hf_infcl.step.extensions import NO_ROWS
+from hf_infcl.step.window import Window
+from hf_infcl.trainer.training_data import TrainingData
 
 # ---- Data sets ----
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..encoders.model_types import fit_tokenizer, pads_texts, reads_padding, text_positions
+from ..models.model_types import fit_tokenizer, pads_texts, reads_padding, text_positions
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..shards.values import ERRORS, in_brackets
-from .columns import usual_column
-from .images import ImageDataset, is_integer, is_string
+from ..files.text import ERRORS, in_brackets
+from .images import ImageDataset, is_integer, is_string, usual_column
 
 if TYPE_CHECKING:
     import datasets

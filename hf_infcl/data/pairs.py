@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
+from ..files.text import ON_BAD_SAMPLE, is_unicode, shortened
 from ..shards.readers import Columns
-from ..shards.values import ON_BAD_SAMPLE, is_unicode, shortened
-from .augmentation import PRESETS, Augmentation, augment
-from .columns import usual_column
-from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is_string
+from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is_string, usual_column
+from .transforms import PRESETS, Augmentation, augment
 
 if TYPE_CHECKING:
     import datasets

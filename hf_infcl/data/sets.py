@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..shards.values import in_brackets
-from .columns import find_column
+from ..files.text import in_brackets
+from .images import find_column
 from .labelled import ZeroShotDataset, names_by_label, read_lines, with_class_labels
 from .pairs import ImageTextDataset
 from .tables import Table

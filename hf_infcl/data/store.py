@@ -1,4 +1,8 @@
-"""A store of arrays by the keys of rows: written in parts, looked up at random."""
+"""What a pair is known by whenever it is trained: the row of a table, or a hash of the name of a stream's sample.
+
+What holds for a dataset and for all datasets that it wraps.
+
+A store of arrays by the keys of rows: written in parts, looked up at random."""
 
 from __future__ import annotations
 
@@ -6,15 +10,132 @@ import hashlib
 import json
 import logging
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import psutil
+from torch.utils.data import IterableDataset, Subset
 
-from ..readable import describe, written_whole
+from ..files.whole import describe, written_whole
+
+NO_KEY = -1
+
+
+class SizedDataset(Protocol):
+    """A dataset with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Any: ...
+
+
+class KeyedItem(NamedTuple):
+    """An item of a training set with its key: at least 0 and less than 2⁶³, or `NO_KEY`. A stream's has a name too."""
+
+    item: Any
+    key: int
+    name: str = ""
+
+
+class PlainRows(Subset[Any]):
+    """The rows of a dataset with a length, without its other methods.
+
+    Loaders of accelerate call a method ``set_epoch`` whenever they are iterated. That of a dataset that is evaluated
+    would change the epoch of a training on the same dataset.
+    """
+
+    def __init__(self, dataset: SizedDataset) -> None:
+        super().__init__(dataset, range(len(dataset)))  # type: ignore[arg-type]
+
+
+class KeyedRows(PlainRows):
+    """The rows of a dataset with a length, each with its number as the key."""
+
+    def __getitem__(self, row: int) -> KeyedItem:
+        return keyed_rows([super().__getitem__(row)], [row])[0]
+
+    def __getitems__(self, rows: list[int]) -> list[KeyedItem]:
+        return keyed_rows(super().__getitems__(rows), rows)
+
+
+def read_rows(dataset: SizedDataset, rows: Sequence[int]) -> Any:
+    """The items of some rows."""
+    several = getattr(dataset, "__getitems__", None)
+    return several(rows) if callable(several) else [dataset[row] for row in rows]
+
+
+def keyed_rows(items: Sequence[object], rows: Sequence[int]) -> list[KeyedItem]:
+    """The items of some rows, each with its key. An item that stands in for a bad row has none."""
+    replaced = [isinstance(item, Mapping) and item.get("skipped") for item in items]
+    return [KeyedItem(item, NO_KEY if bad else int(row)) for item, bad, row in zip(items, replaced, rows, strict=True)]
+
+
+def set_epoch(dataset: object, epoch: int) -> None:
+    """Calls ``set_epoch`` of a dataset and of all datasets that it wraps, where the method exists."""
+    for part in all_parts(dataset):
+        if callable(method := getattr(part, "set_epoch", None)):
+            method(epoch)
+
+
+def has_epochs(dataset: object) -> bool:
+    """Whether a dataset, or one that it wraps, has a method ``set_epoch``."""
+    return any(callable(getattr(part, "set_epoch", None)) for part in all_parts(dataset))
+
+
+def most_captions(dataset: object) -> int:
+    """The maximum number of captions per image drawn by a dataset or one that it wraps."""
+    return max((getattr(part, "captions_per_image", 1) for part in all_parts(dataset)), default=1)
+
+
+def negative_caption_columns(dataset: object) -> list[str]:
+    """The columns of negative captions of a dataset and of all datasets that it wraps."""
+    columns = (getattr(part, "negative_caption_column", None) for part in all_parts(dataset))
+    return sorted({column for column in columns if column})
+
+
+def gives(dataset: object, key: str) -> bool:
+    """Whether the items of a dataset have this one of the keys that not all datasets give."""
+    return any(key in getattr(part, "optional_keys", ()) for part in all_parts(dataset))
+
+
+def content_fingerprint(dataset: object) -> str:
+    """A fingerprint of the contents of a dataset and of all datasets that it wraps; empty if none has one."""
+    tags = [part.content_fingerprint() for part in all_parts(dataset) if hasattr(part, "content_fingerprint")]
+    return tags[0] if len(tags) == 1 else hashlib.sha256(" ".join(tags).encode()).hexdigest()[:16] if tags else ""
+
+
+def all_parts(dataset: object) -> Iterator[Any]:
+    """A dataset and all datasets that it wraps.
+
+    It looks into the attributes ``dataset`` and ``datasets``, where torch's Subset, ConcatDataset and
+    random_split and accelerate's shards of streams keep them.
+    """
+    pending: list[object] = [dataset]
+    seen: set[int] = set()
+    while pending:
+        part = pending.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        several = getattr(part, "datasets", ())
+        if isinstance(several, Mapping):
+            several = several.values()
+        pending += [getattr(part, "dataset", None), *(several if isinstance(several, Collection) else ())]
+
+
+def check_has_rows(dataset: object) -> None:
+    """Raises a ValueError if a dataset to evaluate is, or wraps, a stream: the last rows would count several times."""
+    if streams := [part for part in all_parts(dataset) if isinstance(part, IterableDataset)]:
+        raise ValueError(
+            f"A {type(streams[0]).__name__} cannot be evaluated, since processes cannot share its rows equally. "
+            'Evaluate a dataset that has a length, such as ImageTextDataset(load_pairs("shards", split="test"), '
+            "all_captions=True), for tar shards as well."
+        )
+
 
 _MOST_OPEN = 128  # parts that a process maps at a time, since each takes a file descriptor
 _ROW = 2**32 - 1  # the lower half of a place, whose upper half is the part

@@ -21,14 +21,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..files.text import counted
 from ..shards.lanes import LaneSource, Piece, SampleOrder
-from ..shards.names import sample_key
+from ..shards.layout import DamagedShardError, sample_key
 from ..shards.opening import digest
-from ..shards.tar_layout import DamagedShardError
-from ..shards.values import counted
 from .collator import DataCollator
 from .images import BadSampleError
-from .keyed import KeyedItem
+from .store import KeyedItem
 
 logger = logging.getLogger(__name__)
 

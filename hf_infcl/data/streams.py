@@ -18,17 +18,16 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..files.text import Url, describe_cause, shortened
 from ..shards.lanes import Shard
+from ..shards.layout import DamagedShardError
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
 from ..shards.readers import Columns, Sample, reader_of
-from ..shards.tar_layout import DamagedShardError
-from ..shards.urls import Url
-from ..shards.values import describe_cause, shortened
-from .augmentation import Augmentation, augment
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
 from .pairs import PairSource, content_pair_id, usable_captions
 from .stream_batches import Share, StreamBatches
+from .transforms import Augmentation, augment
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..hub import not_there
-from ..shards.members import register
-from ..shards.names import IMAGE_EXTENSIONS
+from ..files.hub import not_there
+from ..files.text import Url
+from ..shards.layout import IMAGE_EXTENSIONS, register
 from ..shards.opening import dataset_builder, existing_part, open_shard
 from ..shards.tar_tables import tar_table
-from ..shards.urls import Url
-from .columns import find_column
-from .images import EncodedImage, holds_images, is_value
+from .images import EncodedImage, find_column, holds_images, is_value
 
 if TYPE_CHECKING:
     import datasets

@@ -1,10 +1,23 @@
 """Zero-shot classification, image-text retrieval and the choice of captions from embeddings."""
 
-from .bootstrap import Difference, bounds, count_hits, differences, interval, resampled
-from .captions import WithTextsOnHost, caption_ids, group_by_image, image_of_captions, taken_apart
-from .classification import checked_classes, class_places, distinct, zero_shot_classifier, zero_shot_metrics
+from .intervals import Difference, bounds, count_hits, differences, interval, resampled
 from .metrics import METRICS, Choices, ClassRanks, Found, LabelScores, PairRanks, measured
-from .retrieval import choices, pair_ranks, recall_ceilings, retrieval_metrics
+from .tasks import (
+    WithTextsOnHost,
+    caption_ids,
+    checked_classes,
+    choices,
+    class_places,
+    distinct,
+    group_by_image,
+    image_of_captions,
+    pair_ranks,
+    recall_ceilings,
+    retrieval_metrics,
+    taken_apart,
+    zero_shot_classifier,
+    zero_shot_metrics,
+)
 
 __all__ = [
     "METRICS",

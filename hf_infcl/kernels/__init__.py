@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
-from .blocks import Block, BlockGradients
+from .torch_backend import Block, BlockGradients
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -91,7 +91,7 @@ def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "its kernels compute in float32, and the features are float64"
     try:
-        from . import triton_tiling
+        from . import triton_tiles as triton_tiling
     except ImportError as error:
         return f"the package triton (3.6 or newer) cannot be imported ({error})"
     if triton_tiling.INTERPRETED:

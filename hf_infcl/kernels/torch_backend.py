@@ -1,4 +1,6 @@
-"""Computes blocks in plain torch, tile by tile, on CPU, MPS and GPUs without Triton; see the package for the terms.
+"""The arguments that the operators of the package have in common; it explains their terms.
+
+Computes blocks in plain torch, tile by tile, on CPU, MPS and GPUs without Triton; see the package for the terms.
 
 A tile has at most `TILE_ELEMENTS` logits (`TILE_ELEMENTS_GPU` on devices other than CPUs). The memory beyond inputs and
 outputs is therefore constant, about six such tiles in fp32, regardless of the size of the block. Logits, statistics and
@@ -8,12 +10,32 @@ sums are fp32, or fp64 for fp64 inputs. Products in half precision accumulate in
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import Block, BlockGradients
+
+class Block(NamedTuple):
+    """A block of m images and n texts."""
+
+    x: Tensor  # [m, D]
+    y: Tensor  # [n, D]
+    scale: Tensor  # a scalar
+    ids_x: Tensor | None = None  # [m] int32
+    ids_y: Tensor | None = None  # [n] int32
+    diagonal: int | None = None
+    equal_are_positive: bool = False
+
+
+class BlockGradients(NamedTuple):
+    """Where the products of the coefficients go, or are added if they accumulate."""
+
+    grad_x: Tensor | None  # [m, D]; None if it is not needed
+    grad_y: Tensor | None  # [n, D]
+    accumulate: bool
+
 
 TILE_ELEMENTS = 1 << 20  # 4 MiB of fp32 logits, about a CPU core's cache; several tiles are alive at once
 TILE_ELEMENTS_GPU = 1 << 24  # it takes larger products to keep a GPU busy

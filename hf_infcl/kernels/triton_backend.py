@@ -29,9 +29,8 @@ import triton
 from torch import Tensor
 
 from . import triton_sigmoid, triton_softmax, triton_tiles
-from .blocks import Block, BlockGradients
-from .triton_operands import PAIRS, Operands
-from .triton_tiling import INTERPRETED, boxes, cdiv
+from .torch_backend import Block, BlockGradients
+from .triton_tiles import INTERPRETED, PAIRS, Operands, boxes, cdiv
 
 WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much would be 0 to 5% faster on an H200
 # This workspace holds chunks of 8,192 × 16,384 coefficients in half precision. The products of each chunk read and

@@ -1,5 +1,10 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
-"""Tiles of logits: the device code that the kernels of both losses share.
+"""How a device divides blocks into tiles and tiles among programs, and descriptors for boxes of memory.
+
+Nothing is tuned at run time: the tiling depends on the architecture alone. On Hopper it was chosen by measurement. On
+other architectures tiles are as large as fits; the tests compile them for Ampere and AMD's CDNA 3 but never run them.
+
+
+Tiles of logits: the device code that the kernels of both losses share.
 
 A block has m images and n texts, with the cosines a_ij = x_i·y_j and the logits z_ij = s·a_ij (+ b). The logits are
 never stored: a kernel computes a tile of them ([BM, BN], on tensor cores, in registers), uses it and discards it. A
@@ -23,10 +28,100 @@ explained in its file. For small blocks and for fp32 features, the softmax loss 
 fp32 features are given as sums of bfloat16 parts (`triton_operands.in_parts`). The parts of a row are concatenated in
 such an order that a single product along the row adds up the products of all pairs of parts. The pair of the largest
 parts comes last, in the last CAREFUL steps of BK elements. CAREFUL is 0 for features in half precision.
-"""
 
+
+Converts features to the form that the tensor-core kernels take, and finds the tiles that have to compare ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .torch_backend import Block
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The shape of tiles, and how many programs a device runs at a time."""
+
+    tile: int  # rows and columns of a tile
+    step: int  # elements of each row of features that are multiplied at a time
+    warps: int
+    stages: int  # depth of the software pipeline: the number of steps whose features are in shared memory at a time
+    slots: int  # programs that run at the same time
+
+    @functools.lru_cache  # noqa: B019 (tilings live as long as the module)
+    def launches(self, m: int, n: int, longest: int, together: int = 1) -> tuple[int, int, int]:
+        """The number of row tiles, the number of column blocks, and the row tiles of a band.
+
+        The band is the one with the shortest estimated time; a last wave that is nearly empty counts against it.
+
+        Args:
+            longest: the largest number of row tiles of a band.
+            together: the number of bands of one column block that each launched program computes.
+        """
+        tiles, blocks = cdiv(m, self.tile), cdiv(n, self.tile)
+
+        def time(band: int) -> int:  # in units of one tile; starting a program takes as long as one tile
+            return cdiv(blocks * cdiv(tiles, band * together), self.slots // together) * (band * together + 1)
+
+        return tiles, blocks, min(range(1, min(longest, cdiv(tiles, together)) + 1), key=time)
+
+    def span(self, band: int) -> int:
+        """The rows of a band of so many row tiles, rounded up to a power of two of tiles."""
+        return self.tile << (band - 1).bit_length()
+
+
+@functools.lru_cache
+def tiling_for(device: torch.device, parts: int) -> Tiling:
+    """The tiling of a device for features that are split into this many parts (`triton_operands.in_parts`)."""
+    if INTERPRETED:
+        return Tiling(tile=32, step=32, warps=1, stages=1, slots=4)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if torch.version.hip is not None:
+        return Tiling(tile=64, step=64, warps=4, stages=2, slots=4 * processors)
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return Tiling(tile=128, step=32, warps=8, stages=4, slots=processors)
+    # Hopper and newer: with 3 stages of 32 KiB, the shared memory of a multiprocessor has room for two programs.
+    if parts == 1:
+        return Tiling(tile=128, step=64, warps=4, stages=3, slots=2 * processors)
+    # The sums of fp32 features take twice the registers (`triton_tiles.tile_product`), so programs have twice the
+    # threads.
+    return Tiling(tile=128, step=64, warps=8, stages=3, slots=processors)
+
+
+def boxes(matrix: Tensor, rows: int, columns: int) -> Any:
+    """A matrix in the form in which kernels read or write boxes [rows, columns]: with a TMA descriptor from Hopper on.
+
+    On other devices it is the matrix, its numbers of rows and columns, and the stride of its rows.
+    """
+    if has_descriptors(matrix.device):
+        return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns])
+    # Triton emulates descriptors here, but loads single elements because it does not know their alignment.
+    return matrix, len(matrix), matrix.shape[1], matrix.stride(0)
+
+
+@functools.lru_cache
+def has_descriptors(device: torch.device) -> bool:
+    return INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)  # triton.cdiv takes microseconds on the host, and a block needs it a dozen times
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives on a diagonal: far from every tile
@@ -230,3 +325,122 @@ def thread_sums(tile, BM: tl.constexpr, BN: tl.constexpr):
 def whole_sum(sums):
     """The total of the `thread_sums` [BM / 16, 8, 4], a scalar."""
     return tl.sum(tl.sum(tl.sum(sums, 2), 1), 0)
+
+
+# The pairs of parts (of x, of y) that are multiplied. The largest product comes last, because the rounding error of
+# each addition on tensor cores is proportional to the sum so far.
+PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The operands of all kernels for a block of m images and n texts."""
+
+    x: Tensor  # [m, pairs · D'], rows contiguous and a multiple of 16 bytes long
+    y: Tensor  # [n, pairs · D']
+    dimension: int  # D
+    parts: int  # the number of parts that add up to an element; more than 1 for fp32 features
+    ids_x: Tensor | None  # [m] int32
+    ids_y: Tensor | None  # [n] int32
+    equal: int  # the meaning of equal ids: one of the three constants of `triton_tiles`
+    overlaps: Tensor | None  # [column blocks, 2] int32: where equal ids may be (`triton_tiles.id_overlaps`)
+    diagonal: int
+    tiling: Tiling
+
+    @classmethod
+    def of(cls, block: Block) -> Operands:
+        x, y, parts = _features(block.x, block.y)
+        tiling, dimension = tiling_for(x.device, parts), block.x.shape[1]
+        place = NOWHERE.value if block.diagonal is None else block.diagonal
+        if block.ids_x is None or block.ids_y is None:
+            return cls(x, y, dimension, parts, None, None, NO_IDS.value, None, place, tiling)
+        ids_x, ids_y = block.ids_x.contiguous(), block.ids_y.contiguous()
+        blocks = cdiv(len(y), tiling.tile)
+        overlaps = torch.empty(blocks, 2, dtype=torch.int32, device=x.device)
+        id_overlaps[(blocks,)](
+            *(ids_x, ids_y, overlaps, len(x), len(y), place), BM=tiling.tile, BN=tiling.tile, STRIP=1024
+        )
+        equal = POSITIVE if block.equal_are_positive else EXCLUDED
+        return cls(x, y, dimension, parts, ids_x, ids_y, equal.value, overlaps, place, tiling)
+
+    def part(self, rows: slice, columns: slice) -> Operands:
+        """The operands of a part of the block. The part begins at the first row and column of a tile."""
+        tile = self.tiling.tile
+        return dataclasses.replace(
+            self,
+            x=self.x[rows],
+            y=self.y[columns],
+            ids_x=None if self.ids_x is None else self.ids_x[rows],
+            ids_y=None if self.ids_y is None else self.ids_y[columns],
+            overlaps=None if self.overlaps is None else self.overlaps[columns.start // tile :] - rows.start // tile,
+            diagonal=self.diagonal + rows.start - columns.start,
+        )
+
+    def features(self) -> tuple[Any, Any]:
+        """x and y in the form in which kernels read boxes."""
+        tile, step = self.tiling.tile, self.tiling.step
+        return boxes(self.x, tile, step), boxes(self.y, tile, step)
+
+    def constants(self) -> dict[str, Any]:
+        """The compile-time constants of all kernels, and Triton's options."""
+        # Triton 3.6 cannot pipeline a loop with a single step, so no loop of `triton_tiles.tile_product` has only one.
+        # For short features the second step reads zeros, which follow the end of each row.
+        length, step = self.x.shape[1], self.tiling.step
+        steps = max(2, cdiv(length, step))
+        careful = 0  # the number of last steps that contain all elements of the last pair of parts
+        if self.parts > 1:
+            careful = max(2, steps - (length - length // len(PAIRS[self.parts])) // step)
+            careful += steps - careful == 1
+        return {
+            "CAREFUL": careful,
+            "K": steps * step,
+            "BK": step,
+            "num_warps": self.tiling.warps,
+            "num_stages": self.tiling.stages,
+            "enable_fp_fusion": self.parts == 1,  # see triton_softmax.exp
+        }
+
+
+def _features(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Features in the form that tensor cores and descriptors need, and the number of parts of each element.
+
+    If there are several parts, they are concatenated along D such that a single product of x and y is the sum of the
+    products of all pairs of parts.
+    """
+    if x.dtype != torch.float32:
+        return _aligned(x), _aligned(y), 1
+    # torch.get_float32_matmul_precision() raises an error if the precision was set through this newer attribute.
+    parts = 2 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 3
+    order_x, order_y = zip(*PAIRS[parts], strict=True)
+    return in_parts(x, parts, order_x), in_parts(y, parts, order_y), parts
+
+
+def in_parts(t: Tensor, parts: int, order: tuple[int, ...]) -> Tensor:
+    """[m, D] fp32 to [m, len(order) · D'] bfloat16, where D' is D rounded up to a multiple of 8.
+
+    Each element of t is rounded to a sum of ``parts`` bfloat16 numbers, from part 0, the largest, to the smallest.
+    ``order`` lists the parts to concatenate.
+    """
+    m, dimension = t.shape
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    out = torch.zeros(m, len(order), cdiv(dimension, 8) * 8, dtype=dtype, device=t.device)
+    for part in range(parts):
+        rounded = t.to(torch.bfloat16)
+        for i, wanted in enumerate(order):
+            if wanted == part:
+                out[:, i, :dimension] = rounded
+        t = t - rounded
+    return out.view(m, -1)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """``t`` itself if its rows are aligned to 16 bytes, as descriptors require; otherwise a copy padded with zeros."""
+    if INTERPRETED and t.dtype == torch.bfloat16:
+        t = t.float()  # the interpreter cannot multiply bfloat16
+    m, dimension = t.shape
+    unit = 16 // t.element_size()
+    if t.stride(1) == 1 and t.stride(0) >= dimension and t.stride(0) % unit == 0 and t.data_ptr() % 16 == 0:
+        return t
+    out = t.new_zeros(m, cdiv(dimension, unit) * unit)
+    out[:, :dimension] = t
+    return out

@@ -1,7 +1,6 @@
 """The contrastive loss of a batch that is spread over processes."""
 
-from .contrastive import contrastive_loss, local_contrastive_loss
-from .module import ContrastiveLoss
+from .contrastive import ContrastiveLoss, contrastive_loss, local_contrastive_loss
 from .objectives import OBJECTIVES
 from .strategies import STRATEGIES
 

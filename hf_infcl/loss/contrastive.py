@@ -1,4 +1,6 @@
-"""The exact contrastive loss of a batch that is spread over processes, as a differentiable function."""
+"""The exact contrastive loss of a batch that is spread over processes, as a differentiable function.
+
+`contrastive_loss` as an `nn.Module`, with the call of OpenCLIP's losses."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import kernels
 from ..processes.collectives import Arriving, Processes
@@ -25,7 +27,7 @@ RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 320e9, 560e9
 
 _NO_SECOND_DERIVATIVE = (
     "contrastive_loss has no second derivative, so its backward cannot run with create_graph=True. For a gradient "
-    "penalty or a Hessian use hf_infcl.reference.contrastive_loss, which stores all logits."
+    "penalty or a Hessian use hf_infcl.loss.reference.contrastive_loss, which stores all logits."
 )
 
 
@@ -47,8 +49,8 @@ def contrastive_loss(
 ) -> Tensor:
     """Computes the contrastive loss of the global batch, that is of the images and texts of all processes.
 
-    The result equals `hf_infcl.reference.contrastive_loss` of the concatenated arguments of all processes. The logits
-    z_ij = logit_scale · x_i·y_j + logit_bias are computed in tiles and never stored as a matrix.
+    The result equals `hf_infcl.loss.reference.contrastive_loss` of the concatenated arguments of all processes.
+    The logits z_ij = logit_scale · x_i·y_j + logit_bias are computed in tiles and never stored as a matrix.
 
     By default, image i and text i of a process are a pair, and every other text of the global batch is a negative of
     the image. With ``image_ids`` and ``text_ids``, an image and a text belong together if their ids are equal, even
@@ -303,3 +305,49 @@ def _evaluate(
 def _scaled(products: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """factor · products in the dtype, without a copy in between."""
     return torch.mul(products, factor, out=torch.empty_like(products, dtype=dtype))
+
+
+class ContrastiveLoss(nn.Module):
+    """The exact loss of the global batch, in place of OpenCLIP's ``ClipLoss`` and ``SigLipLoss``.
+
+    In OpenCLIP's training script ``open_clip_train/main.py``, it replaces the line ``loss = create_loss(args)``:
+
+        loss = ContrastiveLoss("sigmoid" if args.siglip else "softmax")
+
+    The batch is shared by torch.distributed's default group, so neither rank nor world_size has to be passed. Every
+    process returns the loss of the global batch, and DDP's average of the gradients is the gradient of that loss. The
+    guide ``hf_infcl/loss/README.md`` says which of OpenCLIP's flags give this gradient with OpenCLIP's own losses.
+
+    Args:
+        objective: ``"softmax"``, like ClipLoss, or ``"sigmoid"``, like SigLipLoss.
+        **options: keyword arguments for every call of `hf_infcl.contrastive_loss`, such as ``strategy``.
+
+    Raises:
+        ValueError: when called, in the same cases as `hf_infcl.contrastive_loss`.
+    """
+
+    def __init__(self, objective: str = "softmax", **options: Any) -> None:
+        super().__init__()
+        self.objective, self.options = objective, options
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """Returns the loss of the global batch, a scalar; with ``output_dict``, ``{"contrastive_loss": loss}``.
+
+        Args:
+            image_features: [b, D], the normalised images of this process; b may differ between processes.
+            text_features: [b, D], their texts, also normalised.
+            logit_scale: one element, the multiplier of the cosines (already exponentiated).
+            logit_bias: one element; None means 0.
+            output_dict: whether to return a dictionary, which OpenCLIP's training loop requests.
+        """
+        loss = contrastive_loss(
+            image_features, text_features, logit_scale, logit_bias, objective=self.objective, **self.options
+        )
+        return {"contrastive_loss": loss} if output_dict else loss

@@ -11,7 +11,7 @@ from .batch import Terms
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss of a batch. `hf_infcl.reference.DEFINITIONS` has its definition under the same name.
+    """A loss of a batch. `hf_infcl.loss.reference.DEFINITIONS` has its definition under the same name.
 
     Attributes:
         of_pairs: computes it for pairs; called by `one_positive.evaluate`.

@@ -1,6 +1,6 @@
 """Both losses for images and texts whose equal ids are positives: an image or text may have several, one or none.
 
-`hf_infcl.reference` defines these losses; the softmax loss is UniCL's (arXiv 2204.03610). Consider a row i with
+`hf_infcl.loss.reference` defines these losses; the softmax loss is UniCL's (arXiv 2204.03610). Consider a row i with
 K_i >= 1 positives, and the differences d_ij = z_ij - r_i from a pivot r_i, the logit of some cell in the row. With
 
     N = log Σ_negatives exp(d_ij), P = log Σ_positives exp(d_ij), Z = Σ_positives d_ij,

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
 
 from .declaring import refuse
-from .theirs import CHECKPOINTING
+from .facts import CHECKPOINTING
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps

@@ -1,14 +1,28 @@
-"""Reads what the options of a training declare: those of this package, and transformers.TrainingArguments."""
+"""Reads what the options of a training declare: those of this package, and transformers.TrainingArguments.
+
+The options of transformers.TrainingArguments without torch, whose import takes seconds.
+
+Their names, types, defaults and helps are in a file, which ``python tests/helpers/theirs.py`` writes. A name that the
+installed release has and the file lacks is accepted, see `hf_infcl.cli.parser`.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, make_dataclass
+from functools import cache
 from numbers import Integral, Real
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import (
+    Any,
+    ClassVar,
+    Literal,  # noqa: F401
+    Protocol,
+)
 
-from .declaring import Facts, declared_facts, holds, refuse, spelled
-from .theirs import facts_of_theirs
+from .contrastive import ContrastiveOptions
+from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, declared_facts, field_of, holds, refuse, spelled
 
 LARGEST = 2**40  # of pairs, steps or whatever a whole number counts
 
@@ -80,3 +94,64 @@ def values_of_card(args: Options) -> Iterator[tuple[str, str, Any]]:
     for name, value in changed_options(args, type(args)).items():
         if facts[name].card:
             yield name, facts[name].card, value
+
+
+FILE = Path(__file__).with_name("transformers_options.json")
+
+# By the beginnings of their names. Other options, such as those that a later release may add, decide what is trained.
+# Those of a machine say where or how fast something is computed, and machines of one training may differ in them.
+_OF_A_MACHINE = tuple(
+    """
+    dataloader_ debug disable_tqdm fsdp_config hub_ local_rank log_level log_on_ logging_dir output_dir
+    project push_to_hub report_to run_name tf32 trackio_
+    """.split()
+)
+_UNDECISIVE = tuple(
+    """
+    _ accelerator_config activation_checkpointing auto_find_batch_size average_tokens_ batch_eval_metrics ddp_ deepspeed
+    do_ enable_jit_ eval_ fsdp full_determinism gradient_ greater_is_better ignore_data_skip include_ label_names
+    length_column_name liger_ load_best_model_at_end log_ logging_ no_cuda overwrite_output_dir parallelism_config
+    per_device_ prediction_loss_only restore_callback_ resume_ save_ skip_memory_ torch_compile torch_empty_ use_cache
+    use_cpu use_liger
+    """.split()
+)
+# torch would refuse other numbers only after the data are open, and without the option's name, or not at all.
+_WITHIN = {
+    "adam_beta1": SHARE,
+    "adam_beta2": SHARE,
+    "dataloader_num_workers": FROM_0,
+    "max_steps": Range(Real, "more than 0, or -1 to train num_train_epochs", lambda value: value != 0),
+    "dataloader_prefetch_factor": FROM_1,
+    "ddp_timeout": Range(Real, "a number of at least 1", lambda value: value >= 1),
+    "max_grad_norm": Range(Real, "a number of at least 0 (0 disables clipping)", lambda value: value >= 0),
+    **dict.fromkeys(("adam_epsilon", "learning_rate", "warmup_steps", "weight_decay"), FINITE),
+    **dict.fromkeys(("per_device_eval_batch_size", "save_total_limit"), FROM_1),
+}
+_CHOICES = {"train_sampling_strategy": ("random", "sequential")}  # a batch must not be selected by length
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
+
+
+def facts_of_theirs(name: str) -> Facts:
+    """The facts of an option of transformers.TrainingArguments."""
+    one_machine = name.startswith(_OF_A_MACHINE)
+    needs = name.removesuffix("_kwargs") if name.startswith(CHECKPOINTING) and name.endswith("_kwargs") else ""
+    decides = not one_machine and not name.startswith(_UNDECISIVE)
+    return Facts(decides, one_machine, _CHOICES.get(name, ()), _WITHIN.get(name), needs)
+
+
+def release_of_file() -> str:
+    """The release of transformers whose options the file has."""
+    return str(json.loads(FILE.read_text(encoding="utf-8"))["release"])
+
+
+@cache
+def of_transformers() -> type:
+    """A dataclass with the fields of transformers.TrainingArguments that this package does not declare itself."""
+    ours = {one.name for one in fields(ContrastiveOptions)}
+    declared: list[tuple[str, Any, Any]] = []
+    for name, one in json.loads(FILE.read_text(encoding="utf-8"))["options"].items():
+        kind, default = one.pop("type"), one.pop("default")
+        declared += [(name, kind, field_of(default, one))] * (name not in ours)
+    # The types are text, which is evaluated in this module.
+    space = {"_argument_group_name": "The training (transformers.TrainingArguments)", "__module__": __name__}
+    return make_dataclass("TheirOptions", declared, namespace=space)

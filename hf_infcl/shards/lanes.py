@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .names import sample_key
+from ..files.text import counted
+from .layout import DamagedShardError, sample_key
 from .readers import Reader, Sample
-from .tar_layout import DamagedShardError
-from .values import counted
 
 _MAX_EMPTY_PASSES = 100
 

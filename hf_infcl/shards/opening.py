@@ -17,8 +17,8 @@ import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from ..hub import hub_answers, hub_asked_once, not_there
-from .urls import Url, without_secrets
+from ..files.hub import hub_answers, hub_asked_once, not_there
+from ..files.text import Url, without_secrets
 
 logger = logging.getLogger(__name__)
 

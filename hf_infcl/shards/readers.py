@@ -17,11 +17,10 @@ import pyarrow
 import pyarrow.parquet
 import pyarrow.types as types
 
-from .names import IMAGE_EXTENSIONS, apart, dots_in
+from ..files.text import counted, json_object, listed, shortened
+from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, split_name, tar_members, tar_samples, truncated
 from .opening import open_shard
-from .tar_layout import DamagedShardError, split_name, tar_members, tar_samples, truncated
 from .tar_tables import tar_table
-from .values import counted, json_object, listed, shortened
 
 if TYPE_CHECKING:
     import datasets

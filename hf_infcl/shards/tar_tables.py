@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow
 
-from .members import member_url, register
-from .names import IMAGE_EXTENSIONS
+from ..files.text import ERRORS, describe_cause, is_unicode, json_object, shortened
+from .layout import IMAGE_EXTENSIONS, DamagedShardError, member_url, register, tar_samples
 from .opening import content_tag, digest, open_shard
-from .tar_layout import DamagedShardError, tar_samples
-from .values import ERRORS, describe_cause, is_unicode, json_object, shortened
 
 if TYPE_CHECKING:
     import datasets

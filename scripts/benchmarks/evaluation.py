@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.data import ContrastiveCollator, ZeroShotDataset
 from hf_infcl.data import images as decoding
-from hf_infcl.encoders.fused_layers import can_fuse, fuse_layers
-from hf_infcl.training.prompts import class_vectors
+from hf_infcl.models.layers import can_fuse, fuse_layers
+from hf_infcl.trainer.evaluating import class_vectors
 
 from . import common, data, inputs
 from .common import RESULTS, Row

@@ -5,7 +5,7 @@
 
 Nothing runs but the step: weights and gradients are random, and gradients are the same on every process, as after DDP.
 ``AdamW`` is torch's fused AdamW for all parameters. The others update the matrices with Muon and the rest with fused
-AdamW: ``torch Muon`` is `torch.optim.Muon`; ``hf_infcl`` is `hf_infcl.optimizers.MuonAdamW`, whose processes share the
+AdamW: ``torch Muon`` is `torch.optim.Muon`; ``hf_infcl`` is `hf_infcl.optim.MuonAdamW`, whose processes share the
 matrices; with ``redundant`` each of them orthogonalises all, and with ``compiled`` the iteration runs under
 torch.compile. ``state_mib`` is the optimizer's state, ``peak_mib`` the memory of a step beyond weights, gradients and
 state, ``difference`` the largest relative difference of a matrix's first update from that of `torch.optim.Muon`.
@@ -23,7 +23,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_infcl.optimizers import MuonAdamW, muon_adamw, parameter_groups
+from hf_infcl.optim import MuonAdamW, parameter_groups
+from hf_infcl.optim import muon as muon_adamw
 from hf_infcl.processes.collectives import Processes
 
 from . import common, inputs

@@ -17,12 +17,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-import hf_infcl.windows.step
-import hf_infcl.windows.window
+import hf_infcl.step.step
+import hf_infcl.step.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.patch_dropout import PatchDropout
-from hf_infcl.windows.terms import TeacherDistance
+from hf_infcl.models.dual_encoder import DualEncoder, PatchDropout
+from hf_infcl.step.terms import TeacherDistance
 
 from . import peers
 from .inputs import Batch, Loader, Normaliser, Padded, PaddedNormaliser, sizes_of
@@ -196,7 +195,7 @@ class OpenCLIPTrainer(PlainTrainer):
 
 
 class InBatch:
-    """A `hf_infcl.windows.terms.Teacher` whose embeddings are in the batch, as stored ones are."""
+    """A `hf_infcl.step.terms.Teacher` whose embeddings are in the batch, as stored ones are."""
 
     names = ("stored_images", "stored_texts")
     width, options, words = None, MappingProxyType({}), "stored"
@@ -212,7 +211,7 @@ class PooledInfCLTrainer(InfCLTrainer):
     pool: list[Batch]
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Any]:
-        with hf_infcl.windows.step.record_function("infcl: data"):
+        with hf_infcl.step.step.record_function("infcl: data"):
             return super().get_batch_samples(*args)
 
     def get_train_dataloader(self) -> Any:
@@ -291,10 +290,10 @@ def train(
             trainer.data_collator = parts[in_uint8, by_default]()
         trainer.remove_callback(transformers.PrinterCallback)
         if loss is not None:
-            window = hf_infcl.windows.window
+            window = hf_infcl.step.window
             stack.enter_context(mock.patch.object(window, "contrastive_loss", clock.recorded(loss)))
         if phases is not None:
-            stack.enter_context(mock.patch.object(hf_infcl.windows.step, "record_function", phases.phase))
+            stack.enter_context(mock.patch.object(hf_infcl.step.step, "record_function", phases.phase))
         trainer.train()
         return clock, trainer
 

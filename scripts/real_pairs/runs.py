@@ -31,10 +31,10 @@ from benchmarks.common import environment
 from torch import Tensor
 
 from hf_infcl import InfCLTrainingArguments
-from hf_infcl.checkpoints.averages import interpolated
-from hf_infcl.windows.extensions import of_kind
-from hf_infcl.windows.selection import WithoutNoisyPairs
-from hf_infcl.windows.terms import SIDES, TeacherDistance
+from hf_infcl.quality.averages import interpolated
+from hf_infcl.step.extensions import of_kind
+from hf_infcl.step.selection import WithoutNoisyPairs
+from hf_infcl.step.terms import SIDES, TeacherDistance
 from real_pairs import pretrained_towers
 from real_pairs.in_memory import prepare, to_device
 from real_pairs.training import SETS, Row, Run, compile_layers, measure, new_model, recalls, train

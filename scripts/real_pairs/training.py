@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
-from hf_infcl.optimizers import MuonAdamW, parameter_groups
+from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.optim import MuonAdamW, parameter_groups
 
 from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, normalised
 from .swaps import KINDS

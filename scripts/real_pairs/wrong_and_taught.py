@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
-from hf_infcl.passes.grad_cache import Features
+from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.processes.collectives import Processes
-from hf_infcl.tools.scoring.ledger import probability_wrong
-from hf_infcl.windows.selection import WithoutNoisyPairs, mean_of_trained
+from hf_infcl.quality.ledger import probability_wrong
+from hf_infcl.step.grad_cache import Features
+from hf_infcl.step.selection import WithoutNoisyPairs, mean_of_trained
 
 from .in_memory import normalised
 

@@ -17,8 +17,8 @@ import torch
 import yaml
 from filelock import FileLock
 
-from hf_infcl.tools import cli
-from hf_infcl.tools.publishing import callback
+from hf_infcl import cli
+from hf_infcl.card import callback
 
 from .guides import ROOT
 from .processes import without_os_exit

@@ -20,7 +20,7 @@ SLICES = 4  # slices of each factor of a matrix product: 4 times 20 bits or more
 def loss_and_gradients(
     arguments: dict[str, Tensor], scale: float, bias: float, objective: str
 ) -> tuple[Array, dict[str, Array]]:
-    """`hf_infcl.reference.contrastive_loss` and its derivatives, written out. It takes the same arguments.
+    """`hf_infcl.loss.reference.contrastive_loss` and its derivatives, written out. It takes the same arguments.
 
     Returns:
         The loss, and the gradients under the names of their arguments; all in longdouble.

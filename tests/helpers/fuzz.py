@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_infcl import contrastive_loss, reference
+from hf_infcl import contrastive_loss
 from hf_infcl.kernels import torch_backend
-from hf_infcl.loss import OBJECTIVES, STRATEGIES
+from hf_infcl.loss import OBJECTIVES, STRATEGIES, reference
 
 from . import extended
 from .numerics import features

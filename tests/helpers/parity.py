@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.model_types import TOWERS
-from hf_infcl.encoders.patch_dropout import PatchDropout
-from hf_infcl.loss import OBJECTIVES
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+from hf_infcl.loss import OBJECTIVES, reference
+from hf_infcl.models.dual_encoder import DualEncoder, PatchDropout
+from hf_infcl.models.model_types import TOWERS
 
 from . import models
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.micro_batches import repeating
+from hf_infcl.step import micro_batches as repeating
 
 END = 3  # the token with which CLIP's texts end; SigLIP's need none
 OPERATIONS = 6e14  # of a step, at most: one to two seconds of an H100

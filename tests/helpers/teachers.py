@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_infcl import ContrastiveCollator
-from hf_infcl.encoders.dual_encoder import NO_TEXTS, DualEncoder
-from hf_infcl.windows.terms import SIDES, TeacherDistance
+from hf_infcl.models.dual_encoder import NO_TEXTS, DualEncoder
+from hf_infcl.step.terms import SIDES, TeacherDistance
 
 
 class Running:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.models.dual_encoder import DualEncoder
 
 ALLOWED_GROWTH = {"resident MiB": 8.0, "allocated MiB": 0.1}  # nothing else may grow
 

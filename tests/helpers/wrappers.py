@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from accelerate.utils import compare_versions
 
-from hf_infcl.encoders.sharding import FSDP_SINCE
+from hf_infcl.models.sharding import FSDP_SINCE
 
 needs_fsdp = pytest.mark.skipif(
     compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),

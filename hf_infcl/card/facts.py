@@ -1,0 +1,400 @@
+"""The facts about a training run, stored as JSON beside the model so that its card can be rewritten at any time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import TrainerState
+
+from .. import __version__
+from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..data.replay import Replayed
+from ..evaluation.metrics import score_if_measured
+from ..files.text import Url, without_secrets
+from ..quality.averages import Averaged, Measured
+from ..shards.opening import digest
+from ..trainer.loaders import drawn_texts
+from ..trainer.loop_events import trained_seconds
+from .settings import highest_rates, training_settings
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import InfCLTrainer
+
+
+FACTS_FILE = "training_record.json"
+_END = "train_runtime"  # Trainer logs it when a training has ended, before it loads the best weights
+_FILES = re.compile(r"[{*?\[]|\.(tar|parquet)$")  # shards, which belong to the folder that holds them
+SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds these to the metrics of an evaluation
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that was trained on.
+
+    Raises:
+        ValueError: ``dataset`` is a URL, or should be a Hub id and cannot be one.
+    """
+
+    dataset: str  # Hub id, or the last part of a local path. `source_name` finds both
+    on_hub: bool  # whether ``dataset`` is a Hub id, which the card links
+    split: str = "train"
+    license: str | None = None  # the licence that the Hub states; None if it states none
+    weight: float | None = None  # the share of the samples in a mixture of several sources; None for a single source
+
+    def __post_init__(self) -> None:
+        _check_name(self.dataset, self.on_hub)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The measurements on one dataset.
+
+    Raises:
+        ValueError: as for a `Source`.
+    """
+
+    dataset: str  # Hub id, or the last part of a local path
+    on_hub: bool  # whether ``dataset`` is a Hub id
+    split: str
+    size: int  # the number of images
+    key: str  # its name in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``
+    # What `InfCLTrainer.evaluate` returns, without prefixes: zero-shot accuracies, or loss and recalls.
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    templates: Sequence[str] = ()  # the prompts of a zero-shot classification; empty for image-text pairs
+    class_names: Sequence[str] = ()  # the names of its classes; empty for image-text pairs
+    guard: bool = False  # whether the set serves to show what the training makes worse
+    before: Mapping[str, float] = field(default_factory=dict)  # its metrics before the training, if they were measured
+    step: int | None = None  # the step whose weights were measured; None if it is not known
+    revision: str | None = None  # of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy
+    column: str | None = None  # of the captions, where the same images are measured with those of several columns
+
+    def __post_init__(self) -> None:
+        _check_name(self.dataset, self.on_hub)
+
+    @property
+    def commit(self) -> str | None:
+        """The revision if it is a commit on the Hub."""
+        return None if self.revision is None or ":" in self.revision else self.revision
+
+    @property
+    def part(self) -> str:
+        """Which part of the dataset it is, in words."""
+        return f"split {self.split}" + (f", column {self.column}" if self.column else "")
+
+    @property
+    def score(self) -> float | None:
+        return score_if_measured(self.metrics)
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """Every fact that a model card states about a training run; values that do not apply are None or empty."""
+
+    name: str
+    location: str  # the argument of ``from_pretrained`` in the card's example
+    model_class: str  # the class of transformers that loads the model, "CLIPModel"
+    start: str  # the checkpoint that the training started from: Hub id, or the last part of a local path
+    start_on_hub: bool
+    sources: Sequence[Source]
+    objective: str  # "softmax" or "sigmoid"
+    strategy: str  # how the processes shared a batch
+    per_device_batch_size: int  # the global batch is the product of this one and the next two
+    accumulation_steps: int
+    processes: int
+    steps: int  # of the optimizer
+    seconds: float  # of the training, including the time before an interruption
+    device: str  # the name of the processor, "NVIDIA H200" or "CPU"
+    versions: Mapping[str, str]  # of the packages, by name
+    random_start: bool = False  # whether the weights of the start were random, as far as its temperature shows it
+    revision: str | None = None  # the branch of the Hub repository that holds the model; None for the main branch
+    samples: int | None = None  # the pairs seen, if the global batches had several sizes; None if all had this one
+    pairs: int | None = None  # images with captions in all sources together; None for a stream of unknown length
+    adapter: bool = False  # whether the repository holds an adapter (LoRA) instead of the whole model
+    pair_id_column: str | None = None  # pairs with equal values in this column were not each other's negatives
+    equal_ids: str = "exclude"  # "positive" if pairs with equal values, and all captions of an image, were positives
+    captions_per_image: int | None = 1  # drawn per image and epoch, at most; None for all that each item has
+    negative_caption_column: str | None = None  # of captions that were negatives of all images
+    caption_limit: int | None = None  # the tokens of a caption that the model reads, if known; the rest is cut off
+    cut_captions: Mapping[str, float] = field(default_factory=dict)  # the shares of longer ones, by their dataset
+    replayed: int = 0  # the old pairs in each global batch, which are not among ``pairs``
+    replay_sources: Sequence[Source] = field(default_factory=list)
+    frozen: str | None = None  # the tower that did not train, "image" or "text"
+    settings: Mapping[str, str] = field(default_factory=dict)  # further rows of the training table, by name
+    peak_memory: int | None = None  # the largest memory of one GPU in bytes, None on CPUs
+    skipped: int = 0  # how many times a bad sample was replaced or left out
+    evaluations: Sequence[Evaluation] = ()
+    measured_during_training: bool = False  # whether the same sets were evaluated during the training
+    # The scores of evaluation sets with only the first dimensions of the embeddings, by the set and their number.
+    scores_by_width: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    best: bool = False  # whether the weights are those of the best evaluation, which Trainer loads at the end
+    average: Averaged | None = None  # with the start, whose weights the model holds; None if it holds the trained ones
+    planned_steps: int | None = None  # to which shares in ``settings`` apply, if the training has not made all of them
+    rates: Mapping[str, float] = field(default_factory=dict)  # see `settings.highest_rates`
+    content: str = ""  # `content_of` the training set without old pairs; empty if it is not known
+
+    @property
+    def global_batch_size(self) -> int:
+        """The pairs of one contrastive batch."""
+        return self.per_device_batch_size * self.accumulation_steps * self.processes
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the facts into the folder, as `FACTS_FILE`."""
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
+        Path(folder, FACTS_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TrainingFacts:
+        """Reads the facts of a folder; raises a ValueError if it has none, or they cannot be read."""
+        path = Path(folder, FACTS_FILE)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["sources"] = [Source(**source) for source in values["sources"]]
+            values["replay_sources"] = [Source(**source) for source in values.get("replay_sources", ())]
+            values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
+            if (average := values.get("average")) is not None:
+                average["measured"] = [Measured(**one) for one in average["measured"]]
+                values["average"] = Averaged(**average)
+            known = {one.name for one in fields(cls)}  # earlier versions knew more of a run
+            return cls(**{name: value for name, value in values.items() if name in known})
+        except (FileNotFoundError, NotADirectoryError) as error:
+            above = Path(folder).absolute().parent
+            hint = f" {above}, the folder above, has one." if (above / FACTS_FILE).is_file() else ""
+            raise ValueError(
+                f"{folder} has no {FACTS_FILE}, the facts from which a card is written. `infcl train` writes it to "
+                f"--output_dir.{hint}"
+            ) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no facts of a training: {type(error).__name__}: {error}.") from error
+
+
+def facts_of_model(model: str) -> TrainingFacts:
+    """The facts of the training whose result, or one of whose checkpoints, is in a folder; see `TrainingFacts.load`."""
+    folder = Path(model)
+    return TrainingFacts.load(folder.parent if folder.name.startswith("checkpoint-") else folder)
+
+
+def training_facts(
+    trainer: InfCLTrainer,
+    *,
+    start: str,
+    pair_id_column: str | None,
+    evaluations: Sequence[Evaluation] = (),
+    settings: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> TrainingFacts:
+    """The facts of a run so far.
+
+    The duration is that of the training so far. The peak memory, the number of bad samples and the metrics are the last
+    values in the log, which a resumed run continues.
+
+    Args:
+        trainer: the last part of its ``hub_model_id``, or else of ``output_dir``, is the model's name.
+        start: Hub id or folder of the checkpoint that the training started from.
+        pair_id_column: None if the batches had no ``pair_ids``. The card then says that pairs with equal captions were
+            each other's negatives, so this argument has no default.
+        evaluations: the evaluated datasets, without their metrics; the trainer knows the prompts of a set of classes.
+            A guard set that is also another evaluation set with the same results is listed once.
+        settings: further rows of the training table, by name; they replace rows of `training_settings`.
+        **fields: further fields of `TrainingFacts` that the trainer does not know, at least ``model_class`` and
+            ``sources``.
+    """
+    args, state = trainer.args, trainer.state
+    repository = trainer.hub_model_id or args.hub_model_id or ""
+    name = Path(repository or args.output_dir or ".").resolve().name
+    on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
+    start_name, start_on_hub = source_name(start)
+    ended = any(_END in entry for entry in state.log_history)
+    best = args.load_best_model_at_end and state.best_model_checkpoint is not None and ended  # Trainer has loaded it
+    drawn, negatives = drawn_texts(trainer.train_dataset)
+    takes_all = drawn == 1 and negatives is None and _last(state, "texts_per_image", 1) > 1  # that an item has
+    return TrainingFacts(
+        name=name,
+        location=repository if on_hub else f"path/to/{name}",
+        revision=args.hub_revision if on_hub else None,
+        start=start_name,
+        start_on_hub=start_on_hub,
+        objective=trainer.context.objective,
+        strategy=args.strategy,
+        per_device_batch_size=args.per_device_train_batch_size,
+        accumulation_steps=args.gradient_accumulation_steps,
+        processes=args.world_size,
+        pair_id_column=pair_id_column,
+        equal_ids=trainer.context.equal_ids,
+        captions_per_image=None if takes_all else drawn,
+        negative_caption_column=negatives,
+        caption_limit=getattr(trainer.data_collator, "max_length", None),
+        cut_captions=dict(trainer.caption_notices.cut),
+        replayed=trainer.train_dataset.old if isinstance(trainer.train_dataset, Replayed) else 0,
+        frozen=args.freeze,
+        steps=state.global_step,
+        planned_steps=state.max_steps if state.global_step < state.max_steps else None,
+        samples=trainer.samples_seen,
+        rates=highest_rates(trainer),
+        settings={**training_settings(trainer), **(settings or {})},
+        seconds=trained_seconds(state),
+        device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),
+        peak_memory=_last(state, "peak_memory", None),
+        skipped=_last(state, "skipped_samples", 0),
+        versions={
+            "hf_infcl": __version__,
+            **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
+        },
+        evaluations=_without_guards_again(_measured(with_texts(evaluations, trainer.eval_dataset), state, best)),
+        measured_during_training=args.eval_strategy != "no",
+        best=best,
+        **fields,
+    )
+
+
+def scores_by_width(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The score of each evaluation set at each width of its embeddings, by the set and the width; collective.
+
+    Each width takes an evaluation of its own, which the trainer does not log. Without ``matryoshka_dims`` the result is
+    empty.
+    """
+    encoder, scores = trainer.dual_encoder, {name: dict[str, float]() for name in sets}
+    before, found = encoder.dims, dict(trainer.found)
+    try:
+        for width in trainer.args.matryoshka_dims or ():
+            encoder.dims = width
+            for name, dataset in sets.items():
+                metrics = trainer.predict(dataset, metric_key_prefix=f"eval_{name}").metrics or {}
+                if (score := score_if_measured(metrics, f"eval_{name}_")) is not None:
+                    scores[name][str(width)] = score
+    finally:
+        encoder.dims = before
+        trainer.found.update(found)
+    return {name: by_width for name, by_width in scores.items() if by_width}
+
+
+def source_name(source: str) -> tuple[str, bool]:
+    """The name under which a card mentions a dataset, shards or a checkpoint, and whether it is a Hub id.
+
+    Of a local path or a URL, only the last folder is used, so that cards tell nothing about the machine, its user or
+    his passwords. Without a folder, it is the name of the files, or else the host.
+    """
+    if on_hub := re.match(r"hf://datasets/([\w.-]+/[\w.-]+)(?=[/@]|$)", source):
+        return on_hub[1], True
+    if "://" in source:
+        place = without_secrets(source).rpartition("://")[2].rpartition("@")[2].partition("?")[0]
+        host, *folders = [part for part in place.split("/") if part] or ["files"]
+        file = folders.pop() if folders and _FILES.search(folders[-1]) else host
+        return (folders or [file])[-1], False
+    path = Path(source)
+    if _FILES.search(path.name) and not path.is_dir():
+        return path.resolve().parent.name, False
+    if path.exists() or path.is_absolute():
+        return path.resolve().name, False
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return path.resolve().name, False
+    return source, True
+
+
+def _check_name(dataset: str, on_hub: bool) -> None:
+    """Raises a ValueError for a name that must not be published, or that the Hub would refuse."""
+    if "://" in dataset:
+        raise ValueError(
+            f"{Url(dataset)!r} is a URL, of which a card should only tell the name {source_name(dataset)[0]!r}."
+        )
+    if on_hub:
+        try:
+            validate_repo_id(dataset)
+        except HFValidationError as error:
+            raise ValueError(f"{dataset!r} is not the id of a dataset on the Hub. Use on_hub=False.") from error
+
+
+def _last(state: TrainerState, key: str, default: int | None) -> Any:
+    return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
+
+
+def with_texts(evaluations: Sequence[Evaluation], sets: Any) -> list[Evaluation]:
+    """The evaluations with the prompts and names of classes, or with the captions' column where it tells them apart.
+
+    ``sets`` are the evaluated datasets by the keys of the evaluations; what is no such mapping tells nothing.
+    """
+    known = sets if isinstance(sets, Mapping) else {}
+    columns = {one.key: getattr(known.get(one.key), "caption_column", None) for one in evaluations}
+    pairs = {(one.dataset, one.split, columns[one.key]) for one in evaluations if columns[one.key]}
+    places = Counter(place[:2] for place in pairs)
+    made = []
+    for one in evaluations:
+        if isinstance(dataset := known.get(one.key), ZeroShotDataset):
+            one = replace(one, templates=dataset.templates, class_names=dataset.class_names)
+        elif places[one.dataset, one.split] > 1:
+            one = replace(one, column=columns[one.key])
+        made.append(one)
+    return made
+
+
+def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool) -> Iterator[Evaluation]:
+    """The evaluations that were made, with their metrics before the training and those of the present weights.
+
+    If an evaluation has not yet measured the present weights, its metrics are those of the last one, with its step.
+    """
+    before = [entry for entry in state.log_history if entry.get("step") == 0]
+    after = [entry for entry in state.log_history if entry.get("step") != 0]
+    if best:
+        end = next(number for number, entry in enumerate(after) if _END in entry)
+        after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
+    for evaluation in evaluations:
+        prefix = f"eval_{evaluation.key}_"
+        # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
+        longer_prefixes = tuple(p for e in evaluations if (p := f"eval_{e.key}_").startswith(prefix) and p != prefix)
+        _, first = next(_metrics(before, prefix, longer_prefixes), (0, {}))
+        step, last = next(_metrics(after, prefix, longer_prefixes), (0, {}))
+        if last:
+            measured = state.best_global_step if best else step
+            yield replace(evaluation, metrics=last, before=first, step=measured)
+
+
+def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
+    """The evaluations, except those whose set is also a guard set with the same results."""
+
+    def alike(evaluation: Evaluation) -> tuple[Any, ...]:
+        # The times of Trainer's evaluations differ, as do the last digits of a GPU.
+        results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
+        return evaluation.dataset, evaluation.part, evaluation.size, results
+
+    evaluations = list(measured)
+    guards = [alike(evaluation) for evaluation in evaluations if evaluation.guard]
+    return [evaluation for evaluation in evaluations if evaluation.guard or alike(evaluation) not in guards]
+
+
+def _metrics(
+    history: Sequence[Mapping[str, Any]], prefix: str, longer_prefixes: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, metrics) of the entries with metrics of this prefix but none of the other ones, the newest first."""
+    for entry in reversed(history):
+        names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer_prefixes)]
+        if names:
+            yield entry["step"], {name.removeprefix(prefix): entry[name] for name in names}
+
+
+def content_of(dataset: ImageTextDataset | ImageTextStream) -> str:
+    """The `content_fingerprint` of a training set and, as shards may be equally large, a digest of their names."""
+    return f"{dataset.content_fingerprint()} {digest([shard.name for shard in getattr(dataset, 'shards', ())])}"
+
+
+def has_learned(model: str, content: str) -> bool:
+    """Whether the record of a checkpoint in a folder says that it was trained on all pairs of a data set.
+
+    ``content`` is the `content_of` the data set. It is False without a record that can be read, or that tells it.
+    """
+    try:
+        facts = facts_of_model(model)
+    except ValueError:
+        return False
+    left_none_out = facts.settings.get("pairs left out", "none").startswith("none")
+    return facts.content == content and left_none_out and "pairs excluded before" not in facts.settings

@@ -1,0 +1,270 @@
+"""Draws the curves of a run: its losses, accuracies and recalls over the optimizer steps.
+
+Draws evaluation images with their captions and those that the model finds for them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from ..data import ImageTextDataset, ZeroShotDataset
+from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOW, METRICS, Metric, metric_named
+from ..quality.ledger import letters_of, lines_of, resized
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import InfCLTrainer
+
+
+# Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+TRAINING, LEFT_OUT = "training loss (nats)", "share of the pairs"  # axes beside those of evaluations
+
+Line = dict[int, float]  # values by optimizer step
+
+
+def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
+    """Draws the training loss and, in separate panels, the losses and the scores of the evaluations.
+
+    With ``leave_out``, a panel shows the share of the pairs that was left out.
+
+    A contrastive loss grows with the number of pairs over which it is computed. The losses of global batches and of
+    evaluation sets therefore cannot be compared and share no axis. Of two evaluations at one step, only the first is
+    drawn, because with ``load_best_model_at_end`` the second uses the weights of an earlier step. The 95% intervals of
+    scores are shaded. Each axis shows the range of its values.
+
+    Args:
+        log_history: ``trainer.state.log_history``: dicts with "step" and any of "loss" and "eval_..." keys.
+        path: the picture, PNG or another format of matplotlib.
+
+    Raises:
+        ValueError: the history holds no training loss.
+    """
+    # pyplot is avoided because it keeps global state and chooses a display, which a library should not do.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    of_metrics = [metric.axis for metric in METRICS.values() if metric.axis is not None]
+    panels: dict[str, dict[str, Line]] = {axis: {} for axis in (TRAINING, LEFT_OUT, *of_metrics)}
+    ceilings: dict[str, float] = {}  # by the label of the score
+    intervals: dict[str, dict[int, tuple[float, float]]] = {}
+    for entry in log_history:
+        for key, value in entry.items():
+            metric = metric_named(key) if key.startswith("eval_") else None
+            if value is None:
+                continue
+            if key == "loss":
+                pairs = entry.get("global_batch_size")
+                axis, name = TRAINING, f"one batch of {pairs:,} pairs" if pairs else "one batch"
+            elif key == "left_out":
+                axis, name = LEFT_OUT, "pairs left out of the training"
+            elif metric is not None and metric.axis is not None:
+                axis, name = metric.axis, _label(key, metric)
+            else:
+                continue
+            panels[axis].setdefault(name, {}).setdefault(entry["step"], value)
+            if key + LOW in entry:
+                intervals.setdefault(name, {}).setdefault(entry["step"], (entry[key + LOW], entry[key + HIGH]))
+            if entry.get(key + CEILING, 1) < 1:
+                ceilings[name] = entry[key + CEILING]
+    if not panels[TRAINING]:
+        raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
+
+    panels = {axis: lines for axis, lines in panels.items() if lines}
+    names = sum(len(lines) for lines in panels.values())  # each takes a line of its own above its panel
+    figure = Figure(figsize=(7, 0.5 + 2.3 * len(panels) + 0.2 * names), layout="constrained", dpi=150)
+    axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axis, (label, lines) in zip(axes, panels.items(), strict=True):
+        bottom, top = _limits(lines, intervals, label)
+        for index, (name, points) in enumerate(lines.items()):
+            colour = COLOURS[index % len(COLOURS)]
+            if ceilings.get(name, top) < top:
+                axis.axhline(ceilings[name], color=colour, linestyle="--", linewidth=1)
+            if between_at := intervals.get(name):
+                axis.fill_between(
+                    [*between_at], *zip(*between_at.values(), strict=True), color=colour, alpha=0.15, lw=0
+                )
+            at_most = f" (at most {ceilings[name]:.2f})" if name in ceilings else ""
+            axis.plot(points.keys(), points.values(), color=colour, marker=".", clip_on=False, label=name + at_most)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom, top)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    axes[-1].set_xlabel("optimizer step")
+    figure.savefig(path)
+
+
+def _limits(
+    lines: Mapping[str, Line], intervals: Mapping[str, Mapping[int, tuple[float, float]]], label: str
+) -> tuple[float, float]:
+    """The lower and the upper end of an axis, a little beyond its values and their intervals; of shares within 0 and 1.
+
+    Curves that change little would be flat lines on an axis from 0. A ceiling far above them has no line.
+    """
+    values = [value for points in lines.values() for value in points.values()]
+    values += [bound for name in lines for bounds in intervals.get(name, {}).values() for bound in bounds]
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+    low, high = low - margin, high + margin
+    return (max(low, -0.02), min(high, 1.02)) if label == FRACTION else (low, high)
+
+
+def _label(key: str, metric: Metric) -> str:
+    """The set, if it has a name, and what was measured: "pairs: image retrieval recall@1"."""
+    (name,) = (name for name, known in METRICS.items() if known is metric)
+    place = key.removeprefix("eval_").removesuffix(name).replace("_", " ").strip()
+    # matplotlib takes what is between two dollars for a formula.
+    return (f"{place}: " if place else "").replace("$", r"\$") + metric.words
+
+
+PICTURES_FILE = "pictures.png"
+CAPTIONS = 3  # different captions shown for each image
+SEARCHED = 50  # captions with the highest cosines; the different ones are taken from them
+SIDE, WIDTH, LINE = 96, 900, 25  # pixels: the longer side of an image, the largest width, the height of a line
+_LETTERS = 14  # pixels
+_RIGHT, _WRONG = "#00693e", "#a6341b"
+
+logger = logging.get_logger(__name__)
+
+
+class PicturesCallback(TrainerCallback):
+    """Draws some images with their best captions at each evaluation, into `PICTURES_FILE` in ``output_dir``.
+
+    The best captions are those of the whole evaluation set with the highest cosines; equal captions appear once.
+    Weights & Biases, trackio, MLflow and TensorBoard also receive the picture if ``report_to`` names them. An error of
+    a tracker is logged and does not end the training. The embeddings come from ``compute_metrics`` of the trainer,
+    which this callback sets.
+
+    Args:
+        dataset: the pairs with all captions that the trainer evaluates as "pairs".
+        count: the number of images, evenly spread over the dataset.
+
+    Raises:
+        ValueError: the trainer already has ``compute_metrics``.
+    """
+
+    def __init__(self, trainer: InfCLTrainer, dataset: ImageTextDataset | ZeroShotDataset, count: int) -> None:
+        if trainer.compute_metrics is not None:
+            raise ValueError("PicturesCallback replaces compute_metrics. Use only one of the two.")
+        assert isinstance(dataset, ImageTextDataset)
+        self._trainer, self._dataset = trainer, dataset
+        count = min(count, len(dataset))
+        self._rows = [number * len(dataset) // count for number in range(count)]
+        self._measured: EvalPrediction | None = None  # from compute_metrics to on_evaluate
+        trainer.compute_metrics = self._keep
+        trainer.add_callback(self)
+
+    def _keep(self, measured: EvalPrediction) -> dict[str, float]:
+        self._measured = measured
+        return {}
+
+    def best_captions(self, measured: EvalPrediction) -> list[list[tuple[str, float, bool]]]:
+        """The best captions of each image, their cosines, and whether they belong to the image."""
+        labels: Any = measured.label_ids
+        ends = np.cumsum(labels[0])  # the number of captions up to each row
+        images, texts = (e / np.linalg.norm(e, axis=1, keepdims=True) for e in measured.predictions)
+        answers = []
+        for row in self._rows:
+            cosines = texts @ images[row]
+            best: dict[str, float] = {}
+            for number in np.argsort(-cosines)[:SEARCHED]:
+                owner = int(np.searchsorted(ends, number, side="right"))
+                caption = self._dataset.without_image(owner)["caption"][number - ends[owner]]
+                best.setdefault(caption, float(cosines[number]))
+            truths = self._dataset.without_image(row)["caption"]
+            answers.append([(text, cosine, text in truths) for text, cosine in list(best.items())[:CAPTIONS]])
+        return answers
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
+        measured, self._measured = self._measured, None
+        wanted = "eval_pairs_loss" in (metrics or {})
+        if measured is None or not (wanted and state.is_world_process_zero):
+            return
+        images = [self._dataset[row]["image"] for row in self._rows]
+        right = [self._dataset.without_image(row)["caption"] for row in self._rows]
+        picture = draw(images, self.best_captions(measured), right)
+        path = Path(str(args.output_dir), PICTURES_FILE)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path)
+        except OSError as error:
+            logger.error(f"The picture of step {state.global_step} could not be written to {path}: {error}")
+            return
+        try:
+            self._pass_on(path, picture, args, state)
+        except Exception as error:  # a tracker's, of any kind: raised here, it would end this process alone
+            logger.error(f"The picture of step {state.global_step} did not reach all trackers: {error!r}")
+
+    def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
+        """Gives the picture to the trackers that can show it."""
+        for tracker in {"wandb", "trackio", "mlflow"}.intersection(args.report_to or ()):
+            package: Any = importlib.import_module(tracker)
+            if tracker == "mlflow":
+                package.log_artifact(str(path))
+            else:
+                package.log({"pictures": package.Image(str(path))})
+        for callback in self._trainer.callback_handler.callbacks:
+            if (writer := getattr(callback, "tb_writer", None)) is not None:
+                writer.add_image("pictures", np.asarray(picture), state.global_step, dataformats="HWC")
+
+
+def draw(
+    images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]], right: list[list[str]]
+) -> Image.Image:
+    """A row for each image: its own caption, and below it the answers, marked as right or wrong.
+
+    Args:
+        images: uint8 [H, W, 3] each.
+        captions: the result of `PicturesCallback.best_captions`.
+        right: the captions of each image, of which the first is shown.
+    """
+    font = letters_of(_LETTERS)
+    height = SIDE + 20
+    picture = Image.new("RGB", (WIDTH, height * len(images)), "white")
+    pen = ImageDraw.Draw(picture)
+    left, furthest = SIDE + 28, 0.0
+    for number, (image, answers, truths) in enumerate(zip(images, captions, right, strict=True)):
+        top = number * height + 8
+        picture.paste(resized(image, SIDE), (8, top))
+        more = f"  (and {len(truths) - 1} more)" if len(truths) > 1 else ""
+        lines = [(f"right:  {_cut(truths[0] if truths else '')}{more}", "black")]
+        lines += [(f"{cosine:.3f}  {_cut(text)}", _RIGHT if is_own else _WRONG) for text, cosine, is_own in answers]
+        for line, (text, colour) in enumerate(lines):
+            beside, below = left + (LINE if line else 0), top + line * LINE
+            if line:
+                _mark(pen, (left, below), colour)
+            pen.text((beside, below), text, colour, font)
+            furthest = max(furthest, beside + pen.textlength(text, font))
+    return picture.crop((0, 0, min(WIDTH, round(furthest) + 8), picture.height))
+
+
+def _cut(text: str) -> str:
+    return "".join(lines_of(text, 80, 1))
+
+
+def _mark(pen: ImageDraw.ImageDraw, place: tuple[int, int], colour: str) -> None:
+    """A check mark, or a cross; the font has neither."""
+    x, y = place[0] + 3, place[1] + 4
+    if colour == _RIGHT:
+        pen.line([(x, y + 6), (x + 4, y + 10), (x + 11, y)], colour, 2, joint="curve")
+    else:
+        pen.line([(x + 1, y), (x + 10, y + 10)], colour, 2)
+        pen.line([(x + 1, y + 10), (x + 10, y)], colour, 2)

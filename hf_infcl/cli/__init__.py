@@ -1,0 +1,120 @@
+"""The command `infcl`: `check`, `train`, `evaluate` and the other commands parse options and call the rest."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import platform
+import select
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from .. import __version__
+from .commands import COMMANDS, PARSERS
+from .parser import Parser
+
+# Their versions decide what happens in a run, so a bug report needs them; not all have to be installed.
+PACKAGES = tuple(
+    """
+    torch transformers accelerate datasets evaluate huggingface_hub tokenizers numpy pillow torchvision triton peft
+    """.split()
+)
+
+
+def main(command: str | None = None, words: Sequence[str] | None = None) -> None:
+    """Runs one of `COMMANDS` with the words of its command line; by default, as the words of this process say."""
+    try:
+        with _quiet_without_reader():
+            _run(command, list(sys.argv[1:] if words is None else words))
+    except KeyboardInterrupt:  # outside of a training, which would save a checkpoint first
+        if os.environ.get("RANK", "0") == "0":
+            print("\ninfcl: ended by Ctrl-C", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run(command: str | None, words: list[str]) -> None:
+    if command is None:
+        parser = argparse.ArgumentParser(
+            prog="infcl",
+            description="Exact contrastive training of image-text models at any batch size.",
+            epilog="commands:\n"
+            + "\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())
+            + "\n\n`infcl COMMAND --help` lists the options of a command.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+        parser.add_argument("--version", action=_Versions, nargs=0, help="print the versions that a bug report needs")
+        if not words:
+            parser.print_help()
+            parser.exit(2)
+        command = parser.parse_args(words[:1]).command
+        words = words[1:]
+    if command not in COMMANDS:
+        raise ValueError(f"The command must be one of {', '.join(COMMANDS)}, got {command!r}.")
+    reader = PARSERS[command]()
+    if isinstance(reader, Parser):
+        namespace, user_options = reader.read(words)
+    else:  # of a command that reads no options of a training
+        namespace, user_options = reader.parse_args(words), set()
+    # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
+    from .. import trainer as training  # noqa: F401  # first, as its error names a torchvision that does not fit
+    from .launched import fit_workers, mistakes_in_one_line, warn_of_bf16_on_cpu, warn_once
+
+    warn_once()
+    if isinstance(reader, Parser):
+        with mistakes_in_one_line(reader.prog, of_libraries=False):
+            fit_workers(namespace, reader.file_of("dataloader_num_workers"))
+        warn_of_bf16_on_cpu(namespace, reader.file_of("bf16"))
+    module = importlib.import_module(f".{command}", __name__)
+    getattr(module, command)(reader, namespace, user_options)
+
+
+@contextmanager
+def _quiet_without_reader() -> Iterator[None]:
+    """Ends the program without a traceback if the reader of its output has ended, as in ``infcl ... | head``.
+
+    This is the recipe of https://docs.python.org/3/library/signal.html#note-on-sigpipe, for both outputs.
+    """
+    try:
+        try:
+            yield
+        except SystemExit:
+            sys.stdout.flush()  # an error within Python's clean-up at exit would be printed
+            raise
+        sys.stdout.flush()
+    except BrokenPipeError:
+        outputs = [number for number in (1, 2) if not _has_reader(number)]
+        if not outputs:
+            raise  # it was another pipe, such as that of a worker
+        for number in outputs:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        sys.exit(1)
+
+
+def _has_reader(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # for the end of its pipe alone
+    return not poll.poll(0)
+
+
+def versions() -> str:
+    """One line each for this package, Python, the system, every installed package of the list, and the GPUs."""
+    import torch
+
+    lines = [f"hf_infcl {__version__}", f"python {platform.python_version()}", f"system {platform.platform()}"]
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+    lines.append(f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}")
+    lines += [f"GPU {index}: {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+    return "\n".join(lines)
+
+
+class _Versions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(versions())
+        parser.exit()

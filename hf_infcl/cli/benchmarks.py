@@ -1,0 +1,381 @@
+"""The files of a benchmark, from a local copy or from the Hub, and the version that they are of.
+
+Benchmarks as evaluation sets: tar shards in the layout of CLIP_benchmark, files of SugarCrepe, tables of XM3600.
+
+The scores of benchmarks: the main metric of each, and the means of the groups that were named."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+
+from ..data import ImageTextDataset, ZeroShotDataset
+from ..data.images import ImageDataset
+from ..data.pairs import usable_captions
+from ..evaluation.metrics import METRICS, SCORES
+from ..files.hub import hub_answers, hub_asked_once
+from ..shards.layout import IMAGE_EXTENSIONS, DamagedShardError
+from ..shards.opening import existing_paths_are_literal
+from ..shards.readers import Columns, TarReader
+from .benchmark_names import (
+    BENCHMARKS,
+    GROUPS,
+    MAIN_METRICS,
+    SUGARCREPE,
+    SUGARCREPE_PP,
+    XM3600,
+    benchmark_key,
+    expanded,
+    folder_name,
+)
+
+OWNER = "clip-benchmark"
+_DIGITS = 18  # of a number in a file that anyone may have written
+OF_XM3600 = "floschne/xm3600"
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a benchmark on this machine."""
+
+    name: str  # of the benchmark
+    dataset: str  # its Hub repository, or its name if it is in none
+    on_hub: bool  # whether ``dataset`` is a repository
+    folder: Path
+    revision: str  # the commit of the repository, or a hash of what a local copy contains
+    # The files of the rows, relative to ``folder``, if they are not shards: the captions of a subset of SugarCrepe or
+    # SugarCrepe++, the tables of a language of XM3600.
+    rows: tuple[str, ...] = ()
+
+    def lines(self, file: str) -> list[str]:
+        """The lines of a text file without their outer spaces; empty ones count, as in CLIP_benchmark."""
+        try:
+            return [line.strip() for line in (self.folder / file).read_text(encoding="utf-8").splitlines()]
+        except FileNotFoundError as error:
+            raise ValueError(f"{self.folder} has no {file}, which a benchmark of this kind needs.") from error
+
+    @property
+    def kind(self) -> str:
+        """The content of ``dataset_type.txt``, or "classification" without this file."""
+        if not (self.folder / "dataset_type.txt").is_file():
+            return "classification"
+        kind = " ".join(self.lines("dataset_type.txt")).strip().lower()
+        if kind not in ("classification", "multilabel", "retrieval"):
+            raise ValueError(
+                f"{self.folder}/dataset_type.txt says {kind!r}, which is none of classification, multilabel, retrieval."
+            )
+        return kind
+
+    def shards(self) -> list[Path]:
+        """The tar files of the split test, of which ``test/nshards.txt`` says how many there are."""
+        stated = " ".join(self.lines("test/nshards.txt"))
+        if not (stated.isdecimal() and len(stated) <= _DIGITS and int(stated) > 0):
+            raise ValueError(
+                f"{self.folder}/test/nshards.txt must hold the number of shards, not {stated[: 2 * _DIGITS]!r}."
+            )
+        count = int(stated)  # anyone may have written it, so no list may get this long
+        numbers = {int(path.stem) for path in self.folder.glob("test/*.tar") if path.stem.isdecimal()}
+        present = [n for n in sorted(numbers) if n < count and (self.folder / f"test/{n}.tar").is_file()]
+        if len(present) < count:
+            missing = itertools.islice((n for n in range(count) if n not in numbers), 5)
+            raise ValueError(
+                f"{self.folder}/test lacks {count - len(present):,} of {count:,} shards: "
+                f"{', '.join(f'{n}.tar' for n in missing)}. Download the whole set again."
+            )
+        return [self.folder / f"test/{n}.tar" for n in present]
+
+
+def benchmark_files(name: str, folder: str | None) -> Files:
+    """The files of a benchmark.
+
+    The ``folder`` holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
+    client keeps the files in its cache and needs no network once they are there.
+    """
+    on_hub = name in BENCHMARKS
+    repository = name if "/" in name and not on_hub else f"{OWNER}/{folder_name(name)}"
+    if folder is not None:
+        local = Path(folder, folder_name(name)).resolve()
+        if not local.is_dir():
+            raise ValueError(
+                f"{folder} has no folder {local.name}. Fill it with `hf download {repository} --repo-type dataset "
+                f"--local-dir {Path(folder, local.name)}`, or omit --benchmark_folder to read it from the Hub."
+            )
+        files = [*local.glob("*.txt"), *local.glob("test/*")]
+        return Files(name, repository if on_hub else name, on_hub, local, _content(files))
+    snapshot = _snapshot(repository, ["*.txt", "test/*"])
+    return Files(name, repository, True, snapshot, snapshot.name)
+
+
+def _snapshot(repository: str, patterns: list[str]) -> Path:
+    """The folder, named after the commit, in the cache of the Hub's client."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        with hub_asked_once(repository):
+            return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = f"could not be downloaded from the Hub: {type(error).__name__}: {str(error).splitlines()[0]}"
+        if not hub_answers():
+            why = "was not downloaded before, and the Hub could not be reached."
+        raise ValueError(
+            f"{repository} {why} Without a network, copy the set to a folder and name that with --benchmark_folder."
+        ) from error
+
+
+def _content(files: Iterable[Path]) -> str:
+    """A hash of the names and contents of files."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
+_SOURCES = {
+    "sugarcrepe": "https://github.com/RAIVNLab/sugar-crepe",
+    "sugarcrepe++": "https://huggingface.co/datasets/Aman-J/SugarCrepe_pp",
+}
+
+
+def sugarcrepe_files(name: str, folder: str | None) -> Files:
+    """The files of a subset of SugarCrepe or SugarCrepe++: its captions, and the images of COCO's val2017.
+
+    For "sugarcrepe/add_att", the folder holds ``sugarcrepe/data/add_att.json`` and images in ``sugarcrepe/val2017``.
+    """
+    family, _, subset = name.partition("/")
+    local = Path(folder or "DIR", family).absolute()
+    captions = f"data/{subset}.json"
+    if folder is None or not ((local / captions).is_file() and (local / "val2017").is_dir()):
+        raise ValueError(
+            f"It is read from a local copy alone. Copy the folder data of {_SOURCES[family]} to {local / 'data'} and "
+            f"the images of http://images.cocodataset.org/zips/val2017.zip to {local / 'val2017'}, and pass "
+            "--benchmark_folder."
+        )
+    return Files(name, name, False, local, _content([local / captions]), (captions,))
+
+
+def xm3600_files(name: str, folder: str | None) -> Files:
+    """The tables of a language of Crossmodal-3600 (Thapliyal et al. 2022, arXiv 2205.12522), such as "xm3600/de".
+
+    The ``folder`` holds a copy of the repository in ``xm3600``. None reads from the Hub.
+    """
+    tables = f"data/{name.partition('/')[2]}-*.parquet"
+    local = Path(folder, "xm3600").resolve() if folder is not None else _snapshot(OF_XM3600, [tables])
+    rows = sorted(local.glob(tables))
+    if not rows:
+        raise ValueError(
+            f"{local} has no {tables}. Fill it with `hf download {OF_XM3600} --repo-type dataset --local-dir {local}`, "
+            "or omit --benchmark_folder to read it from the Hub."
+        )
+    revision = local.name if folder is None else _content(rows)
+    return Files(name, OF_XM3600, True, local, revision, tuple(str(path.relative_to(local)) for path in rows))
+
+
+_OTHER_SETS = ("pairs", "zero_shot")  # the keys of --eval_dataset and --zero_shot_dataset
+_LABELS = {"classification": "cls", "multilabel": "npy", "retrieval": "txt"}  # the file beside an image
+_COLUMNS = {
+    "classification": ("label", datasets.Value("int64")),
+    "multilabel": ("label", datasets.List(datasets.Value("int64"))),
+    "retrieval": ("caption", datasets.List(datasets.Value("string"))),
+}
+
+
+class CaptionChoiceDataset(ImageTextDataset):
+    """An `ImageTextDataset` with ``all_captions``, of which the first are right and the rest are wrong.
+
+    ``right`` is the number of right captions of each image: 1 as in SugarCrepe, 2 as in SugarCrepe++. A row with an
+    empty caption or no wrong one is refused with a ValueError.
+    """
+
+    kind = "choices"  # of its metrics, see `hf_infcl.evaluation.metrics.Metric`
+
+    def __init__(self, dataset: datasets.Dataset, *, right: int = 1) -> None:
+        super().__init__(dataset, all_captions=True)
+        self.right = right
+        for row, captions in enumerate(self._texts["caption"]):
+            if not isinstance(captions, list) or len(captions) <= right or usable_captions(captions) != captions:
+                of_right = "its right caption" if right == 1 else f"its {right} right captions"
+                raise ValueError(
+                    f"Each row needs {of_right} and at least one wrong one, but row {row} has {captions!r}."
+                )
+
+
+def benchmark_sets(
+    names: Sequence[str] | None,
+    folder: str | None = None,
+    prefix: str = "",
+    select: Callable[[datasets.Dataset], datasets.Dataset] | None = None,
+) -> dict[str, ImageTextDataset | ZeroShotDataset]:
+    """The evaluation sets of benchmarks by the names of their metrics.
+
+    Each has an attribute ``benchmark``, its `Files`, which name its repository and revision.
+
+    Args:
+        names, folder: as for `expanded` and `benchmark_files`.
+        prefix: begins all keys.
+        select: takes the rows to evaluate out of all; by default, all are evaluated.
+
+    Raises:
+        ValueError: a name or the files of a benchmark are not as they should be; the message names it.
+    """
+    evaluation_sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
+    for name in expanded(names or (), folder):
+        key = prefix + benchmark_key(name)
+        try:
+            if key in evaluation_sets or key in _OTHER_SETS:
+                raise ValueError(
+                    f"Its metrics would have the names eval_{key}_... of another set's. Measure both by two commands."
+                )
+            files = _OF_FILES.get(name, benchmark_files)(name, folder)
+            rows = _OF_ROWS.get(name, _rows)(files)
+            dataset = _make_set(files, rows if select is None else select(rows))
+        except ValueError as error:
+            raise ValueError(f"The benchmark {name}: {error}") from error
+        dataset.name = f"the benchmark {name} ({files.dataset} at {files.revision[:23]})"
+        dataset.benchmark = files
+        evaluation_sets[key] = dataset
+    return evaluation_sets
+
+
+def _make_set(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroShotDataset:
+    if files.name in (*SUGARCREPE, *SUGARCREPE_PP):
+        return CaptionChoiceDataset(rows, right=1 if files.name in SUGARCREPE else 2)
+    if files.name in XM3600:
+        return ImageTextDataset(rows, caption_column="captions", all_captions=True)
+    if files.kind == "retrieval":
+        return ImageTextDataset(rows, all_captions=True)
+    templates = files.lines("zeroshot_classification_templates.txt")
+    if wrong := [template for template in templates if template.count("{c}") != 1]:
+        raise ValueError(
+            f"Each line of {files.folder}/zeroshot_classification_templates.txt must have one {{c}} for the name of "
+            f"the class, but there is {wrong[0]!r}."
+        )
+    return ZeroShotDataset(rows, class_names=files.lines("classnames.txt"), templates=templates)
+
+
+def _rows(files: Files) -> datasets.Dataset:
+    """The samples of all shards, in the cache of `datasets`, which a set with the same revision shares."""
+    column, values = _COLUMNS[files.kind]
+    shards = tuple(str(path) for path in files.shards())
+    return _cached(_samples, column, values, shards=shards, kind=files.kind, revision=files.revision)
+
+
+def _choices(files: Files) -> datasets.Dataset:
+    values = datasets.List(datasets.Value("string"))
+    captions = str(files.folder / files.rows[0])
+    return _cached(_sugarcrepe, "caption", values, captions=captions, revision=files.revision)
+
+
+def _tables(files: Files) -> datasets.Dataset:
+    paths = [str(files.folder / table) for table in files.rows]
+    with existing_paths_are_literal():
+        rows = datasets.Dataset.from_parquet(paths, split=datasets.NamedSplit(files.name.rpartition("/")[2]))
+    # Its images are structs of bytes and path, not of the type of images.
+    return rows.select_columns(["image", "captions"]).cast_column("image", datasets.Image(decode=False))
+
+
+def _cached(
+    generate: Callable[..., Iterator[dict[str, object]]],
+    column: str,
+    values: datasets.List | datasets.Value,
+    **options: object,
+) -> datasets.Dataset:
+    """The rows of a generator, in a cache that its options tell apart: hence the revision among them."""
+    features = datasets.Features({"image": datasets.Image(decode=False), column: values})
+    try:
+        return datasets.Dataset.from_generator(
+            generate, features=features, gen_kwargs=options, split=datasets.Split.TEST
+        )
+    except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason
+        raise ValueError(str(error.__cause__ or error)) from error
+
+
+def _samples(shards: tuple[str, ...], kind: str, revision: str) -> Iterator[dict[str, object]]:
+    label = _LABELS[kind]
+    reader = TarReader(Columns("image", label, None, None), shards)
+    for shard in shards:
+        for _, key, sample in reader.samples(shard):
+            if isinstance(sample, DamagedShardError):
+                raise sample
+            images = [sample[extension] for extension in sorted(IMAGE_EXTENSIONS & sample.keys())]
+            if len(images) != 1 or label not in sample:
+                raise ValueError(
+                    f"Sample {key!r} of {shard} must have one image and a .{label}, but it has {sorted(sample)}."
+                )
+            yield {"image": {"bytes": images[0], "path": None}, **_label(kind, sample[label], f"{key!r} of {shard}")}
+
+
+def _label(kind: str, content: bytes, where: str) -> dict[str, object]:
+    try:
+        if kind == "retrieval":
+            return {"caption": content.decode("utf-8").splitlines()}
+        if kind == "multilabel":
+            return {"label": np.load(io.BytesIO(content), allow_pickle=False).astype(np.int64).tolist()}
+        return {"label": int(content)}
+    except (ValueError, MemoryError) as error:  # the second for a header that states a huge array
+        raise ValueError(f"Sample {where} has a .{_LABELS[kind]} that cannot be read: {error}") from error
+
+
+def _sugarcrepe(captions: str, revision: str) -> Iterator[dict[str, object]]:
+    images = Path(captions).parent.parent / "val2017"
+    for key, entry in json.loads(Path(captions).read_text(encoding="utf-8")).items():
+        path = images / entry["filename"]
+        if not path.is_file():
+            raise ValueError(f"Entry {key!r} of {captions} is about {path.name}, which is not in {images}.")
+        yield {
+            "image": {"bytes": None, "path": str(path)},
+            # SugarCrepe++ has a second right caption.
+            "caption": [entry[name] for name in ("caption", "caption2", "negative_caption") if name in entry],
+        }
+
+
+_OF_FILES = dict.fromkeys((*SUGARCREPE, *SUGARCREPE_PP), sugarcrepe_files) | dict.fromkeys(XM3600, xm3600_files)
+_OF_ROWS = dict.fromkeys((*SUGARCREPE, *SUGARCREPE_PP), _choices) | dict.fromkeys(XM3600, _tables)
+
+
+def scores(metrics: Mapping[str, float], sets: Mapping[str, ImageDataset]) -> dict[str, tuple[str, float]]:
+    """(main metric, its value) of each benchmark by its name.
+
+    The metrics are named ``eval_{key}_...`` by the keys of the sets, some of which may be no benchmarks.
+    """
+    results = {}
+    for key, dataset in sets.items():
+        if (files := getattr(dataset, "benchmark", None)) is not None:
+            names = MAIN_METRICS.get(files.name, SCORES[getattr(dataset, "kind", "pairs")])
+            values = [metrics[f"eval_{key}_{name}"] for name in names]
+            words = "mean recall@1" if len(names) > 1 else METRICS[names[0]].words
+            results[files.name] = words, sum(values) / len(values)
+    return results
+
+
+def means_of_groups(
+    metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], named: Sequence[str] | None
+) -> dict[str, float]:
+    """``eval_mean_{group}``: the mean score of each group that was named."""
+    values = {name: value for name, (_, value) in scores(metrics, sets).items()}
+    groups = [name for name in dict.fromkeys(named or ()) if name in GROUPS]
+    return {f"eval_mean_{benchmark_key(g)}": sum(values[n] for n in GROUPS[g]) / len(GROUPS[g]) for g in groups}
+
+
+def lines_of_scores(
+    metrics: Mapping[str, float], sets: Mapping[str, ImageDataset], means: Mapping[str, float]
+) -> Iterator[str]:
+    """Lines with the main metric of each benchmark and the means of `means_of_groups`, in per cent."""
+    results = scores(metrics, sets)
+    of_groups = {name.removeprefix("eval_"): value for name, value in means.items()}
+    width = max((len(name) for name in (*results, *of_groups)), default=0)
+    for name, (words, value) in results.items():
+        yield f"{name:<{width}}  {100 * value:6.2f}%  {words}"
+    for name, value in of_groups.items():
+        yield f"{name:<{width}}  {100 * value:6.2f}%  mean of the scores above that belong to it"

@@ -1,0 +1,122 @@
+"""`infcl check`: reads the data as a training would, and tells what would spoil it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import ConcatDataset
+
+from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
+from ..files.text import counted
+from ..models.adapters import config_for_images
+from ..models.model_types import check_type_of_config
+from ..models.open_clip import load_readers
+from ..options.commands import DataOptions
+from ..processes.lock import check_writable
+from ..quality.teachers import StoredTeacher, embedding_folders
+from ..step.selection import tell_if_too_short
+from ..trainer.loaders import set_sizes, training_collator
+from ..trainer.trainer import InfCLTrainer
+from .checking import REPLAYED, TRAINED, Finding, Inspector, SetFacts, find
+from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
+from .defaults import check_embedded
+from .launched import cores, mistakes_in_one_line
+from .parser import Parser
+
+FINDINGS_FILE = "_check.json"  # in --output_dir; a push leaves out what begins with an underscore
+SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training
+
+
+def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+    """Prints what is wrong with all sets, and writes it with all rows into --output_dir, if named."""
+    options, of_model, _, data, columns, evaluation, keep, args = parser.build(namespace, user_options, computes=False)
+    if args.world_size > 1:
+        parser.error("The check reads with the workers of one process. Start it without a launcher.")
+    samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
+    if samples == 0:
+        parser.error("--check_samples must be at least 1, got 0.")
+    is_written = "output_dir" in user_options and (parser.typed("output_dir") or not namespace.recipe)
+    how: Any = {"workers": args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()}
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        check_embedded(args.teacher_embeddings, parser.words)
+        config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
+        check_type_of_config(config, of_model.model)
+        config = config_for_images(config, args.image_size)
+        collator = ContrastiveCollator.for_model(processor, config, uint8=True)
+        set_sizes(collator, args)
+        training_collator(collator, args)  # only its checks: what is cut on purpose is no finding
+        inspector = Inspector(collator, config)
+        if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
+            args.max_steps = 1  # a training needs its length, a check does not
+        old: Any = replay_set(data, columns, args)
+        olds: list[Any] = [] if old is None else old.datasets if isinstance(old, ConcatDataset) else [old]
+        new = training_set(data, columns, args)
+        if args.teacher_embeddings is not None:
+            teacher = StoredTeacher(embedding_folders(args.teacher_embeddings), [new, *olds], args)  # compares them
+            print(f"Teacher: {teacher.words}, of {teacher.width} dimensions. They are of these pairs.")
+        sets: dict[str, Any] = {
+            TRAINED: new.plain(),
+            **{f"{REPLAYED}{number}": one.plain() for number, one in enumerate(olds, 1)},
+            **evaluation_datasets(columns, evaluation, data),
+            **guard_datasets(columns, keep, evaluation, data),
+        }
+        if is_written:
+            check_writable(str(args.output_dir))  # before hours of reading
+    results: dict[str, tuple[SetFacts, list[Finding]]] = {}
+    for key, dataset in sets.items():
+        with mistakes_in_one_line(parser.prog, of_libraries=False):
+            how["progress"] = "" if args.disable_tqdm else f"check {key}"
+            facts = SetFacts(key, dataset, inspector, samples, **how)
+        trained = [other for other, _ in results.values() if other.is_trained]
+        results[key] = facts, find(facts, trained, skips_bad=data.on_bad_sample == "skip")
+        print(facts.words, *lines_of(results[key][1]), sep="\n")
+    first, limited = results[TRAINED][0], namespace.max_steps > 0
+    if args.leave_out is not None:  # of a table
+        seen = namespace.max_steps * args.global_batch_size * (1 - (args.replay_share or 0)) / len(first.dataset)
+        tell_if_too_short(seen if limited else args.num_train_epochs)
+    print("It was not checked whether captions fit their images. `infcl score` checks that.")
+    every = [finding for _, findings in results.values() for finding in findings]
+    remedies = dict.fromkeys(finding.options for finding in every if finding.options)
+    if first.is_whole and isinstance(first.dataset, ImageTextStream) and data.samples_per_epoch is None and not limited:
+        unusable = first.rows("broken").keys() | first.rows("captionless").keys()
+        remedies[f"--samples_per_epoch {len(first.pairs) - len(unusable)}"] = None
+    to_add, path = " ".join(remedies), Path(args.output_dir, FINDINGS_FILE)
+    if is_written:
+        of_sets = {
+            key: {"read": len(facts.pairs), "whole": facts.is_whole, "findings": list(map(asdict, findings))}
+            for key, (facts, findings) in results.items()
+        }
+        path.write_text(json.dumps({"options": to_add, "sets": of_sets}, indent=1), encoding="utf-8")
+    print(f"All rows of each finding are in {path}." if is_written else "With --output_dir, it also writes all rows.")
+    if to_add:
+        print(f"Add to `infcl train`: {to_add}")
+    sys.exit(int(any(finding.spoils for finding in every)))
+
+
+def lines_of(findings: Sequence[Finding]) -> list[str]:
+    """The findings of a set, for a person."""
+    lines = [f"  {'SPOILS' if finding.spoils else 'note'}: {finding.text}" for finding in findings]
+    return lines or ["  Nothing wrong was found."]
+
+
+def short_check(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, data: DataOptions) -> Iterator[str]:
+    """Lines about some pairs of the training set, before the training; those that the trainer tells are left out."""
+    samples = SHORT_SAMPLES if data.check_samples is None else data.check_samples
+    if samples == 0:
+        return
+    collator: Any = trainer.data_collator
+    inspector = Inspector(collator, trainer.dual_encoder.model.config, before_training=True)
+    facts = SetFacts(TRAINED, dataset.plain(), inspector, samples)
+    every = find(facts, (), skips_bad=data.on_bad_sample == "skip")
+    findings = [finding for finding in every if finding.kind not in ("cut", "repeated_captions")]
+    verb = "was" if len(facts.pairs) == 1 else "were"
+    checked = f"{counted(len(facts.pairs), 'pair')} of the training set {verb} checked"
+    yield f"{checked}. `infcl check` reads more, with the same options."
+    if findings:
+        yield from lines_of(findings)

@@ -1,0 +1,216 @@
+"""The data sets that the options name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset
+
+from ..card.facts import source_name
+from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..data.images import find_column, is_string
+from ..data.labelled import captions_of_classes, read_lines
+from ..data.sets import SetSpec, read_sets
+from ..files.text import counted
+from ..options.arguments import InfCLTrainingArguments
+from ..options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from ..quality.averages import halves
+from ..quality.ledger import rows_kept, stream_kept
+from .benchmarks import benchmark_sets
+
+
+def training_set(
+    data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
+) -> ImageTextDataset | ImageTextStream:
+    """The pairs to train on: a table, or a stream of shards."""
+    specs = read_sets("dataset", data.dataset)
+    spec = replace(specs[0], split=specs[0].split or data.split, name=specs[0].name or data.dataset_name)
+    options = _options_of_items(data, args) | spec.wanted(vars(columns))
+    options["negative_caption_column"] = spec.columns.get("negative_caption_column", data.negative_caption_column)
+    weights = mixture_weights(data)
+    if data.streaming:
+        if data.caption_templates:
+            raise ValueError("--caption_templates is for tables with classes, which shards that are streamed are not.")
+        if args.max_steps <= 0 and data.samples_per_epoch is None:
+            raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
+        options |= {"weights": weights, "samples_per_epoch": data.samples_per_epoch}
+        stream = _stream(specs, spec, data, options)
+        for ledger in data.exclude or ():
+            stream = stream_kept(stream, ledger)
+        return stream
+    with spec.named():
+        if weights is not None:
+            raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
+        rows = spec.rows(vars(columns))
+        if data.caption_templates:
+            labels = find_column("label", rows.features, spec.columns.get("label_column", "label"))
+            class_names = None if spec.class_names is None else read_lines(spec.class_names)
+            templates = read_lines(data.caption_templates)
+            rows = captions_of_classes(rows, templates, label_column=labels, class_names=class_names)
+            options |= {"caption_column": "caption", "pair_id_column": options["pair_id_column"] or labels}
+        dataset = whole = ImageTextDataset(rows, **options)
+    kept = np.arange(len(rows))
+    for ledger in data.exclude or ():  # not named as the set is: the mistake is in the ledger
+        chosen = rows_kept(dataset, ledger)
+        kept, rows = kept[chosen], rows.select(chosen)
+        dataset = ImageTextDataset(rows, **options)
+        dataset.whole, dataset.numbers = whole, kept  # by which a teacher's stored embeddings are found
+    dataset.name = str(spec)
+    return dataset
+
+
+def replay_set(
+    data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
+) -> ImageTextDataset | ConcatDataset[Any] | ImageTextStream | None:
+    """The old pairs to replay, if any: tables one after the other, or a stream of shards."""
+    specs = [replace(spec, split=spec.split or "train") for spec in read_sets("replay_dataset", data.replay_dataset)]
+    if not specs:
+        return None
+    options = _options_of_items(data, args)
+    streamed = {spec.streaming for spec in specs}
+    if len(streamed) > 1:
+        raise ValueError("--replay_dataset names tables and streams, which are not mixed. Let all of them be one kind.")
+    if streamed == {False}:
+        tables = [_old_pairs(spec, columns, options) for spec in specs]
+        return tables[0] if len(tables) == 1 else ConcatDataset(tables)
+    with specs[0].named():
+        stream = _stream(specs, specs[0], data, options | specs[0].wanted(vars(columns)))
+    stream.name = f"--replay_dataset {stream.name}"
+    return stream
+
+
+def _stream(specs: Sequence[SetSpec], read: SetSpec, data: DataOptions, options: dict[str, Any]) -> ImageTextStream:
+    """The stream of sets that must state the same, except for their weights, read as one of them."""
+    first, *rest = [{k: v for k, v in vars(s).items() if v and k not in ("path", "role", "weight")} for s in specs]
+    for other in rest:
+        if other != first:
+            raise ValueError(
+                f"The sets of --{read.role} are streamed as one and read alike, but one states {first} and another "
+                f"{other}. Let all of them state the same."
+            )
+    order: dict[str, Any] = {"split": read.split, "name": read.name}
+    order |= {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
+    return ImageTextStream([spec.path for spec in specs], **order, **options)
+
+
+def mixture_weights(data: DataOptions) -> list[float] | None:
+    """The proportions in which the sets of a training are mixed, from the option or from the sets themselves."""
+    weights: list[Any] = [spec.weight for spec in read_sets("dataset", data.dataset)]
+    if all(weight is None for weight in weights):
+        return data.dataset_weights
+    if None in weights or data.dataset_weights is not None:
+        raise ValueError("Give every --dataset its weight, or all of them with --dataset_weights.")
+    return weights
+
+
+def _old_pairs(spec: SetSpec, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
+    """A table of old pairs. It need not have ids, negative captions or lists of captions, as the new pairs do."""
+    with spec.named():
+        rows = spec.rows(vars(columns))
+        if options["negative_caption_column"] not in rows.column_names:
+            options = options | {"negative_caption_column": None}
+        if is_string(rows.features[spec.column(rows, "caption_column", vars(columns))]):
+            options = options | {"captions_per_image": 1}
+        dataset = spec.pairs(rows, vars(columns), **options)
+    dataset.name = str(spec)
+    return dataset
+
+
+def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[str, Any]:
+    return {
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "on_bad_sample": data.on_bad_sample,
+        "augmentation": data.augmentation,
+        "min_side": data.min_side,
+        "captions_per_image": data.captions_per_image,
+        "negative_caption_column": data.negative_caption_column,
+    }
+
+
+def guard_names(guards: Sequence[Any] | None) -> list[str]:
+    """The names of the guard sets, with which their metrics begin: "guard1_" and the name of the first, and so on."""
+    names = [source_name(spec.path)[0] for spec in read_sets("guard_dataset", guards)]
+    return [re.sub(r"\W+", "_", f"guard{number}_{name}") for number, name in enumerate(names, 1)]
+
+
+def guard_datasets(
+    columns: ColumnOptions,
+    guards: GuardOptions,
+    evaluation: EvaluationOptions,
+    data: DataOptions | None = None,
+    half: int | None = None,
+) -> dict[str, ImageTextDataset | ZeroShotDataset]:
+    """The guard sets by their names: image-text pairs, or labelled images if they have classes but no captions.
+
+    Args:
+        columns: the columns of the training set.
+        evaluation: names the labels and the templates.
+        data: the training data, which must not be taken for a guard; None without a training.
+        half: 0 or 1 for one of the `hf_infcl.quality.averages.halves` of each set; None for all rows.
+    """
+    chosen = None if half is None else lambda rows: halves(rows)[half]
+    defaults, trained = _defaults(columns, evaluation), _trained(data)
+    specs = read_sets("guard_dataset", guards.guard_dataset)
+    sets = {
+        name: spec.evaluated(defaults, trained=trained, select=chosen)
+        for name, spec in zip(guard_names(specs), specs, strict=True)
+    }
+    return sets | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
+
+
+def evaluation_datasets(
+    columns: ColumnOptions, options: EvaluationOptions, data: DataOptions | None = None
+) -> dict[str, ImageTextDataset | ZeroShotDataset]:
+    """The requested evaluation datasets by the prefix of their metrics: "pairs", "zero_shot", and the benchmarks.
+
+    A set that does not have the columns of the training set is read by its usual ones. No set may be that of the
+    training ``data``, if there is one.
+    """
+    sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
+    defaults, trained = _defaults(columns, options), _trained(data)
+    if options.eval_dataset:
+        sets["pairs"] = SetSpec.read("eval_dataset", options.eval_dataset).evaluated(defaults, trained=trained)
+    if options.zero_shot_dataset:
+        spec = SetSpec.read("zero_shot_dataset", options.zero_shot_dataset)
+        spec = replace(spec, class_names=spec.class_names or options.class_names)
+        sets["zero_shot"] = spec.evaluated(defaults, trained=trained)
+    return sets | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
+
+
+def _defaults(columns: ColumnOptions, evaluation: EvaluationOptions) -> dict[str, Any]:
+    return {**vars(columns), "label_column": evaluation.label_column, "templates": evaluation.templates}
+
+
+def _trained(data: DataOptions | None) -> list[tuple[str, str]]:
+    """The path and the split of each set of a training."""
+    return [] if data is None else [(s.path, s.split or data.split) for s in read_sets("dataset", data.dataset)]
+
+
+def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Iterator[str]:
+    """A line for each evaluation set: what is read from it and, for classes, the first three prompts."""
+    for key, dataset in sets.items():
+        columns = ", ".join(f"{option} {column}" for option, column in dataset.columns.items())
+        line = f"{key} is {dataset.name}: {counted(len(dataset), 'image')} of the split {dataset.split}; {columns}."
+        if isinstance(dataset, ZeroShotDataset):
+            if dataset.known_names not in (None, dataset.class_names):
+                named = zip(dataset.known_names[:3], dataset.class_names, strict=False)
+                line += f" The classes begin with {', '.join(f'{known} = {name}' for known, name in named)}."
+            line += f" The prompts begin with {', '.join(map(repr, dataset.prompts()[:3]))}."
+        yield line
+
+
+def what_was_measured(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> dict[str, Any]:
+    """For the results, the first three prompts of each set of classes and the revision of each benchmark."""
+    prompts = {f"eval_{key}_prompts": s.prompts()[:3] for key, s in sets.items() if isinstance(s, ZeroShotDataset)}
+    return prompts | {f"eval_{key}_revision": s.benchmark.revision for key, s in sets.items() if s.benchmark}
+
+
+def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> None:
+    """Raises a ValueError if no set has a column that the user has named."""
+    for option, column in vars(columns).items():
+        if column != getattr(ColumnOptions, option) and all(column not in s.columns.values() for s in sets.values()):
+            raise ValueError(f"No data set has a column {column!r}, which --{option} names.")

@@ -1,0 +1,201 @@
+"""The options of a training that the command chooses, and how it tells them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from ..data.replay import Replayed
+from ..evaluation.metrics import METRICS, metrics_of_kind
+from ..files.text import counted
+from ..options.arguments import InfCLTrainingArguments
+from ..options.combinations import check_command
+from ..options.commands import OF_PAIRS, DataOptions, EvaluationOptions, GuardOptions, StartOptions
+from ..options.declaring import spelled
+from ..options.files import FILES
+from ..step.micro_batches import memory_is_known
+from ..trainer.evaluating import check_metric, use_of_metric
+from ..trainer.optimization import check_optimizer_options
+from .benchmark_names import benchmark_key, expanded
+from .datasets import guard_names
+
+
+def intervals(namespace: argparse.Namespace, user_options: set[str]) -> dict[str, Any]:
+    """Chooses the intervals of logging, saving and evaluating that the user did not give.
+
+    Trainer's defaults of 500 steps suit many small steps, but a run with large batches may have only 50. Such a run
+    logs every step (or the first, the last and every hundredth of the run, if that is longer), and saves and evaluates
+    every epoch (or every tenth of the run, if ``max_steps`` ends it).
+    """
+    limited = namespace.max_steps > 0
+    tenth, hundredth = (math.ceil(namespace.max_steps / n) if limited else 1 / n for n in (10, 100))
+    chosen: dict[str, Any] = {}
+    if not user_options & {"logging_steps", "logging_strategy"}:
+        chosen["logging_steps"] = hundredth
+    steps = next((getattr(namespace, name) for name in ("save_steps", "eval_steps") if name in user_options), None)
+    if steps is None and limited:
+        steps = tenth
+    sets = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
+    evaluated = sets or namespace.eval_benchmark or namespace.guard_benchmark
+    for what, wanted in (("save", True), ("eval", evaluated)):
+        strategy = getattr(namespace, f"{what}_strategy")
+        if wanted and f"{what}_strategy" not in user_options:
+            strategy = chosen[f"{what}_strategy"] = "epoch" if steps is None else "steps"
+        if strategy == "steps" and f"{what}_steps" not in user_options:
+            chosen[f"{what}_steps"] = steps or tenth
+    if (saves := namespace.save_strategy != "no") and "save_total_limit" not in user_options:
+        chosen["save_total_limit"] = 3
+    if evaluated and "eval_on_start" not in user_options:
+        chosen["eval_on_start"] = True  # so that the card tells what the training has changed
+    if saves and namespace.early_stopping_patience and "load_best_model_at_end" not in user_options:
+        chosen["load_best_model_at_end"] = True
+    if use_of_metric(namespace) and (sets or not evaluated) and "metric_for_best_model" not in user_options:
+        name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
+        chosen["metric_for_best_model"] = f"{name}_{next(iter(metrics_of_kind(kind)))}"
+    if "logging_steps" in chosen and "logging_first_step" not in user_options:
+        chosen["logging_first_step"] = True  # and the last, see `hf_infcl.trainer.loop_events.is_logged`
+    return chosen
+
+
+def check_best_metric(namespace: argparse.Namespace) -> None:
+    """Raises a ValueError if a checkpoint or the learning rate would be chosen by a metric that no set can have.
+
+    Once the evaluation datasets are open, the trainer decides: a guard set of classes has other metrics than one of
+    pairs, and fewer than five classes have no top-5 accuracy.
+    """
+    if (use := use_of_metric(namespace)) is None:
+        return
+    kinds = {
+        **({"pairs": metrics_of_kind("pairs")} if namespace.eval_dataset else {}),
+        **dict.fromkeys(guard_names(namespace.guard_dataset), METRICS),
+        **({"zero_shot": metrics_of_kind("classes")} if namespace.zero_shot_dataset else {}),
+        **dict.fromkeys(benchmark_keys(namespace), METRICS),
+    }
+    if not kinds:
+        raise ValueError(
+            f"{use} needs something to evaluate: pass --eval_dataset, --zero_shot_dataset, --guard_dataset, "
+            "--eval_benchmark or --guard_benchmark."
+        )
+    possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
+    check_metric(namespace.metric_for_best_model, possible, use)
+
+
+def check_training(
+    data: DataOptions,
+    evaluation: EvaluationOptions,
+    keep: StartOptions,
+    args: InfCLTrainingArguments,
+    *,
+    of_optimizer: bool,
+) -> None:
+    """Raises a ValueError if options of a training contradict each other; ``of_optimizer`` checks the optimizer too."""
+    check_command(data, args)
+    check_average(keep, evaluation, args)
+    if of_optimizer and args.optimizer is None:
+        check_optimizer_options(args, Trainer.get_optimizer_cls_and_kwargs)
+
+
+def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCLTrainingArguments) -> float | None:
+    """The α of --average_with_start, or None for the one to be chosen.
+
+    Raises:
+        ValueError: an average is asked for that could not be found at the end of the training.
+    """
+    if keep.average_with_start is None:
+        return None
+    alpha = read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
+    strategy = spelled(args.save_strategy)
+    if strategy == "no" or (strategy == "best" and not args.load_best_model_at_end):
+        raise ValueError(
+            "--average_with_start saves an average in place of the weights at the end, which only a checkpoint then "
+            f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps."
+        )
+    return alpha
+
+
+def read_alpha(option: str, value: str, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
+    """The α that the value of an option names, "auto" or a number; None for the one to be chosen.
+
+    ``guards`` names the sets to keep, and ``evaluation`` those that the training is for.
+
+    Raises:
+        ValueError: the value is neither; a set is missing for the choice.
+    """
+    if value == "auto":
+        gains = evaluation.eval_dataset or evaluation.zero_shot_dataset or evaluation.eval_benchmark
+        if not (gains and (guards.guard_dataset or guards.guard_benchmark)):
+            raise ValueError(
+                f"--{option} auto weighs what was gained against what is kept. Pass --eval_dataset, "
+                "--zero_shot_dataset or --eval_benchmark for the one and --guard_benchmark or "
+                f"--guard_dataset for the other, or a number as --{option}."
+            )
+        return None
+    with suppress(ValueError):
+        if 0 <= (alpha := float(value)) <= 1:
+            return alpha
+    raise ValueError(f"--{option} must be 'auto' or a number from 0 (the start) to 1 (the end), got {value!r}.")
+
+
+def check_embedded(folder: str | None, words: Sequence[str]) -> None:
+    """Raises a ValueError if the folder of a teacher's embeddings does not exist, with the command that writes it.
+
+    ``words`` are the command line of the training, of which that command repeats what says which pairs it has.
+    """
+    if folder is None or Path(folder).exists():
+        return
+    command, is_of_pairs = [*(word for word in words[:1] if word.endswith(FILES)), "TEACHER"], False
+    for word in words:
+        if word.startswith("--"):
+            is_of_pairs = word[2:].partition("=")[0].replace("-", "_") in OF_PAIRS
+        command += [word] * is_of_pairs
+    raise ValueError(
+        f"--teacher_embeddings: there is no folder {folder}. With the folder or Hub id of the large model in place of "
+        f"TEACHER, this writes it: infcl embed {shlex.join([*command, '--output_dir', folder])}"
+    )
+
+
+def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
+    """The names with which the metrics of the benchmarks begin."""
+    named = {"": namespace.eval_benchmark, "guard_": namespace.guard_benchmark}
+    folder = namespace.benchmark_folder
+    return [f"{way}{benchmark_key(n)}" for way, names in named.items() for n in expanded(names or (), folder)]
+
+
+def count_steps(args: InfCLTrainingArguments, pairs: int) -> int:
+    """The number of steps of a training whose epochs have this number of pairs."""
+    if args.max_steps > 0:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))  # 0 if they fill no global batch
+
+
+def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
+    """The chosen options as words; intervals that are shares of a run become steps."""
+    values = dict(chosen)
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        if name in values:
+            value = values[name]
+            values[name] = math.ceil(value * steps) if value < 1 else f"{value:g}"  # as Trainer computes them
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
+
+
+def print_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pairs: object) -> None:
+    """Prints the options that `intervals` has chosen, and how the global batch of the training set is divided."""
+    steps = count_steps(args, len(pairs) if has_length(pairs) else 0)
+    if chosen and steps:  # without steps, the training refuses the batch
+        print("Chosen by default:", in_steps(chosen, steps))
+    accumulation = args.gradient_accumulation_steps
+    if not (args.divides_by_itself and memory_is_known(args.device)):  # otherwise it is not divided yet
+        print(
+            f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
+            f"{counted(accumulation, 'accumulation step')} × {counted(args.world_size, 'process')}."
+        )
+    if isinstance(pairs, Replayed):
+        print(f"{pairs.old:,} of these pairs are old ({pairs.old / args.global_batch_size:.3g}, after rounding).")

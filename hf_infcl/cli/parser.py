@@ -1,0 +1,447 @@
+"""How a command tells a mistake: in one line, once.
+
+Reads the options of a command from the command line; a file or a recipe gives other defaults.
+
+Nothing here imports torch, so that ``--help`` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+import itertools
+import os
+import re
+import sys
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, make_dataclass
+from functools import cached_property
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NoReturn
+
+import transformers
+from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
+
+from ..files.text import without_secrets
+from ..options.contrastive import ContrastiveOptions
+from ..options.declaring import holds
+from ..options.facts import check_values, of_transformers, release_of_file
+from ..options.files import FILES, RECIPES, options_in
+
+
+def print_error(command: str, message: str, *, below: bool = False) -> None:
+    """Prints an error as one line, only on the first launched process that calls this.
+
+    That process prints before it ends. The launcher then ends the other processes, whether they had the error or not.
+    With ``below``, a new line begins before, because a progress bar may stand in the present one.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from torch.distributed import TCPStore  # here, because importing torch takes seconds
+
+        # This is the launcher's store. The processes need not have joined a group yet.
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if store.add(f"infcl/{attempt}/{message}", 1) > 1:
+            return
+    line = f"{command}: error: {' '.join(without_secrets(message).split())}"
+    print(f"\n{line}" if below else line, file=sys.stderr, flush=True)
+
+
+def missing_package(error: Exception) -> str | None:
+    """A sentence if a library needs a package that is not installed; Trainer's trackers raise a RuntimeError then."""
+    is_missing = isinstance(error, (ImportError, RuntimeError)) and "install" in str(error)
+    if is_missing or isinstance(error, ModuleNotFoundError):
+        return f"An option needs a package that is not installed: {error}"
+    return None
+
+
+def about_words(left: Sequence[str], words: Sequence[str], positionals: Mapping[str, str]) -> str:
+    """Says what the ``left`` words of a command line could have been, which belong to no option.
+
+    ``positionals`` says what the words mean that stand before the options, by their names.
+    """
+    before = next((i for i, word in enumerate(words) if word == left[0] and not words[i - 1].startswith("--")), 0)
+    option = next((word for word in reversed(words[:before]) if word.startswith("--")), "=")
+    start = f"{' '.join(map(repr, left))} belong{'s' if len(left) == 1 else ''} to no option"
+    if positionals:
+        meanings = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in positionals.items())
+        return f"{start}. Before the options stand {meanings}"
+    if "=" in option:  # of a file, or none
+        return f"{start}. Every value follows its option: --NAME VALUE."
+    return f"{start}: {option} takes one value.{instead_of_several(option)}"
+
+
+def instead_of_several(option: str) -> str:
+    """Advice for an option that takes one value and got several, as the end of a message; empty without any."""
+    if option.endswith("eval_dataset"):
+        return " Measure each set with `infcl evaluate`, or name the others of a training as --guard_dataset."
+    joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"
+    return f" Join several columns into one of lists: {joined} in Python." if option.endswith("caption_column") else ""
+
+
+# What other programs call an option whose name has no word in common with theirs.
+ELSEWHERE = {
+    "accum_freq": "gradient_accumulation_steps",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "epochs": "num_train_epochs",
+    "eps": "adam_epsilon",
+    "lr": "learning_rate",
+    "precision": "bf16",
+    "resume": "resume_from_checkpoint",
+    "warmup": "warmup_steps",
+    "wd": "weight_decay",
+    "workers": "dataloader_num_workers",
+}
+# What was an option, by the end of its name, and now stands behind the name of each set.
+_OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")
+
+MOST_CHOICES = 11  # of an option that the short help lists
+
+# Options of the machine that computes, with values that any machine has.
+OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "ddp_backend": None}
+
+# An option of the command line, another one of the file, and the condition under which transformers ignores the first.
+_IGNORED = (
+    ("num_train_epochs", "max_steps", "max_steps>0"),
+    *((f"{kind}_steps", f"{kind}_strategy", f"{kind}_strategy!=steps") for kind in ("save", "eval", "logging")),
+    *(("torch_compile", f"torch_compile_{name}", "torch_compile=False") for name in ("mode", "backend")),
+    ("gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing=False"),
+)
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows one spelling of an option, and its default unless that is None or False or the text tells it."""
+
+    def __init__(self, prog: str, **settings: bool) -> None:
+        super().__init__(prog, max_help_position=34, **settings)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_said = action.default is None or action.default is False or "default" in str(action.help)
+        return action.help if is_said else super()._get_help_string(action)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        if action.nargs in ("?", 0):  # a switch, which also takes true or false
+            return action.option_strings[-1] if action.dest == "help" else action.option_strings[0]
+        kinds: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
+        value = action.metavar or kinds.get(action.type, "NAME" if action.choices else "TEXT")
+        return f"{action.option_strings[0]} {value}{' ...' if action.nargs == '+' else ''}"
+
+
+def plain_parser(
+    command: str, description: str, *options: type, positionals: Mapping[str, str]
+) -> argparse.ArgumentParser:
+    """Reads a command without options of a training; ``positionals`` as for `Parser`."""
+    kinds = typing.cast(Any, options)
+    parser = HfArgumentParser(kinds, prog=f"infcl {command}", description=description, formatter_class=Help)
+    for name, meaning in positionals.items():
+        parser.add_argument(name, help=meaning)
+    return parser
+
+
+class Parser(HfArgumentParser):
+    """Reads dataclasses and the options of a training, lists the package's own first, and suggests names for typos.
+
+    Args:
+        *options: dataclasses; the options of the training follow them.
+        shown: the options of the training that ``--help`` lists beside those of the dataclasses, or by their headings
+            all that it lists; ``--help all`` lists every one.
+        optional: required options of the dataclasses that this command can do without.
+        accepts: dataclasses whose options ``--help`` lists only if they are among ``shown``.
+        positionals: what each word means that stands before the options, by its name; one in brackets may be left out.
+        recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        description: str,
+        *options: type,
+        shown: Mapping[str, str] | Collection[str],
+        optional: Collection[str] = (),
+        accepts: Collection[type] = (),
+        positionals: Mapping[str, str] | None = None,
+        recipes: bool = False,
+    ) -> None:
+        positionals = positionals or {}
+        self._commands, self._declared = options, (*options, ContrastiveOptions, of_transformers())
+        super().__init__(
+            typing.cast(Any, self._declared),
+            prog=f"infcl {command}",
+            usage=" ".join(["%(prog)s [FILE.yaml or FILE.json]", *map(str.upper, positionals), "[--NAME VALUE ...]"]),
+            description=description,
+            formatter_class=Help,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self.add_argument("-h", "--help", nargs="?", choices=["all"], help="--help all describes every option.")
+        for name, meaning in positionals.items():
+            number = "?" if name.startswith("[") else None
+            self.add_argument(name.strip("[]"), nargs=number, metavar=name.strip("[]").upper(), help=meaning)
+        if recipes:
+            self.add_argument(
+                "--recipe",
+                choices=RECIPES,
+                help="Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says what "
+                "it is for.",
+            )
+        self._meanings = positionals
+        self._shown, self._accepts = shown, (*accepts, *self._declared[len(options) :])
+        self._file = ""  # the name of the file of options, and the names of the options that only it sets
+        self._of_file: set[str] = set()
+        self._typed: set[str] = set()  # those on the command line
+        for action in self._actions:
+            action.required = action.required and action.dest not in optional
+            if isinstance(action, argparse._StoreFalseAction):  # --no_NAME, which is --NAME false
+                action.help = argparse.SUPPRESS
+            elif action.choices and action.dest != "help":
+                action.help = f"{action.help} {_among(action)}"
+            if action.type is string_to_bool and action.nargs is None:
+                action.nargs, action.const = "?", True  # HfArgumentParser makes no switch of `bool | None`
+
+    def shorten(self) -> None:
+        """Makes the help list the options that are shown, each with the first sentence of its description."""
+        known = {action.dest: action for action in reversed(self._actions)}
+        if isinstance(self._shown, Mapping):
+            del self._action_groups[2:]  # the first two are those of the help and of --recipe
+            for heading, names in self._shown.items():
+                self.add_argument_group(heading)._group_actions += [known[name] for name in names.split()]
+            hidden = self._kinds.keys() - set(" ".join(self._shown.values()).split())
+        else:
+            hidden = {f.name for declared in self._accepts for f in fields(declared)} - set(self._shown)
+        for action in self._actions:
+            if action.dest in hidden:
+                action.help = argparse.SUPPRESS
+            elif action.help and action.dest != "help":
+                first = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", action.help, maxsplit=1)[0]
+                choices = list(map(str, action.choices or ()))
+                few = len(choices) <= MOST_CHOICES and not all(choice in first for choice in choices)
+                action.help = f"{first} {_among(action)}" if few else first
+        self.epilog = (
+            f"`{self.prog} --help all` describes these options further, and {len(hidden & known.keys())} others. In a "
+            "file, they are keys with the same names. A set may state how it is read, behind its name: "
+            "'my/tables?split=validation&caption_column=title'."
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line, which only one of several processes prints."""
+        print_error(self.prog, message)
+        sys.exit(2)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but says what a word without an option could have been."""
+        # Words before all options are told first: argparse would only ask for what is required.
+        first = [] if self._meanings else list(itertools.takewhile(lambda word: not word.startswith("-"), args))
+        parsed, left = (namespace, first) if first else self.parse_known_args(args, namespace)
+        if left:
+            self.error(about_words(left, args, self._meanings))
+        return parsed
+
+    def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
+        """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
+
+        Returns:
+            All options, and the names of the options that the user has set.
+        """
+        self.words = list(words)
+        if {"-h", "--help"} & set(self.words):
+            if self.words[-1] != "all":
+                self.shorten()
+            print(self.format_help(), end="")  # print_help ignores a closed pipe
+            self.exit()
+        values: dict[str, Any] = {}
+        try:
+            file, words = self._file_and_words(self.words)
+            if file is not None:
+                self._file, values = file.name, self._read_file(file)
+            self._typed = {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
+            self._of_file = values.keys() - self._typed
+        except (OSError, ValueError) as error:
+            self.error(str(error))
+        for action in self._actions:
+            action.required = action.required and action.dest not in values
+        namespace = self.parse_args(words, argparse.Namespace(**values))
+        for option, other, condition in _IGNORED:
+            if option in self._typed and other in self._of_file and holds(namespace, condition):
+                self.error(
+                    f"--{option} has no effect with {other}={getattr(namespace, other)} of {self._file}. Pass "
+                    f"--{other} as well."
+                )
+        return namespace, self._typed | self._of_file
+
+    def typed(self, name: str) -> bool:
+        """Whether the command line, and not only the file, has an option."""
+        return name in self._typed
+
+    def file_of(self, name: str) -> str:
+        """The name of the file that sets an option which the command line does not; empty if none does."""
+        return self._file if name in self._of_file else ""
+
+    def keep_only(self, namespace: argparse.Namespace, kept: Collection[str], of_file: Collection[str]) -> None:
+        """Sets the options of the training to their defaults, but for some of the command line, and of the file."""
+        for name in (f.name for kind in self._declared[len(self._commands) :] for f in fields(kind)):
+            if name not in kept or (name in self._of_file and name not in of_file):
+                setattr(namespace, name, self.get_default(name))
+
+    def build(
+        self, namespace: argparse.Namespace, user_options: set[str] | None = None, *, computes: bool = True
+    ) -> tuple[Any, ...]:
+        """The dataclasses, then InfCLTrainingArguments; an option that one of them refuses ends the program.
+
+        Args:
+            namespace: all options.
+            user_options: for a training: the names of the options that the user has set. `intervals` chooses the rest.
+            computes: whether anything is trained or evaluated. If not, options that only concern the machine that does
+                so have no effect.
+        """
+        try:
+            return self._built(namespace, user_options, computes)
+        except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
+            named = [name for name in sorted(self._of_file) if re.search(rf"\b{name}\b", str(error))]
+            self.error(f"{error} {self._file} sets {', '.join(named)}." if named else str(error))
+        except (ImportError, RuntimeError) as error:
+            if (message := missing_package(error)) is None:
+                raise
+            self.error(message)
+
+    def _built(self, namespace: argparse.Namespace, user_options: set[str] | None, computes: bool) -> tuple[Any, ...]:
+        from ..data.sets import STATED, read_sets
+        from ..options.arguments import InfCLTrainingArguments
+        from .defaults import check_best_metric, check_training, intervals
+
+        for role in STATED:
+            read_sets(role, getattr(namespace, role, None))
+        values = vars(namespace) | ({} if user_options is None else intervals(namespace, user_options))
+        if user_options is not None:
+            check_best_metric(argparse.Namespace(**values))
+        values |= {} if computes else OF_COMPUTING
+        taken = {one.name for one in fields(InfCLTrainingArguments) if one.init}
+        of_file = {one.name for one in fields(of_transformers())}
+        if lacking := (self._typed | self._of_file) & of_file - taken:
+            raise ValueError(f"transformers {transformers.__version__} has no option {', '.join(sorted(lacking))}.")
+        built = [kind(**{f.name: values[f.name] for f in fields(kind) if f.init}) for kind in self._commands]
+        built.append(InfCLTrainingArguments(**{name: values[name] for name in taken & values.keys()}))
+        for options in built[:-1]:
+            check_values(options)
+        if user_options is not None:
+            data, _, evaluation, keep, args = built[-5:]
+            check_training(data, evaluation, keep, args, of_optimizer=computes)
+        return tuple(built)
+
+    @cached_property
+    def _kinds(self) -> dict[str, Any]:
+        """The annotated type of every option."""
+        kinds: dict[str, Any] = {}
+        for options in self._declared:
+            hints = typing.get_type_hints(options)
+            kinds |= {f.name: hints[f.name] for f in fields(options) if f.init}
+        return kinds
+
+    def _add_new_ones(self) -> None:
+        """Adds the options that another release of transformers has beside those of the file."""
+        kinds = typing.get_type_hints(transformers.TrainingArguments)
+        new = [one for one in fields(transformers.TrainingArguments) if one.init and one.name not in self._kinds]
+        declared = make_dataclass("NewOptions", [(one.name, kinds[one.name], copy.copy(one)) for one in new])
+        self._add_dataclass_arguments(typing.cast(Any, declared))
+        self._kinds.update({one.name: kinds[one.name] for one in new})
+
+    def _file_and_words(self, words: list[str]) -> tuple[Path | None, list[str]]:
+        """The file of options that the first word or --recipe names, or None, and the other words."""
+        of_recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        if "--recipe" in self._option_string_actions:
+            of_recipe.add_argument("--recipe", nargs="?", const="")
+        args, rest = of_recipe.parse_known_args(words, argparse.Namespace(recipe=None))
+        is_file = bool(rest) and rest[0].endswith(FILES)
+        if args.recipe is None:
+            return (Path(words[0]), words[1:]) if is_file else (None, words)
+        if args.recipe not in RECIPES:
+            raise ValueError(
+                f"There is no recipe {args.recipe!r}. The recipes are {', '.join(RECIPES)}. A file of your own is the "
+                "first word of the command, without --recipe."
+            )
+        if is_file:
+            raise ValueError(
+                f"--recipe {args.recipe} and {rest[0]} are both files of options, and a command takes one. Write "
+                "the options of the other on the command line."
+            )
+        return RECIPES[args.recipe], ["--recipe", args.recipe, *rest]
+
+    def _known(self, name: str) -> str:
+        if name not in self._kinds and transformers.__version__ != release_of_file():
+            self._add_new_ones()
+        if name in self._kinds:
+            return name
+        plain = name.removeprefix("no_")
+        if f"--{name}" in self._option_string_actions:  # the negative form of an option that is on by default
+            return plain
+        if moved := _OF_SETS.fullmatch(name):
+            raise ValueError(
+                f"There is no option --{name}. Write it behind the name of the set: --{moved[1]}_dataset "
+                f"'NAME?{moved[2]}={'true' if moved[2] == 'streaming' else 'VALUE'}'."
+            )
+        kind = self._kinds.get(plain)
+        if bool in (kind, *typing.get_args(kind)):
+            raise ValueError(f"There is no option --{name}. Write --{plain} false.")
+        similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
+        hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
+        if self._meanings:
+            hint += f" Before the options stand {' '.join(map(str.upper, self._meanings))}."
+        raise ValueError(f"There is no option --{name}. {hint}")
+
+    def _read_file(self, path: Path) -> dict[str, Any]:
+        """The values of the options of a file: what the command line would make of its texts, lists and mappings."""
+        values: dict[str, Any] = {}
+        actions = {action.dest: action for action in reversed(self._actions)}
+        for key, (value, text) in options_in(path).items():
+            key = _name(key)
+            name = self._known(key)
+            if name != key or name not in self._kinds:
+                instead = f" Write {name}: false." if name in self._kinds else ""
+                raise ValueError(f"{path}: {key} only works on the command line.{instead}")
+            kind = self._kinds[name]
+            choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
+            kinds = {typing.get_origin(choice) or choice for choice in choices}
+            items = value if isinstance(value, list) and list in kinds else [value]
+            if value is None and NoneType not in kinds:
+                raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
+            if name.endswith("dataset") and isinstance(value, (dict, list) if list in kinds else dict):
+                values[name] = [text] if list in kinds and not isinstance(text, list) else text
+            elif value is None or (isinstance(value, dict) and dict in kinds):
+                values[name] = value
+            elif any(one is None or isinstance(one, (dict, list)) for one in items):
+                seen = "list" if isinstance(value, list) else "mapping"
+                what = "a list of single values" if items is value else f"a single value, not a {seen}"
+                more = instead_of_several(name) if seen == "list" else ""
+                raise ValueError(f"{path}: {name} must be {what}.{more}")
+            else:
+                texts = text if items is value else [text if str in kinds else value]
+                try:
+                    made = [self._get_value(actions[name], str(one)) for one in texts]
+                    for one in made:
+                        self._check_value(actions[name], one)
+                except argparse.ArgumentError as error:
+                    raise ValueError(f"{path}: {error}") from None
+                values[name] = made if items is value or actions[name].nargs == "+" else made[0]
+        return values
+
+
+def _among(action: argparse.Action) -> str:
+    return f"One of {', '.join(map(str, action.choices or ()))}."
+
+
+def _similar(name: str, known: Collection[str]) -> list[str]:
+    """The options that may be meant: known by this name elsewhere, or with all words of the name, or spelt alike."""
+    if ELSEWHERE.get(name) in known:
+        return [ELSEWHERE[name]]
+    fuller = sorted(k for k in known if set(name.split("_")) <= set(k.split("_")))
+    return fuller if 0 < len(fuller) < 5 else difflib.get_close_matches(name, known, n=1)
+
+
+def _name(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("-", "_")

@@ -1,0 +1,340 @@
+"""Scores each pair of a training set against the other pairs of a window.
+
+Writes the ledger of a training set, of a model as it is or of a training that has left pairs out.
+
+`infcl score`: writes how well image and caption of each pair of a training set belong together."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..card.facts import content_of, has_learned
+from ..data import ImageTextDataset, ImageTextStream
+from ..data.collator import DataCollator
+from ..data.pairs import usable_captions
+from ..data.sets import SetSpec
+from ..data.store import NO_KEY, KeyedItem, KeyedRows
+from ..files.text import counted
+from ..loss.pair_scores import pair_scores
+from ..models.open_clip import load
+from ..options.commands import DataOptions
+from ..processes.collectives import Processes, failures_announced
+from ..quality import WINDOW
+from ..quality.ledger import (
+    CERTAIN,
+    LEDGER_FILE,
+    RATHER_WRONG,
+    SHEET_FILE,
+    SHOWN,
+    Ledger,
+    draw_suspicious,
+    make_ledger,
+    small_jpeg,
+)
+from ..shards.layout import member_file
+from ..step.selection import LEAST_BELOW, WithoutNoisyPairs
+from ..trainer.trainer import InfCLTrainer
+from .datasets import training_set
+from .launched import leave, mistakes_in_one_line
+from .parser import Parser
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import InfCLTrainer
+
+
+logger = logging.getLogger(__name__)
+
+# [n] of each pair: its key, a caption, the name of a stream's sample and, until they are drawn, a small JPEG.
+Columns = dict[str, np.ndarray]
+
+
+class _Embedded(NamedTuple):
+    """Pairs with their embeddings."""
+
+    columns: Columns
+    images: Tensor  # [images, D] fp32, of length 1
+    texts: Tensor  # [texts, D] fp32, of length 1
+    belongs: Tensor  # [texts] int64, the image of each text
+    pair_ids: Tensor | None  # [images] int64
+
+
+def score_pairs(
+    trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, window: int = WINDOW
+) -> tuple[Ledger, dict[int, bytes]]:
+    """The ledger of a training set, read once, and pictures of its most suspicious pairs by their keys; collective.
+
+    The processes divide the pairs among themselves. Each compares those of a window with each other: so many pairs
+    drawn at random from a table, or those that a stream gives one after the other. The last window is larger.
+
+    Args:
+        trainer: of the model, which is in evaluation mode. ``per_device_eval_batch_size`` is the number of pairs of a
+            forward.
+        dataset: the pairs. Of a stream every sample is read once.
+        window: the pairs of a window.
+
+    Raises:
+        ValueError: there are fewer than two pairs for a process, or a score is not finite.
+    """
+    processes, context = Processes(), trainer.context
+    parts: list[Columns] = []
+    lowest: list[tuple[float, int, bytes]] = []
+    waiting: list[_Embedded] = []
+    alone = [0]  # pairs without others
+
+    def score(several: Sequence[_Embedded]) -> None:
+        pairs, without_others = _scored(several)
+        alone[0] += without_others
+        pictures = zip(pairs["score"].tolist(), pairs["key"].tolist(), pairs.pop("picture"), strict=True)
+        lowest[:] = heapq.nsmallest(SHOWN, [*lowest, *pictures])
+        parts.append(pairs)
+
+    with failures_announced(), torch.no_grad():
+        for inputs, columns in _read(dataset, trainer, processes):
+            inputs = context.prepare_inputs(inputs)
+            with context.accelerator.autocast():  # of the forwards alone: scores are products in fp32
+                embeds = context.encoder.embed(context.encoder.model, inputs)
+            images, texts = (F.normalize(rows.float(), dim=-1) for rows in embeds)
+            belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
+            new = torch.from_numpy(columns["key"] != NO_KEY).to(images.device)  # repeats are not among the others
+            kept, ids = (belongs >= 0) & new[belongs], inputs.get("pair_ids")
+            columns = {name: values[new.cpu().numpy()] for name, values in columns.items()}
+            belongs = (new.cumsum(0) - 1)[belongs[kept]]
+            waiting.append(_Embedded(columns, images[new], texts[kept], belongs, None if ids is None else ids[new]))
+            if sum(len(one.images) for one in waiting) >= 2 * window:
+                whole = -(-window // context.args.per_device_eval_batch_size)
+                score(waiting[:whole])
+                waiting = waiting[whole:]
+        if sum(len(one.images) for one in waiting) < 2:
+            raise ValueError("There are fewer than two pairs for each process, so none can be compared.")
+        score(waiting)
+    every = processes.agree(alone)  # or raises what another process has announced
+    pairs = _joined(processes.gather_objects(_joined(parts)))
+    if wrong := int((~np.isfinite(pairs["score"])).sum()):
+        raise ValueError(
+            f"The scores of {wrong:,} of {len(pairs['score']):,} pairs are not finite, because embeddings are not. "
+            "Compute in another precision, or look at the weights of the model."
+        )
+    if without_others := sum(int(count) for (count,) in every):
+        said = f"{without_others:,} of {without_others + len(pairs['score']):,} pairs have no score, because all pairs "
+        said += "of their window have one pair id. Pass a larger --window, or shuffle the shards."
+        if not len(pairs["score"]):
+            raise ValueError(said)
+        if processes.rank == 0:
+            logger.warning(said)
+    of_all = itertools.chain(*processes.gather_objects(lowest))
+    pictures = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, of_all)}
+    caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
+    ledger = make_ledger(dataset.key_fingerprint(), pairs["key"], pairs["score"], caption, name if any(name) else ())
+    return ledger, pictures
+
+
+def _read(
+    dataset: ImageTextDataset | ImageTextStream, trainer: InfCLTrainer, processes: Processes
+) -> Iterator[tuple[dict[str, Tensor], Columns]]:
+    """The model's inputs for the pairs of this process, every one once, and their columns."""
+    args, collate = trainer.args, partial(_collated, trainer.data_collator)
+    rank, count, workers = processes.rank, processes.world_size, args.dataloader_num_workers
+    load = partial(DataLoader, num_workers=workers, pin_memory=args.dataloader_pin_memory)
+    if not isinstance(dataset, ImageTextStream):
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
+        rows = order.tensor_split(count)[rank].tolist()
+        yield from load(KeyedRows(dataset), args.per_device_eval_batch_size, sampler=rows, collate_fn=collate)
+        return
+    lanes, seen, without_new = max(1, workers), set[int](), 0
+    where = {"rank": rank, "world_size": count, "num_workers": workers, "keyed": True}
+    batches = dataset.batches(args.per_device_eval_batch_size, collate, **where)
+    for (inputs, columns), _ in load(batches, batch_size=None):
+        columns["key"] = np.asarray(columns["key"])  # which the loader makes a tensor
+        for place, key in enumerate(columns["key"].tolist()):
+            columns["key"][place] = NO_KEY if key in seen else key
+            seen.add(key)
+        # One batch comes from each lane in turn: when all of them have only known samples, the pass is over.
+        without_new = 0 if (columns["key"] != NO_KEY).any() else without_new + 1
+        if without_new == lanes:
+            return
+        if not without_new:
+            yield inputs, columns
+
+
+def _collated(collate: DataCollator, items: list[KeyedItem]) -> tuple[dict[str, Tensor], Columns]:
+    """The model's inputs, and the columns of the pairs."""
+    plain = [one.item for one in items]
+    words = {
+        "caption": [item["caption"][0] for item in plain],
+        "picture": [small_jpeg(item["image"]) for item in plain],
+        "name": [one.name for one in items],
+    }
+    columns = {name: np.array(values, object) for name, values in words.items()}
+    return collate(plain), {"key": np.array([one.key for one in items]), **columns}
+
+
+def _joined(parts: Sequence[Columns]) -> Columns:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
+    """The pairs of several batches with their scores, for which they are compared with each other.
+
+    Those without others are left out and counted.
+    """
+    firsts = itertools.accumulate((len(part.images) for part in parts), initial=0)
+    belongs = torch.cat([part.belongs + first for part, first in zip(parts, firsts, strict=False)])
+    ids = [part.pair_ids for part in parts if part.pair_ids is not None]
+    images, texts = torch.cat([part.images for part in parts]), torch.cat([part.texts for part in parts])
+    score = pair_scores(images, texts, belongs, torch.cat(ids) if ids else None, Processes(alone=True))
+    columns = _joined([part.columns for part in parts]) | {"score": score.cpu().numpy()}
+    alone = (score.isnan() & images.isfinite().all() & texts.isfinite().all()).cpu().numpy()
+    return {name: values[~alone] for name, values in columns.items()}, int(alone.sum())
+
+
+logger = logging.getLogger(__name__)
+
+
+def write_ledger(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, window: int = WINDOW) -> Ledger:
+    """Scores a training set by the model of an `InfCLTrainer`; see `score_pairs`; collective.
+
+    The set should not augment its images.
+
+    The main process writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``, and alone knows the file names of a
+    table.
+    """
+    trainer.dual_encoder.model.eval()
+    ledger, pictures = score_pairs(trainer, dataset, window)
+    if trainer.is_world_process_zero():
+        if isinstance(dataset, ImageTextDataset):
+            ledger.sample = file_names(dataset, ledger.key)
+        _write(ledger, pictures, trainer)
+    return ledger
+
+
+def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset) -> Ledger | None:
+    """Writes a ledger with the averages of a training that had ``leave_out``, in the main process; None without it.
+
+    If it cannot be written, this warns and returns None, because the results of the training are still to be saved.
+    ``dataset`` is the table that was trained. Of its images, those of the pairs with the lowest averages are read.
+    """
+    selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
+    if not selections or not trainer.is_world_process_zero():
+        return None
+    rows, scores = (part.numpy() for part in selections[0].averages.slow())
+    try:
+        column = dataset.caption_column
+        captions = dataset.table.select_columns([column])[rows.tolist()][column] if len(rows) else []
+        captions = [usable_captions(value)[0] for value in captions]
+        left_out, names = selections[0].left_out().numpy(), file_names(dataset, rows)
+        ledger = make_ledger(dataset.key_fingerprint(), rows, scores, captions, names, left_out)
+        lowest = ledger.key[ledger.most_suspicious(SHOWN)].tolist()
+        _write(ledger, {row: small_jpeg(dataset.image(row)) for row in lowest}, trainer)
+    except Exception as error:
+        logger.warning("The ledger was not written. %s: %s", type(error).__name__, error)
+        return None
+    return ledger
+
+
+def _write(ledger: Ledger, pictures: Mapping[int, bytes], trainer: InfCLTrainer) -> None:
+    folder = Path(str(trainer.args.output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    ledger.write(folder / LEDGER_FILE)
+    draw_suspicious(ledger, pictures).save(folder / SHEET_FILE)
+
+
+def file_names(dataset: ImageTextDataset, keys: np.ndarray) -> list[str]:
+    """The image files of some rows of a table, from the folder on that holds all files; none if it does not name all.
+
+    ``keys`` [n] int64 are the rows.
+    """
+    paths = dataset.computed("path")
+    if paths.null_count:
+        return []
+    files = [member_file(path) for path in paths.to_pylist()]
+    names, folders = [files[row] for row in keys], {os.path.dirname(file) for file in files}
+    if all(map(os.path.isabs, folders)):
+        shared = os.path.commonpath(folders)
+        names = [os.path.relpath(name, shared) for name in names]
+    return names
+
+
+def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", learned: bool = False) -> Iterator[str]:
+    """What a ledger that was written into a folder says, for a person.
+
+    Args:
+        waits_for: why the rule of ``leave_out`` has not begun, or has stopped; empty if there was none.
+        learned: whether the model was trained on these pairs, wrong ones included.
+    """
+    wrong, expected = len(ledger.certainly_wrong()), float(ledger.p_wrong.sum())
+    few = expected < max(0.5, LEAST_BELOW * len(ledger))
+    file = Path(folder, LEDGER_FILE)
+    if learned:
+        yield (
+            "This model was trained on these pairs, as its record says. It may know wrong ones by heart, and finds too "
+            "few of them. Score with another model, or train with --leave_out noisy."
+        )
+    if ledger.says_nothing():
+        yield (
+            f"The scores in {file} do not mean anything yet: to this model most of the {len(ledger):,} pairs look "
+            "wrong. Do not exclude pairs by them."
+        )
+        return
+    if not wrong and expected < 0.5:
+        by_heart = ", but this model was trained on all of them, and may know wrong ones by heart" if waits_for else ""
+        yield f"None of {len(ledger):,} pairs seems wrong{by_heart}. The score of each is in {file}."
+    elif waits_for and not few:
+        yield f"Do not exclude pairs by the scores in {file}, because --leave_out did not: {waits_for}."
+        return
+    else:
+        exclude = (
+            f" `infcl train --exclude {file}:{RATHER_WRONG:g}` trains without all that are likelier wrong than right."
+        )
+        about = "At least" if learned or waits_for else "About"
+        do = "does" if round(expected) == 1 else "do"
+        yield (
+            f"{about} {expected:,.0f} of {counted(len(ledger), 'pair')} {do} not seem to belong together, {wrong:,} of "
+            f"them with a probability of at least {CERTAIN:g}.{exclude if wrong else ''}"
+        )
+    yield f"The {min(SHOWN, len(ledger))} pairs with the lowest scores are drawn in {Path(folder, SHEET_FILE)}."
+    if few and (learned or waits_for):
+        yield (
+            "Wrong pairs that a model knows by heart may still have the lowest scores. Look at these: if they are "
+            f"wrong, `infcl train --exclude {file}:5%` trains without the lowest 5%."
+        )
+
+
+def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+    """Scores the pairs, and tells how many are wrong."""
+    options, columns, args = parser.build(namespace)
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        if args.fsdp:
+            raise ValueError("Every process scores with the whole model. Omit the options of FSDP.")
+        chosen = {name: value for name, value in vars(options).items() if name != "window"}
+        length = 1 if options.streaming else None  # which a training needs
+        named: Any = [SetSpec.read("data", namespace.data)]
+        dataset = training_set(DataOptions(named, samples_per_epoch=length, **chosen), columns, args)
+        model, processor, conversion = load(namespace.model)
+        trainer = InfCLTrainer(model, args, processing_class=processor)
+        if trainer.is_world_process_zero():
+            print(*conversion, sep="\n", end="\n" if conversion else "")
+    with mistakes_in_one_line(parser.prog, of_libraries=False):
+        ledger = write_ledger(trainer, dataset, options.window)
+    if trainer.is_world_process_zero():
+        learned = has_learned(namespace.model, content_of(dataset))
+        print(*ledger_lines(ledger, str(args.output_dir), learned=learned), sep="\n")
+        if not learned:
+            print(
+                "A model that was trained on these pairs may know wrong ones by heart. Score with another model, or "
+                "train with --leave_out noisy, whose ledger has the scores from during the training."
+            )
+    leave(trainer)

@@ -1,1 +1,0 @@
-"""Dual encoders of transformers: their towers and temperature, their gradients, and the wrappers around them."""

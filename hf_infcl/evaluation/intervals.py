@@ -1,0 +1,195 @@
+"""Bootstrap intervals of metrics, and of the differences between two models on one set.
+
+These are the 2.5th and 97.5th percentiles of 1,000 resamples of the images (Efron and Tibshirani 1993, An Introduction
+to the Bootstrap, section 13.3). The captions of an image stay together, because they are not independent. The resamples
+of two sets of equal size are the same, so two models are compared on the same resamples.
+
+
+The intervals of the metrics of a set, and how far its score has changed since before a training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .metrics import CHANGE, HIGH, LOW, Found, Hits, LabelScores, defined_metrics, measured, score_if_measured
+
+RESAMPLES = 1000
+PERCENTILES = 2.5, 97.5
+_SEED = 0
+WEIGHTS_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
+
+
+def count_hits(ranks: Found) -> dict[str, Hits]:
+    """The hits of each image, for all metrics that are shares of hits; nothing for `LabelScores`."""
+    return {name: metric.hits(ranks) for name, metric in defined_metrics(ranks).items() if metric.hits is not None}
+
+
+def resampled(hits: Sequence[Hits]) -> np.ndarray:
+    """The values of metrics on resamples of the images of a set.
+
+    Args:
+        hits: the hits for several metrics, all of the same N images in the same order.
+
+    Returns:
+        [metrics, RESAMPLES] float64.
+    """
+    size = len(hits[0].right)
+    kind, examples = _kinds(hits)
+    numbers = [_Shares(one, examples) for one in hits]
+    random = np.random.default_rng(_SEED)
+    rows, kinds = max(1, WEIGHTS_NUMEL // size), len(examples)
+    blocks = []
+    for start in range(0, RESAMPLES, rows):
+        count = min(rows, RESAMPLES - start)
+        drawn = kind[random.integers(size, size=(count, size))]
+        drawn += kinds * np.arange(count)[:, None]
+        weights = np.bincount(drawn.ravel(), minlength=count * kinds)
+        weights = weights.reshape(count, kinds).astype(np.float64)  # how often images of each kind were drawn
+        blocks.append(np.stack([one.of(weights) for one in numbers]))
+    return np.concatenate(blocks, axis=1)
+
+
+def _kinds(hits: Sequence[Hits]) -> tuple[np.ndarray, np.ndarray]:
+    """The kind of each image, [N] int64, and an image of each kind: those of one kind have the same hits.
+
+    Their sums are of whole numbers, and so the same to the bit, over a few kinds as over many images.
+    """
+    kind = np.zeros(len(hits[0].right), np.int64)
+    for one in hits:
+        for part in (one.right, one.queries, one.groups):
+            if part is not None:
+                values = np.unique(part.cpu().numpy(), return_inverse=True)[1].reshape(-1)
+                kind = np.unique(kind * (values.max() + 1) + values, return_inverse=True)[1].reshape(-1)
+    return kind, np.unique(kind, return_index=True)[1]
+
+
+class _Shares:
+    """The value of one metric on weighted images, which are those numbered by ``images``."""
+
+    def __init__(self, hits: Hits, images: np.ndarray) -> None:
+        self._parts = [part.cpu().numpy()[images].astype(np.float64) for part in (hits.right, hits.queries)]
+        self._groups = None if hits.groups is None else hits.groups.cpu().numpy()[images]
+        if self._groups is not None:
+            self._order = np.argsort(self._groups, kind="stable")
+            self._starts = np.unique(self._groups[self._order], return_index=True)[1]
+
+    def of(self, weights: np.ndarray) -> np.ndarray:
+        """[resamples] from [resamples, N]."""
+        if self._groups is None:
+            right, queries = (weights @ part for part in self._parts)
+            return np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
+        right, queries = (
+            np.add.reduceat((weights * part)[:, self._order], self._starts, axis=1) for part in self._parts
+        )
+        shares = np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
+        return shares.sum(axis=1) / (queries > 0).sum(axis=1)  # of the groups that were drawn
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """The 95% interval of a metric, or of a difference, from its values [RESAMPLES] on resamples."""
+    low, high = np.percentile(values, PERCENTILES)
+    return float(low), float(high)
+
+
+def bounds(resamples: dict[str, np.ndarray]) -> dict[str, float]:
+    """`interval` of each metric, as the name with `LOW` and with `HIGH`."""
+    intervals = {name: interval(values) for name, values in resamples.items()}
+    return {name + end: bound for name, both in intervals.items() for end, bound in zip((LOW, HIGH), both, strict=True)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One metric of two models on the same images, as fractions."""
+
+    first: float
+    second: float
+    low: float | None = None  # the bounds of the paired 95% interval of second - first; None for a metric without one
+    high: float | None = None
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the interval includes no difference."""
+        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
+
+    def words(self, factor: float = 1, digits: int = 4) -> str:
+        """The difference times ``factor`` with its interval, and whether it is noise."""
+        values = (self.second - self.first, self.low, self.high)
+        change, *bounds = [f"{factor * value:+.{digits}f}" for value in values if value is not None]
+        return change + (f" [{', '.join(bounds)}]" if bounds else "") + (" within noise" if self.is_noise else "")
+
+
+def differences(first: Found, second: Found) -> dict[str, Difference]:
+    """The metrics of two models on the same images, by name; for `LabelScores` without an interval.
+
+    Raises:
+        ValueError: the results are of other images.
+    """
+    if isinstance(first, LabelScores):
+        others = measured(second)
+        return {name: Difference(value, others[name]) for name, value in measured(first).items()}
+    ours, theirs = count_hits(first), count_hits(second)
+    sizes = [sorted({len(one.right) for one in hits.values()}) for hits in (ours, theirs)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"Only results on the same images can be compared, got {sizes[0]} and {sizes[1]}.")
+    values = resampled([*ours.values(), *theirs.values()])
+    changes = values[len(ours) :] - values[: len(ours)]
+    return {
+        name: Difference(one.share(), theirs[name].share(), *interval(change))
+        for (name, one), change in zip(ours.items(), changes, strict=True)
+    }
+
+
+class ScoreChanges:
+    """Keeps the resampled scores that the sets had before the first step, and compares later ones with them.
+
+    Args:
+        before: what is kept of each set, by the prefix of its metrics; it is filled in place before the first step:
+            ``images``, the number of its images, ``values``, the resampled values of its score, and ``set``, a digest
+            of its labels.
+        logged: the entries that the training has logged so far, by name.
+        at_start: whether no step is trained yet.
+    """
+
+    def __init__(self, before: dict[str, Any], logged: list[dict[str, float]], *, at_start: bool) -> None:
+        self._before, self._logged, self._at_start = before, logged, at_start
+        self._set = ""  # the digest of the labels of the last set
+
+    def recognise(self, prefix: str, labels: object) -> None:
+        """Drops what another set of this name had before a training that was resumed with this set.
+
+        Args:
+            prefix: begins the names of its metrics.
+            labels: an array or a tuple of them, which tell the sets apart.
+        """
+        arrays = labels if isinstance(labels, tuple) else (labels,)
+        content = b"".join(torch.as_tensor(array).cpu().numpy().tobytes() for array in arrays)
+        self._set = hashlib.sha256(content).hexdigest()[:16]
+        before = self._before.get(prefix, {}).get("set", self._set)
+        if self._at_start or before == self._set:
+            return
+        del self._before[prefix]
+        for entry in self._logged:
+            for name in [name for name in entry if name.startswith(f"{prefix}_")]:
+                del entry[name]
+
+    def intervals(self, prefix: str, found: Found | None) -> dict[str, float]:
+        """The bounds of the metrics of the set that was recognised last, and of the change of its score."""
+        if found is None or not (hits := count_hits(found)):
+            return {}
+        values = dict(zip(hits, resampled(list(hits.values())), strict=True))
+        intervals = bounds(values)
+        resampled_score: Any = score_if_measured(values)
+        score = [round(float(value), 6) for value in resampled_score]  # short in checkpoints
+        size = len(next(iter(hits.values())).right)
+        if self._at_start:
+            self._before[prefix] = {"images": size, "values": score, "set": self._set}
+        elif (before := self._before.get(prefix)) is not None and before["images"] == size:
+            low, high = interval(np.subtract(score, before["values"]))
+            intervals |= {CHANGE + LOW: low, CHANGE + HIGH: high}
+        return intervals

@@ -1,0 +1,94 @@
+"""Values that cannot be used, and what messages say of them.
+
+Keeps user names, passwords and keys of URLs out of everything that is printed, logged, written or published."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
+ERRORS = "__errors__"
+ON_BAD_SAMPLE = ("raise", "skip")
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The fields of an object; raises a ValueError for any other JSON, and for what is none."""
+    fields = json.loads(content)
+    if not isinstance(fields, dict):
+        raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
+    return fields
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text is valid Unicode, which halves of surrogate pairs are not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def counted(count: int, word: str) -> str:
+    """A number with what it counts, whose plural ends in s: "1 step", "2,000 steps", "2 processes"."""
+    ending = "" if count == 1 else "es" if word.endswith(("s", "ch")) else "s"
+    return f"{count:,} {word}{ending}"
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """The first of many names for a message."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {counted(more, 'other')}" if more > 0 else "")
+
+
+def in_brackets(names: Sequence[str], most: int = 10) -> str:
+    """The first of many names for a message, as a list of texts is shown."""
+    return f"[{listed([*map(shortened, names)], most)}]"
+
+
+def shortened(value: object) -> str:
+    """How a message shows a value, a text in quotes."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text if len(text) <= 80 else f"{text[:80]}..."
+    return repr(text) if isinstance(value, str) else text
+
+
+def describe_cause(error: Exception) -> str:
+    """What a message about a bad sample says of an error that it has met."""
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+
+
+_HIDDEN = "***"
+
+
+def without_secrets(text: str) -> str:
+    """The text with ``***`` for the user, the password and the query of every URL in it.
+
+    Of ``s3://KEY:SECRET@bucket/shards?token=1``, ``s3://***@bucket/shards?***`` is left. The keys of object stores may
+    contain slashes, so if anything but a port follows a colon, all up to the last ``@`` is hidden.
+    """
+    return re.sub(r'([A-Za-z][\w+.-]*://)([^\s"<>]+)', _public, text)
+
+
+def _public(url: re.Match[str]) -> str:
+    scheme, rest = url.groups()
+    rest, asked, _ = rest.partition("?")
+    host = rest.partition("/")[0]
+    of_user = "@" in host or (":" in host and not host.rpartition(":")[2].isdigit())
+    if of_user and "@" in rest:
+        rest = f"{_HIDDEN}@{rest.rpartition('@')[2]}"
+    return scheme + rest + (f"?{_HIDDEN}" if asked else "")
+
+
+class Url(str):
+    """A path or URL whose ``repr``, which messages show, hides user, password and query, as that of `httpx.URL` does.
+
+    Everything that opens the file gets the whole text.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(without_secrets(str(self)))

@@ -1,0 +1,1 @@
+"""Dual encoders of transformers: as two towers and a temperature, loading, OpenCLIP, adapters, sharding."""

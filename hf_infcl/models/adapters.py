@@ -1,0 +1,258 @@
+"""Images of another size than those that the image tower was trained on: its position embeddings are interpolated.
+
+LoRA adapters of the package peft."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
+
+from ..files.whole import give_usual_modes
+from .dual_encoder import DualEncoder
+from .model_types import IMAGE_TOWERS, TOWERS
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
+    """The config of a dual encoder for images of another size; the same one with None, or if it has this size.
+
+    Raises:
+        ValueError: the size is no multiple of the patches.
+    """
+    vision = getattr(config, "vision_config", None)
+    if size is None or getattr(vision, "image_size", size) == size:
+        return config
+    _check_multiple(vision, size)
+    config = copy.deepcopy(config)
+    config.vision_config.image_size = size
+    return config
+
+
+def resize_images(encoder: DualEncoder, size: int) -> None:
+    """Gives the image tower position embeddings for images of another size in pixels, and its config that size.
+
+    They are interpolated as transformers does it with ``interpolate_pos_encoding``: bicubic, for TIPSv2 bilinear with
+    antialiasing. What is saved then loads with ``from_pretrained``. A tower without positions, such as a ConvNet, takes
+    the size as it is.
+
+    Raises:
+        ValueError: the size is no multiple of the patches; the positions of the tower cannot be interpolated; the model
+            has adapters around it, in whose file they would be missing.
+    """
+    tower: Any = getattr(encoder.model, TOWERS["image"][0], None)
+    config: Any = getattr(tower, "config", None)
+    if getattr(config, "image_size", None) == size:
+        return
+    kind = getattr(config, "model_type", None)
+    if kind not in IMAGE_TOWERS:
+        _check_has_no_positions(encoder, tower, kind)
+    else:
+        _check_multiple(config, size)
+        if encoder.base is not encoder.model:
+            raise ValueError(
+                f"image_size={size} changes the position embeddings of the model, which is of {config.image_size} "
+                "pixels, and the adapter's file would not have them. Add adapters to a model of this size, or merge "
+                "them at the end (--lora_merge)."
+            )
+        with torch.no_grad():
+            _resize_positions(tower.embeddings, config, size)
+    whole: Any = getattr(encoder.base, "config", None)
+    configs: list[Any] = [config, getattr(whole, "vision_config", None)]
+    for of_tower in configs:
+        if hasattr(of_tower, "image_size"):
+            of_tower.image_size = size
+
+
+def _check_multiple(config: Any, size: int) -> None:
+    patch = getattr(config, "patch_size", 1)
+    if size % patch:
+        near = max(1, round(size / patch)) * patch
+        raise ValueError(
+            f"image_size={size} is no multiple of the patches of the image tower, which are of {patch} × {patch} "
+            f"pixels. Choose {near}."
+        )
+
+
+def _check_has_no_positions(encoder: DualEncoder, tower: nn.Module, kind: str | None) -> None:
+    """Raises a ValueError unless a tower that is not known takes images of any size."""
+    if kind is not None and not any("position" in name for name, _ in tower.named_parameters()):
+        return
+    name = f"The image tower of {type(encoder.base).__name__} (type {kind!r})"
+    if kind == "siglip2_vision_model":
+        raise ValueError(
+            f"{name} takes images of any size, cut into at most max_num_patches patches. Leave image_size out, and set "
+            "processor.image_processor.max_num_patches."
+        )
+    raise ValueError(
+        f"{name} has position embeddings that cannot be interpolated to another image_size. Leave image_size out, or "
+        f"train a tower of the types {', '.join(IMAGE_TOWERS)}, or one without positions."
+    )
+
+
+def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> None:
+    old, new = ((side // config.patch_size) ** 2 for side in (config.image_size, size))
+    name = "position_embeddings" if hasattr(embeddings, "position_embeddings") else "position_embedding"
+    module = getattr(embeddings, name, None)  # AIMv2's native models compute theirs
+    if module is not None:
+        weight = module.weight[None] if isinstance(module, nn.Embedding) else module
+        prefix = weight.shape[1] - old  # of the class token
+        positions = _interpolated(embeddings, weight, prefix, size, config.patch_size)
+        if isinstance(module, nn.Embedding):
+            module.weight = nn.Parameter(positions[0], module.weight.requires_grad)
+            module.num_embeddings = prefix + new
+        else:
+            setattr(embeddings, name, nn.Parameter(positions, module.requires_grad))
+        new_positions = prefix + new
+    else:
+        new_positions = new
+    if hasattr(embeddings, "position_ids"):
+        embeddings.position_ids = torch.arange(new_positions, device=embeddings.position_ids.device)[None]
+    # What the modules noted of the size at their construction.
+    for noted in (embeddings, getattr(embeddings, "patch_embeddings", None)):
+        for attribute, value in (("num_patches", new), ("num_positions", new_positions), ("image_size", size)):
+            if hasattr(noted, attribute):
+                is_pair = isinstance(getattr(noted, attribute), (tuple, list))
+                setattr(noted, attribute, (value, value) if is_pair else value)
+
+
+def _interpolated(embeddings: Any, weight: Tensor, prefix: int, size: int, patch: int) -> Tensor:
+    """Positions [1, prefix + patches, width] for images of the size."""
+    grid = size // patch
+    if hasattr(embeddings, "interpolate_pos_encoding"):
+        tokens = weight.new_empty(1, prefix + grid**2, weight.shape[2])  # only the shape counts
+        return embeddings.interpolate_pos_encoding(tokens, size, size).clone()
+    side = int((weight.shape[1] - prefix) ** 0.5)
+    patches = weight[:, prefix:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    patches = F.interpolate(patches, (grid, grid), mode="bicubic", align_corners=False)
+    return torch.cat([weight[:, :prefix], patches.flatten(2).transpose(1, 2)], dim=1)
+
+
+LORA = ".lora_"  # in the names of LoRA's factors, whose start is zero: they change nothing
+ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
+
+
+def with_adapters(
+    model: nn.Module, rank: int, targets: list[str], image_size: int | None = None, *, seed: int, merged: bool = False
+) -> Any:
+    """Adds LoRA adapters (arXiv 2106.09685). Nothing else trains: logit_scale and logit_bias keep their values.
+
+    Args:
+        model: the model, which gets the image size first if the adapters will be ``merged`` into it; see
+            `resize_images`. Otherwise a training refuses to change it.
+        image_size: the height and width of the images; None for those of the model.
+        merged: whether `merge_adapters` follows.
+        seed: from which the adapters are drawn, alike on all processes.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ValueError("--lora_rank needs the package peft: pip install peft.") from None
+    if rank < 1:
+        raise ValueError(f"--lora_rank must be at least 1, got {rank}.")
+    if image_size is not None and merged:
+        resize_images(DualEncoder(model), image_size)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=targets[0] if targets == ["all-linear"] else targets
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise ValueError(
+                f"lora_targets must be the names of modules, or the ends of these, got {' '.join(targets)}: {error}"
+            ) from error
+
+
+def merge_adapters(folder: Path, start: PreTrainedModel, image_size: int | None = None) -> None:
+    """Replaces the adapter in the folder, which was trained from the model start, by the whole model."""
+    import peft
+
+    if image_size is not None:
+        resize_images(DualEncoder(start), image_size)
+    peft.PeftModel.from_pretrained(start, folder).merge_and_unload().save_pretrained(folder)
+    give_usual_modes(folder)
+    for name in ADAPTER_FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters of peft around it."""
+    if not is_peft_available():
+        return False
+    import peft
+
+    return isinstance(model, peft.PeftModel)
+
+
+def words_of_adapters(model: Any) -> str:
+    """What trains in a model with adapters, for a report: "LoRA adapters of rank 4"."""
+    config = model.peft_config["default"]
+    rank = getattr(config, "r", None)
+    return f"{config.peft_type.value.upper().replace('LORA', 'LoRA')} adapters" + (f" of rank {rank}" if rank else "")
+
+
+def layers_of_adapters(model: Any) -> tuple[list[str], float | None]:
+    """The names of the layers that have adapters, and the alpha of LoRA, if a model has that."""
+    config = model.peft_config["default"]
+    targets = config.target_modules
+    return sorted([targets] if isinstance(targets, str) else targets or []), getattr(config, "lora_alpha", None)
+
+
+def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters that peft does not save with an adapter, by name; empty if ``model`` is not peft's.
+
+    peft saves its adapters and whole modules (``modules_to_save``), but no single parameter, such as logit_scale.
+    """
+    if not has_adapters(model):
+        return {}
+    import peft
+
+    adapted: Any = model
+    named: dict[str, Any] = dict(model.named_parameters())
+    saved = {
+        id(value)
+        for name in adapted.peft_config
+        for value in peft.get_peft_model_state_dict(
+            adapted, state_dict=named, adapter_name=name, save_embedding_layers=False
+        ).values()
+    }
+    return {name: p for name, p in named.items() if p.requires_grad and id(p) not in saved}
+
+
+def add_beside_adapters(folder: str | Path, model: PeftModel, state_dict: Mapping[str, Tensor]) -> None:
+    """Adds the values of `beside_adapters` to the files of all adapters that ``save_pretrained`` has written.
+
+    peft loads the values of any other parameter that an adapter's file contains, so ``PeftModel.from_pretrained``, a
+    resumed training and the loading of the best model all restore them. ``state_dict`` has the whole values of the
+    parameters, by their names in the model.
+    """
+    values = {name: state_dict[name].detach().cpu().contiguous() for name in beside_adapters(model)}
+    if not values:
+        return
+    for adapter in model.peft_config:
+        file = Path(folder, "" if adapter == "default" else adapter, ADAPTER_SAFE_WEIGHTS_NAME)
+        if file.is_file():  # a subclass may save some of the adapters only
+            save_file({**load_file(file), **values}, file, metadata={"format": "pt"})
+
+
+def weight_fingerprint(model: nn.Module, *, frozen: bool = False) -> str:
+    """A hash of the weights, or of the ``frozen`` ones alone, without LoRA's factors: 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if LORA not in name and not (frozen and parameter.requires_grad):
+            digest.update(f"{name} {parameter.dtype}\n".encode())
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,307 @@
+"""Which models are dual encoders, and all facts that differ between their types and those of their towers.
+
+At which token a causal text tower takes the embedding of a text, and texts that get one embedding by that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..refusals import check_vocabulary
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+
+logger = logging.get_logger(__name__)
+
+# The modules of a tower: the tower itself, and its projection if the model has one.
+TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
+
+# Image towers that attend to all tokens alike, whose module ``embeddings`` returns the tokens of images with their
+# positions: of images of one size, or, with interpolated positions, of any.
+ONE_SIZE, ANY_SIZE = "patches of one size", "patches of any size"
+# Causal text towers take the embedding of a text at its first ``eos_token_id``; where that is 2, which was wrong in the
+# configs of old checkpoints, the first of them at the largest token; the last ones always do that. AIMv2's is causal
+# only in batches with padding.
+AT_END_OR_LARGEST, AT_END, AT_END_IF_PADDED, AT_LARGEST = "end or largest", "end", "end, if padded", "largest"
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A type of dual encoder in transformers."""
+
+    objective: str = "softmax"  # that its models were designed for
+    # The name of the temperature's parameter: "logit_scale", the logarithm of the multiplier, or "temperature", a
+    # divisor; and its shape in transformers.
+    temperature: str = "logit_scale"
+    temperature_shape: tuple[int, ...] = ()
+    images: str | None = None  # of its image tower: `ONE_SIZE` or `ANY_SIZE`
+    texts: str | None = None  # of its text tower: where that takes the embedding of a text, see above
+    pads_texts: bool = False  # whether it reads padding like text, so that all texts are padded to one length
+    unused: str | None = None  # a part of the names of parameters on which no embedding depends
+    joined: bool = False  # whether its towers come from two checkpoints, of which its temperature says nothing
+
+
+# The model types of transformers whose logits are a scaled product of one image vector and one text vector.
+MODEL_TYPES = {
+    "aimv2": ModelType(images=ONE_SIZE, texts=AT_END_IF_PADDED),
+    "align": ModelType(temperature="temperature", unused="text_model.pooler."),  # its output is not used
+    "altclip": ModelType(images=ONE_SIZE),
+    "blip": ModelType(images=ONE_SIZE, unused=".crossattention."),  # from text to images
+    "chinese_clip": ModelType(images=ONE_SIZE),
+    "clip": ModelType(images=ONE_SIZE, texts=AT_END_OR_LARGEST),
+    "clipseg": ModelType(images=ANY_SIZE, texts=AT_END_OR_LARGEST),
+    "groupvit": ModelType(images=ONE_SIZE, texts=AT_END_OR_LARGEST),
+    "metaclip_2": ModelType(images=ONE_SIZE, texts=AT_END),
+    "owlv2": ModelType(images=ONE_SIZE, texts=AT_LARGEST),
+    "owlvit": ModelType(images=ONE_SIZE, texts=AT_LARGEST),
+    "siglip": ModelType("sigmoid", temperature_shape=(1,), images=ONE_SIZE, pads_texts=True),
+    "siglip2": ModelType("sigmoid", temperature_shape=(1,), pads_texts=True),
+    "tipsv2": ModelType(temperature="temperature", images=ANY_SIZE, unused=".mask_token"),
+    # With any vision tower, such as a ViT or a DINOv2, whose pretraining needs a mask token.
+    "vision-text-dual-encoder": ModelType(unused=".mask_token", joined=True),
+}
+# By the model_type of a tower. The last ones are of a "vision-text-dual-encoder".
+IMAGE_TOWERS = {f"{name}_vision_model": kind.images for name, kind in MODEL_TYPES.items() if kind.images}
+IMAGE_TOWERS |= {"dinov2": ANY_SIZE, "vit": ONE_SIZE}
+TEXT_TOWERS = {f"{name}_text_model": kind.texts for name, kind in MODEL_TYPES.items() if kind.texts}
+# Text towers whose positions begin behind the index of the padding, as RoBERTa's.
+_LIKE_ROBERTA = set(
+    """
+    roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl camembert altclip_text_model data2vec-text esm ibert
+    longformer mpnet xmod
+    """.split()
+)
+# Other models of transformers that encode two kinds of input, and why they do not fit.
+_REFUSED = {
+    "blip-2": "an image has 32 vectors, of which the loss takes the one nearest to the text, and it has no scale",
+    "bridgetower": "its towers see each other, and it has three embeddings and three losses",
+    "clap": "it has a scale for each direction, and encodes sounds",
+    "clvp": "it encodes speech tokens",
+    "flava": "its features are those of all patches, and its contrastive head is in FlavaForPreTraining",
+    "pe_audio": "its embeddings are not normalised, and its logit_scale is no logarithm",
+    "pe_audio_video": "it has several pairs and scales",
+    "pe_video": "its embeddings are not normalised, and its logit_scale is no logarithm",
+    "videoprism": "it has no scale",
+    "xclip": "its text embeddings depend on the video",
+}
+
+
+def type_of_model(model: nn.Module) -> ModelType:
+    """The type of a dual encoder of transformers or of one's own.
+
+    One's own is a module with ``get_image_features`` and ``get_text_features``, a scalar parameter ``logit_scale`` and,
+    if its objective is sigmoid, ``logit_bias``, whose forward returns ``image_embeds`` and ``text_embeds`` of length 1,
+    as attributes of an object or in a dict.
+
+    Raises:
+        ValueError: the model is neither.
+    """
+    name = getattr(getattr(model, "config", None), "model_type", "")
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    needed = ("get_image_features", "get_text_features", "logit_scale")
+    if type(base).__module__.startswith("transformers.") or name in MODEL_TYPES:
+        if name in MODEL_TYPES and hasattr(model, needed[0]):
+            return MODEL_TYPES[name]
+    elif all(hasattr(model, attribute) for attribute in needed):
+        return ModelType("softmax" if getattr(model, "logit_bias", None) is None else "sigmoid")
+    raise _refusal(type(model).__name__, name or None)
+
+
+def check_type_of_config(config: PretrainedConfig, checkpoint: str) -> None:
+    """Raises a ValueError for the config of a model of transformers that is no dual encoder."""
+    if type(config).__module__.startswith("transformers.") and config.model_type not in MODEL_TYPES:
+        raise _refusal(f"The model of {checkpoint!r}", config.model_type)
+
+
+def _refusal(what: str, model_type: str | None) -> ValueError:
+    reason = f": {_REFUSED[model_type]}" if model_type in _REFUSED else ""
+    return ValueError(
+        f"{what} (model_type {model_type!r}) is not a dual encoder that contrastive training can split into image and "
+        f"text embeddings{reason}. Use the full model (such as CLIPModel) of one of the types "
+        f"{', '.join(MODEL_TYPES)}, or your own towers in a TwoTowers."
+    )
+
+
+def fit_tokenizer(tokenizer: Any, config: PretrainedConfig | None) -> None:
+    """Lets a tokenizer pad texts where the text tower of this config does not read, and raises as `check_vocabulary`.
+
+    Towers of transformers count positions from the left, and most take the embedding at the first or the end token, so
+    that padding on the left would make it depend on the other texts of its batch.
+    """
+    check_vocabulary(tokenizer, config)
+    if getattr(tokenizer, "padding_side", "right") == "right" or pads_texts(config):
+        return
+    if getattr(config, "model_type", None) in MODEL_TYPES:
+        tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"  # the second is saved
+        logger.warning(
+            "The tokenizer says padding_side='left', by which an embedding of this model would depend on the other "
+            "texts of its batch. Texts are padded on the right, as the saved tokenizer says."
+        )
+    else:
+        logger.warning_once(
+            "The tokenizer pads on the left, which is right for a text tower that takes the embedding at the last "
+            "token and counts positions from the attention mask. For another one, set tokenizer.padding_side='right'."
+        )
+
+
+def pads_texts(config: PretrainedConfig | None) -> bool:
+    """Whether all texts have to be padded to one length."""
+    kind = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    return kind is not None and kind.pads_texts
+
+
+def reads_padding(name: str) -> bool:
+    """Whether a class of transformers, such as SiglipProcessor, is one of a type that reads padding like text."""
+    return name.lower().startswith(tuple(kind for kind, facts in MODEL_TYPES.items() if facts.pads_texts))
+
+
+def text_positions(config: PretrainedConfig | None) -> int | None:
+    """The largest number of tokens of a text, special ones included; None if the config states none."""
+    text: Any = getattr(config, "text_config", None)
+    rows: int | None = getattr(text, "max_position_embeddings", None)
+    if rows is None or getattr(text, "model_type", None) not in _LIKE_ROBERTA:
+        return rows
+    return rows - 1 - (text.pad_token_id or 0)
+
+
+LOOKED_AT = 10_000  # texts
+
+
+class Reading(NamedTuple):
+    """A text that a tower does not read to its end."""
+
+    read: tuple[int, ...]  # the tokens on which its embedding depends
+    text: tuple[int, ...]  # all tokens of the text
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """The token at which a causal text tower takes the embedding, so that nothing behind it is read."""
+
+    stated: int  # the eos_token_id of the tower. Its first place in a text is taken, or that of the first token
+    place: str = AT_END  # one of these names of `model_types`
+    padding: int | None = None  # the pad_token_id of the tower's config, unless it is ``stated``
+
+    @property
+    def at_largest(self) -> bool:
+        """Whether the first place of the largest token is taken instead."""
+        return self.place == AT_LARGEST or (self.place == AT_END_OR_LARGEST and self.stated == 2)
+
+    @classmethod
+    def of_config(cls, config: object, stated: int | None = None) -> Pooling | None:
+        """The pooling that a text tower's config implies; None for towers that read all tokens, or are not known.
+
+        Args:
+            stated: the ``eos_token_id`` with which the tower was built, if it is there.
+        """
+        place = TEXT_TOWERS.get(getattr(config, "model_type", ""))
+        stated = getattr(config, "eos_token_id", None) if stated is None else stated
+        if place is None or not isinstance(stated, int):
+            return None
+        padding = getattr(config, "pad_token_id", None)
+        return cls(stated, place, None if padding == stated else padding)
+
+    @classmethod
+    def of_tower(cls, tower: nn.Module | None) -> Pooling | None:
+        """The pooling of a text tower, or of the tower of transformers inside a custom one."""
+        for module in () if tower is None else tower.modules():
+            pooling = cls.of_config(getattr(module, "config", None), getattr(module, "eos_token_id", None))
+            if pooling is not None:
+                return pooling
+        return None
+
+    def reading(self, tokens: Sequence[int], last: int, ends: int = 1) -> Reading | None:
+        """What the tower reads of a text; None if it takes the embedding at a token that ends texts.
+
+        Args:
+            last: the index of its last token.
+            ends: the number of tokens up to this one that may end it.
+        """
+        if self.at_largest:
+            taken = tokens.index(max(tokens))
+        else:
+            taken = tokens.index(self.stated) if self.stated in tokens else 0
+        if taken >= last or tokens[taken] in tokens[last + 1 - ends : last + 1]:
+            return None
+        return Reading(tuple(tokens[: taken + 1]), tuple(tokens[: last + 1]))
+
+    def fault(self, first: Reading, texts: tuple[str, str]) -> str:
+        """Why two texts have one embedding, and what to do."""
+        end, taken = first.text[-1], first.read[-1]
+        if self.place == AT_LARGEST:
+            why = "A model of this type takes the embedding of a text at its largest token"
+            cure = f"Take a tokenizer that has no token above {end}."
+        else:
+            why = f"The eos_token_id of the model's text_config is {self.stated}, "
+            why += "by which old configs mean the largest token of a text" if self.at_largest else ""
+            why += "" if self.at_largest else "and the embedding of a text is taken there, or else at its first token"
+            cure = (
+                f"Set eos_token_id to {end} in the text_config of the model's config.json and load the model again, or "
+                f"load tokenizer and model from one checkpoint. If {end} is a part of a word, the tokenizer adds no "
+                "end token: give it a post_processor that does, such as TemplateProcessing of tokenizers."
+            )
+        return (
+            f"{why}: here {taken}. But the tokenizer ends texts with {end}, and what follows {taken} is not read, so "
+            f"that different texts have one embedding, such as {texts[0]!r} and {texts[1]!r}. {cure}"
+        )
+
+
+class SameEmbeddings:
+    """Finds two different texts that get one embedding, among the first `LOOKED_AT`; none without a pooling."""
+
+    def __init__(self, pooling: Pooling | None) -> None:
+        self._pooling, self._looked_at = pooling, 0
+        self._read: dict[tuple[int, ...], Reading] = {}
+
+    def check(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Raises a ValueError if two of the texts so far have one embedding, although their tokens differ.
+
+        Args:
+            input_ids, attention_mask: [n, L]. Tensors on a GPU are waited for.
+        """
+        if self._pooling is None or self._looked_at >= LOOKED_AT:
+            return
+        if self._pooling.place == AT_END_IF_PADDED and (attention_mask is None or bool(attention_mask.all())):
+            return
+        self._looked_at += len(input_ids)
+        for tokens, last, ends in _rows(input_ids, attention_mask, self._pooling.padding):
+            if (reading := self._pooling.reading(tokens, last, ends)) is None:
+                continue
+            other = self._read.setdefault(reading.read, reading)
+            if other.text != reading.text:
+                raise ValueError(self._pooling.fault(other, (_words(other.text), _words(reading.text))))
+
+
+def _rows(
+    input_ids: Tensor, attention_mask: Tensor | None, padding: int | None
+) -> Iterator[tuple[list[int], int, int]]:
+    """The arguments of `Pooling.reading` for each text of a batch."""
+    rows = input_ids.tolist()
+    masks = [None] * len(rows) if attention_mask is None else attention_mask.tolist()
+    for tokens, mask in zip(rows, masks, strict=True):
+        if mask is not None:
+            if any(mask):
+                yield tokens, max(place for place, seen in enumerate(mask) if seen), 1
+            continue
+        last = len(tokens) - 1
+        while last > 0 and tokens[last] == padding:
+            last -= 1
+        if last < len(tokens) - 1:
+            yield tokens, last, 1
+            continue
+        # Equal tokens at the end are another padding, or the end itself.
+        while last > 0 and tokens[last - 1] == tokens[-1]:
+            last -= 1
+        yield tokens, last, 2
+
+
+def _words(tokens: Sequence[int]) -> str:
+    shown = " ".join(map(str, tokens[:20]))
+    return f"tokens {shown}{' ...' if len(tokens) > 20 else ''}"

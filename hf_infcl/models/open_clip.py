@@ -1,0 +1,510 @@
+"""Models of OpenCLIP as models of transformers, and back; models of transformers for sentence-transformers.
+
+The files by which sentence-transformers loads a dual encoder of transformers, and encodes to its embeddings.
+
+Loads the model of a name, in either format, and converts one into the other where both have the same embeddings."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
+
+from ..files.hub import asks_hub_once
+from ..files.whole import give_usual_modes
+from .model_types import Pooling, SameEmbeddings, fit_tokenizer, pads_texts
+from .open_clip_names import (
+    UNREPAIRED,
+    check_length,
+    clean,
+    clip_tokenizer,
+    from_open_clip,
+    image_processor,
+    named_tokenizer,
+    open_clip_config,
+    prepared,
+    repaired,
+    to_open_clip,
+    transformers_config,
+)
+from .pretrained import (
+    CONFIG,
+    OpenClipSource,
+    base_of_adapters,
+    check_finite,
+    is_of_open_clip,
+    load_pretrained,
+    load_pretrained_config,
+    load_processor,
+    read,
+    read_config,
+    write,
+)
+
+__all__ = [
+    "compare_formats",
+    "convert",
+    "from_open_clip",
+    "load_open_clip",
+    "open_clip_config",
+    "repaired",
+    "save_open_clip",
+    "to_open_clip",
+]
+
+
+MODULES, MODULE_CONFIG = "modules.json", "sentence_bert_config.json"
+SENTENCE_CONFIG = "config_sentence_transformers.json"
+SENTENCE_FILES = (MODULES, SENTENCE_CONFIG, MODULE_CONFIG)
+
+
+def write_sentence_files(
+    folder: str | Path,
+    model_type: str,
+    processor: ProcessorMixin,
+    *,
+    max_length: int,
+    padding: str,
+    matryoshka_dims: Sequence[int] | None = None,
+) -> None:
+    """Writes three small files beside a model and its processor, which transformers does not read.
+
+    Without them, sentence-transformers does not normalise the embeddings, and pads the captions of SigLIP, whose
+    embeddings depend on the padding, to the longest of a batch.
+
+    Args:
+        model_type: of the model's config.
+        processor: has an `image_processor` and a `tokenizer`.
+        max_length: tokens per caption.
+        padding: "max_length" if all captions are padded to it, "longest" if to the longest of a batch.
+        matryoshka_dims: where the embeddings may be cut; the values for ``SentenceTransformer(..., truncate_dim=...)``.
+    """
+    tokenizer, images = processor.tokenizer, processor.image_processor
+    # Releases before 5.4 have only this module for images, and no place for options.
+    legacy = model_type == "clip" and tokenizer.model_max_length <= max_length
+    modules = ("CLIPModel" if legacy else "Transformer", "Normalize")
+    text = {
+        "padding": padding if padding == "max_length" else True,
+        "max_length": max_length,
+        "truncation": True,
+        "return_attention_mask": "attention_mask" in tokenizer.model_input_names,
+    }
+    # The processor of SigLIP 2 for variable patches passes its own values to its image processor.
+    image = {name: getattr(images, name) for name in ("patch_size", "max_num_patches") if hasattr(images, name)}
+    package = "sentence_transformers.models"
+    output = {"method_output_name": "pooler_output"}
+    kinds = {kind: {"method": f"get_{kind}_features", **output} for kind in ("text", "image")}
+    contents: dict[str, Any] = {
+        MODULES: [
+            {"idx": n, "name": str(n), "path": f"{n}_{name}" if n else "", "type": f"{package}.{name}"}
+            for n, name in enumerate(modules)
+        ],
+        MODULE_CONFIG: {
+            "transformer_task": "feature-extraction",
+            "modality_config": kinds,
+            "module_output_name": "sentence_embedding",
+            "processing_kwargs": {"text": text, "image": image} if image else {"text": text},
+        },
+        SENTENCE_CONFIG: {"similarity_fn_name": "cosine", "prompts": {}},
+    }
+    if matryoshka_dims:
+        contents[SENTENCE_CONFIG]["matryoshka_dims"] = list(matryoshka_dims)
+    for name, content in contents.items():
+        Path(folder, name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+logger = logging.get_logger(__name__)
+
+ENOUGH = 0.9999  # the least cosine of two embeddings of fixed inputs
+_ROWS = 4
+
+
+# ---- Loading ----
+
+
+class Loaded(NamedTuple):
+    """A model and its processor, and sentences about the conversion of a model in OpenCLIP's format."""
+
+    model: Any
+    processor: Any
+    conversion: Sequence[str] = ()
+
+
+@asks_hub_once
+def load(
+    checkpoint: str,
+    open_clip_model: str | None = None,
+    *,
+    merges: bool = True,
+    new_weights: Sequence[str] = (),
+    seed: int = 0,
+    tokenizer: str | None = None,
+) -> Loaded:
+    """Loads the model and the processor. The model is in fp32 for the optimizer, whatever dtype its checkpoint has.
+
+    Args:
+        checkpoint: a folder or a Hub id, also of OpenCLIP or of adapters, or a .pt of OpenCLIP's training.
+        open_clip_model: see `load_open_clip`.
+        merges, new_weights, seed: see `load_pretrained`.
+        tokenizer: the folder or the Hub id of a tokenizer that replaces that of the processor.
+
+    Raises:
+        ValueError: they cannot be loaded, or weights are missing.
+    """
+    if not is_of_open_clip(checkpoint, open_clip_model):
+        model, processor = load_pretrained(
+            checkpoint, dtype=torch.float32, merges=merges, new_weights=new_weights, seed=seed
+        )
+        return Loaded(model, _with_tokenizer(processor, tokenizer, model.config))
+    if new_weights:
+        raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
+    told: list[str] = []
+    model, processor = load_open_clip(
+        checkpoint, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
+    )
+    return Loaded(model.float(), processor, told)
+
+
+def _with_tokenizer(processor: Any, tokenizer: str | None, config: PretrainedConfig) -> Any:
+    """The processor; if another tokenizer is named, with that and the limit of tokens that the old one had.
+
+    Raises a ValueError if its tokenizer is not the model's.
+    """
+    if tokenizer is not None:
+        new, rows = named_tokenizer(tokenizer), getattr(config.text_config, "vocab_size", None)
+        if rows is not None:
+            check_length(new, rows, exact=False)
+        new.model_max_length = min(new.model_max_length, processor.tokenizer.model_max_length)
+        processor.tokenizer = new
+    fit_tokenizer(processor.tokenizer, config)
+    return processor
+
+
+@asks_hub_once
+def load_readers(
+    checkpoint: str, open_clip_model: str | None = None, tokenizer: str | None = None
+) -> tuple[PretrainedConfig, Any]:
+    """The model's config and its processor; takes and raises what `load` does, and needs no weights of transformers."""
+    if is_of_open_clip(checkpoint, open_clip_model):
+        loaded = load(checkpoint, open_clip_model, tokenizer=tokenizer)
+        return loaded.model.config, loaded.processor
+    base = base_of_adapters(checkpoint)
+    config = load_pretrained_config(checkpoint, base)
+    return config, _with_tokenizer(load_processor(checkpoint, base), tokenizer, config)
+
+
+@asks_hub_once
+def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
+    """The model's config; takes and raises what `load` does."""
+    if is_of_open_clip(checkpoint, open_clip_model):
+        return transformers_config(read_config(checkpoint, open_clip_model)[0])
+    return load_pretrained_config(checkpoint, base_of_adapters(checkpoint))
+
+
+@asks_hub_once
+def stated_licence(checkpoint: str) -> str | None:
+    """The licence in a model's card, in its folder or on the Hub; None if none is stated or the card cannot be read."""
+    path = Path(checkpoint, "README.md")
+    if not path.is_file() and os.path.exists(checkpoint):
+        return None
+    try:
+        return licence_of(ModelCard.load(path if path.is_file() else checkpoint).data)
+    except Exception as error:  # of the Hub's client, of its HTTP library or of YAML
+        logger.warning(
+            "No licence of %s is stated in the model card, because its own could not be read: %s", checkpoint, error
+        )
+        return None
+
+
+def licence_of(data: object) -> str | None:
+    """The licence, or several in one line, that the data of a card states; None if it states none."""
+    stated = getattr(data, "license", None)
+    return ", ".join(stated) if isinstance(stated, list) else stated
+
+
+@asks_hub_once
+def load_open_clip(
+    source: str | Path,
+    *,
+    open_clip_model: str | None = None,
+    tokenizer: str | None = None,
+    tell: Callable[[str], object] = logger.info,
+) -> tuple[Any, Any]:
+    """Loads a model of OpenCLIP as a model and a processor of transformers.
+
+    Where OpenCLIP is installed, the embeddings of fixed inputs are compared with its own.
+
+    Args:
+        source: a folder with open_clip_config.json and weights, a Hub repository that holds these, or a file.
+        open_clip_model: for a file, OpenCLIP's name of the model, such as "ViT-B-32", or a JSON file with its config.
+        tokenizer: the folder or the Hub id of the tokenizer; by default the one beside the weights or that the config
+            names, or CLIP's.
+        tell: receives sentences about what differs and about the comparison.
+
+    Raises:
+        ValueError: transformers has no such model, the source does not hold a complete one, or the embeddings differ.
+    """
+    saved = read(source, open_clip_model)
+    model, notes = from_open_clip(saved.tensors, saved.config)
+    check_finite(str(source), model.state_dict())
+    siglip, stated = model.config.model_type == "siglip", saved.config.get("preprocess_cfg") or {}
+    images = image_processor(stated, model.config.vision_config.image_size)
+    words: Any = prepared(_tokenizer(saved, tokenizer), saved.config["model_cfg"]["text_cfg"])
+    for name in ("bos", "pad", "eos") if siglip else ("bos", "pad"):  # of CLIP only eos has an effect, and is set
+        setattr(model.config.text_config, f"{name}_token_id", getattr(words, f"{name}_token_id"))
+    if not stated:
+        notes.append(
+            "The config says nothing about the preparation of images, so it is OpenCLIP's default: bicubic, the "
+            "shortest edge, a centre crop, OpenAI's mean and standard deviation."
+        )
+    for sentence in (*notes, UNREPAIRED, _compared(model, saved.tensors, saved.config)):
+        tell(sentence)
+    kind = transformers.SiglipProcessor if siglip else transformers.CLIPProcessor
+    return model, kind(image_processor=images, tokenizer=words)
+
+
+def _tokenizer(saved: OpenClipSource, named: str | None) -> Any:
+    """The tokenizer of this name, or the one beside the weights, or the one that the config names, or CLIP's."""
+    if named:
+        return named_tokenizer(named)
+    beside = ("tokenizer.json", "tokenizer_config.json")
+    if saved.folder and any((saved.folder / name).is_file() for name in beside):
+        return transformers.AutoTokenizer.from_pretrained(saved.folder)
+    name = saved.config["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
+    try:
+        return named_tokenizer(name) if name else clip_tokenizer()
+    except ValueError as error:
+        raise ValueError(f"{error} Without the Hub, name a local tokenizer: --tokenizer FOLDER.") from error
+
+
+# ---- Converting ----
+
+
+@asks_hub_once
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: str = "transformers",
+    open_clip_model: str | None = None,
+    repository: str = ".",
+    max_text_tokens: int | None = None,
+    tokenizer: str | None = None,
+) -> list[str]:
+    """Writes a model of OpenCLIP in transformers' format, or the other way round, with its processor.
+
+    Adapters of peft are merged into their model, and written in either format.
+
+    Where OpenCLIP is installed, the embeddings of fixed inputs are compared with its own before anything is written.
+
+    Args:
+        source: what `load_open_clip` takes, or adapters; with to="open_clip", a folder or a Hub repository of
+            transformers, or adapters.
+        target: the folder to write. It may be the source, which then holds both formats.
+        to: "transformers" or "open_clip".
+        open_clip_model: as in `load_open_clip`.
+        repository: as in `to_open_clip`.
+        max_text_tokens: with to="open_clip", the tokens at which OpenCLIP cuts texts; by default the tokenizer's limit.
+        tokenizer: as in `load_open_clip`.
+
+    Returns:
+        Sentences about what was written and compared.
+
+    Raises:
+        ValueError: there is no counterpart, the source is incomplete, the target holds such a model or another one, or
+            the embeddings differ.
+    """
+    if to not in ("transformers", "open_clip"):
+        raise ValueError(
+            f"to must be transformers or open_clip, got {to!r}. scripts/AFTER_TRAINING.md exports the towers to ONNX "
+            "and says how other libraries read the model."
+        )
+    forbidden = [CONFIG, CONFIG_NAME] if to == "open_clip" else [CONFIG_NAME, CONFIG]
+    if Path(source).resolve() == Path(target).resolve():
+        forbidden.pop()  # another model's would lose its tokenizer, whose files both formats share
+    for file in (*forbidden, ADAPTER_CONFIG_NAME):  # adapters beside a whole model would be added to it
+        if (Path(target) / file).exists():
+            raise ValueError(
+                f"{str(target)!r} holds a model already ({file}). Name another folder, or delete this one."
+            )
+    if to == "transformers":
+        if max_text_tokens is not None:
+            raise ValueError("--max_text_tokens is for --to open_clip. OpenCLIP's own models state their length.")
+        return list(_to_transformers(source, target, open_clip_model, tokenizer))
+    for option, value in (("open_clip_model", open_clip_model), ("tokenizer", tokenizer)):
+        if value is not None:
+            raise ValueError(f"--{option} is for a source of OpenCLIP; with --to open_clip, the source is the other.")
+    return list(_to_open_clip(source, target, repository, max_text_tokens))
+
+
+def _to_transformers(
+    source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None
+) -> Iterator[str]:
+    told: list[str] = []
+    if base := base_of_adapters(str(source)):
+        model, processor = load_pretrained(str(source))
+        fit_tokenizer(processor.tokenizer, model.config)
+    else:
+        model, processor = load_open_clip(
+            source, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
+        )
+        check_ends(model, processor.tokenizer)
+    yield from told
+    model.save_pretrained(target)
+    give_usual_modes(target)
+    processor.save_pretrained(target)
+    if base is None:
+        kind, length = model.config.model_type, processor.tokenizer.model_max_length
+        padding = "max_length" if pads_texts(model.config) else "longest"
+        write_sentence_files(target, kind, processor, max_length=length, padding=padding)
+    else:
+        for name in SENTENCE_FILES:  # which a training writes beside adapters as well
+            if Path(source, name).is_file():
+                shutil.copy(Path(source, name), target)
+    merged = f"The adapters were merged into {base}. " if base else ""
+    yield f"{merged}{type(model).__name__} and its processor were written to {target}."
+
+
+def _to_open_clip(
+    source: str | Path, target: str | Path, repository: str, max_text_tokens: int | None
+) -> Iterator[str]:
+    model, processor = load_pretrained(str(source))
+    fit_tokenizer(processor.tokenizer, model.config)
+    if max_text_tokens is not None:
+        processor.tokenizer.model_max_length = max_text_tokens
+    tensors, config = to_open_clip(model, processor, repository=repository)
+    check_ends(model, processor.tokenizer)
+    positions = model.config.text_config.max_position_embeddings
+    if max_text_tokens is not None and not 0 < max_text_tokens <= positions:
+        raise ValueError(
+            f"--max_text_tokens must be from 1 to the {positions} positions of the model, got {max_text_tokens}."
+        )
+    length = config["model_cfg"]["text_cfg"]["context_length"]
+    if length < positions:
+        yield (
+            f"Texts are cut at {length} tokens, as here: the other {positions - length} of the model's {positions} "
+            f"positions are left out. For longer texts, pass --max_text_tokens {positions}."
+        )
+    yield _compared(model, tensors, config)
+    write(target, tensors, config, processor.tokenizer)
+    yield f"The model of OpenCLIP was written to {target}; load it as 'local-dir:{target}'."
+
+
+def save_open_clip(
+    folder: str | Path,
+    model: PreTrainedModel,
+    processor: Any,
+    *,
+    repository: str = ".",
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes a model of transformers in OpenCLIP's format; see `to_open_clip` for the arguments."""
+    tensors, config = to_open_clip(model, processor, repository=repository, state_dict=state_dict)
+    write(folder, tensors, config, processor.tokenizer)
+
+
+# ---- Comparing ----
+
+
+def compare_formats(folder: str | Path) -> str:
+    """Compares the two models of a folder that holds both formats, and says how much their embeddings differ.
+
+    Raises:
+        ValueError: the embeddings differ.
+    """
+    model, _ = load_pretrained(str(folder))
+    saved = read(folder)
+    return _compared(model, saved.tensors, saved.config)
+
+
+def _compared(model: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
+    try:
+        import open_clip  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # the second if its torchvision is of another torch
+        return f"The embeddings were not compared with OpenCLIP's, which cannot be imported: {error}."
+    difference = differences(model, tensors, config)
+    if not difference.cosine >= ENOUGH:
+        raise ValueError(
+            f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {difference.cosine:.6f}, and "
+            f"{ENOUGH} is expected. Please report the config of this model."
+        )
+    return (
+        "The embeddings of fixed inputs were compared with OpenCLIP's own: the least cosine is "
+        f"{difference.cosine:.7f}, the largest difference {difference.largest:.0e}."
+    )
+
+
+class Differences(NamedTuple):
+    """How much embeddings of length 1 differ: the least cosine, and the largest difference of an entry."""
+
+    cosine: float
+    largest: float
+
+
+@torch.no_grad()
+def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> Differences:
+    """Compares the embeddings of a model of transformers with those of OpenCLIP's, in fp32 on fixed inputs.
+
+    OpenCLIP's model is that of the state dict ``tensors`` and the OpenCLIP config.
+
+    Raises:
+        ModuleNotFoundError: OpenCLIP is not installed.
+    """
+    import open_clip
+
+    weights = {name: tensor.float() for name, tensor in clean(tensors).items()}
+    fields = {key: value for key, value in config["model_cfg"].items() if key != "custom_text"}
+    if fields["vision_cfg"].get("timm_model_name"):
+        fields["vision_cfg"] = fields["vision_cfg"] | {"timm_model_pretrained": False}
+    custom = any(name.startswith("text.") for name in weights)
+    theirs = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**fields).eval()
+    theirs.load_state_dict(weights)
+    pixels, ids = _fixed_inputs(model.config, fields["text_cfg"].get("context_length"))
+    dtype = model.dtype
+    ours = model.float()(pixel_values=pixels, input_ids=ids)
+    model.to(dtype)
+    pairs = (
+        (ours.image_embeds, theirs.encode_image(pixels, normalize=True)),
+        (ours.text_embeds, theirs.encode_text(ids, normalize=True)),
+    )
+    least = min((one * other).sum(-1).min().item() for one, other in pairs)
+    return Differences(least, max((one - other).abs().max().item() for one, other in pairs))
+
+
+def _fixed_inputs(config: Any, length: int | None) -> tuple[Tensor, Tensor]:
+    """Pixels [4, 3, S, S] and token ids [4, L] that are the same at every call, for a model's config.
+
+    L is the length, by default that of the model's positions. Captions of CLIP end at different positions; those of
+    SigLIP fill their length.
+    """
+    text, side = config.text_config, config.vision_config.image_size
+    drawn, length = torch.Generator().manual_seed(0), length or text.max_position_embeddings
+    pixels = torch.randn(_ROWS, 3, side, side, generator=drawn)
+    ids = torch.randint(3, text.vocab_size - 1, (_ROWS, length), generator=drawn)
+    if pooling := Pooling.of_config(text):
+        end = text.vocab_size - 1 if pooling.at_largest else text.eos_token_id
+        ids[ids == end] = end - 1
+        for row in range(_ROWS):
+            ids[row, length - 1 - row :] = 0
+            ids[row, length - 1 - row] = end
+    return pixels, ids
+
+
+def check_ends(model: Any, tokenizer: Any) -> None:
+    """Raises a ValueError if two different words get one embedding, alone or behind a token that was added."""
+    pooling, named = Pooling.of_config(model.config.text_config), tokenizer.special_tokens_map.values()
+    added = {index: token for token, index in tokenizer.get_added_vocab().items() if token not in named}
+    for begin in ("", *[f"{added[index]} " for index in sorted(added)[-1:]]):
+        same_embeddings = SameEmbeddings(pooling)
+        for word in "ab":
+            same_embeddings.check(torch.tensor([tokenizer(f"{begin}{word}", truncation=True)["input_ids"]]))

@@ -1,0 +1,448 @@
+"""Folders, files and Hub repositories that hold models of OpenCLIP, and why a checkpoint cannot be loaded.
+
+Complete models of transformers, and adapters of peft with the model under them.
+
+transformers fills what a checkpoint lacks at random, or leaves it as it lies in memory, such as a logit_scale, and only
+warns. Here such a checkpoint is refused, unless a training asks for new weights.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_config_file
+
+from ..files.hub import asks_hub_once, path_words
+from ..files.text import listed
+from ..files.whole import give_usual_modes
+
+CONFIG = "open_clip_config.json"
+HUB = "hf-hub:"  # OpenCLIP's prefix of Hub repositories
+WEIGHTS = "open_clip_model.safetensors"
+PICKLED = "open_clip_pytorch_model.bin"
+_ALL_WEIGHTS = (WEIGHTS, "open_clip_pytorch_model.safetensors", PICKLED, "open_clip_pytorch_model.pth")
+_OF_TOKENIZERS = ("*token*", "vocab*", "merges*", "*.model", CONFIG)
+
+
+class OpenClipSource(NamedTuple):
+    """What was read of a model of OpenCLIP: its tensors, its config, and the folder if there is one."""
+
+    tensors: dict[str, Any]
+    config: dict[str, Any]
+    folder: Path | None
+
+
+def is_of_open_clip(source: str, open_clip_model: str | None = None) -> bool:
+    """Whether it is a file, or a folder or a Hub repository with a model of OpenCLIP and none of transformers.
+
+    With the name of its ``open_clip_model``, it is meant to be one.
+    """
+    path = Path(source)
+    if open_clip_model is not None or path.is_file() or source.startswith(HUB):
+        return True
+    if path.is_dir():
+        names = {file.name for file in path.iterdir()}
+        checkpoints = any(name.endswith(".pt") for name in names) and CONFIG_NAME not in names
+        if not (CONFIG in names or checkpoints):
+            return False
+    with suppress(Exception):  # of the Hub, or of a damaged file, which raises exceptions of any class
+        if "model_type" in transformers.PretrainedConfig.get_config_dict(source)[0]:
+            return False
+    try:
+        return path.is_dir() or bool(hf_hub_download(source, CONFIG))
+    except (OSError, ValueError):  # there is no such file, repository or name, or no network
+        return False
+
+
+def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSource:
+    """Reads a model of OpenCLIP; arguments as for `load_open_clip`. A Hub repository may also be "hf-hub:...".
+
+    Raises:
+        ValueError: the source does not hold a model of OpenCLIP, or its config is unknown.
+    """
+    config, folder = read_config(source, open_clip_model)  # first, since reading the weights takes longer
+    if folder is None:
+        return OpenClipSource(_weights(Path(source)), config, None)
+    if not Path(source).is_dir():
+        with explained(str(source)):
+            try:
+                hf_hub_download(str(source).removeprefix(HUB), WEIGHTS)
+            except EntryNotFoundError:
+                hf_hub_download(str(source).removeprefix(HUB), PICKLED)
+    if not (found := [folder / name for name in _ALL_WEIGHTS if (folder / name).is_file()]):
+        raise ValueError(f"{str(folder)!r} has a config of OpenCLIP and no weights, such as {WEIGHTS}. Add them.")
+    return OpenClipSource(_weights(found[0]), config, folder)
+
+
+def read_config(source: str | Path, open_clip_model: str | None = None) -> tuple[dict[str, Any], Path | None]:
+    """The config of a model of OpenCLIP, and the folder that holds it; None for a file. Raises as `read` does."""
+    path = Path(source)
+    if path.is_file():
+        if open_clip_model is None:
+            raise ValueError(
+                f"{str(source)!r} is a file. A model of transformers is named by its folder. Weights of OpenCLIP's "
+                "training need --open_clip_model beside them, such as ViT-B-32: the --model of that training."
+            )
+        return named_config(open_clip_model), None
+    if open_clip_model is not None:
+        if not path.exists():
+            raise ValueError(f"There is no file {str(source)!r}. Check the path.")
+        raise ValueError(f"--open_clip_model is for a file of weights, and {str(source)!r} is none. Omit it.")
+    if not path.is_dir():
+        with explained(str(source)):
+            path = Path(snapshot_download(str(source).removeprefix(HUB), allow_patterns=list(_OF_TOKENIZERS)))
+    return _config(path / CONFIG), path
+
+
+def named_config(name: str) -> dict[str, Any]:
+    """The config of a JSON file, or the one that OpenCLIP has under the name."""
+    if Path(name).is_file():
+        return _config(Path(name))
+    try:
+        import open_clip
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"The config of {name!r} is in OpenCLIP, which cannot be imported ({error}). Run `pip install "
+            "open_clip_torch`, or pass the JSON file of the config as --open_clip_model."
+        ) from None
+    known = open_clip.list_models()
+    if name not in known:
+        similar = difflib.get_close_matches(name, known, n=3)
+        hint = f"Did you mean {' or '.join(similar)}?" if similar else "open_clip.list_models() lists its models."
+        raise ValueError(f"OpenCLIP {open_clip.__version__} has no model {name!r}, and there is no such file. {hint}")
+    return {"model_cfg": open_clip.get_model_config(name)}
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(
+            f"{str(path.parent)!r} has no {CONFIG}, so it holds no model of OpenCLIP. For a checkpoint of its "
+            "training, name the .pt file itself and pass --open_clip_model."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is damaged, or is no config of OpenCLIP: {error}.") from error
+    return config if "model_cfg" in config else {"model_cfg": config}
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, SafetensorError) as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be read as a file of tensors, as OpenCLIP's training writes them (OpenAI's own "
+            f"files hold programs, and the Hub has these models in transformers' format): {str(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{str(path)!r} holds a {type(loaded).__name__}, and a dictionary of tensors was expected.")
+    return loaded
+
+
+def write(
+    target: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Writes a folder that OpenCLIP loads as "local-dir:...", also beside the files of transformers."""
+    folder = Path(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config["model_cfg"]["text_cfg"].get("hf_tokenizer_name"):
+        tokenizer.save_pretrained(folder)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    give_usual_modes(folder)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def explained(checkpoint: str, *, needed: str = "", kind: str = "model") -> Iterator[None]:
+    """Turns any error into a ValueError that says why the checkpoint, a folder or a Hub id, cannot be loaded.
+
+    ``needed`` is the one file that is needed of a Hub repository; by default, all are. ``kind`` is "model" or
+    "tokenizer".
+    """
+    try:
+        yield
+    except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
+        raise ValueError(_explanation(checkpoint, error, needed, kind)) from error
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint with a model in the folder of a training that has not written its final one.
+
+    A folder of this name is complete: it gets its name when all its files are written.
+    """
+    configs = (CONFIG_NAME, ADAPTER_CONFIG_NAME)  # of a whole model, and of adapters
+    if any((folder / name).is_file() for name in configs):
+        return None
+    found = [path.parent for name in configs for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{name}")]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) -> str:
+    causes: list[type[BaseException]] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(type(cause))
+        cause = cause.__cause__ or cause.__context__
+    reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    if newest := _newest_checkpoint(Path(checkpoint)):
+        return (
+            f"{checkpoint!r} holds no final model, because its training has not ended. Write {newest}, its newest "
+            "checkpoint, in its place, or end the training (infcl train with --resume_from_checkpoint auto)."
+        )
+    if Path(checkpoint).exists():
+        parts = " with its config and its processor" if kind == "model" else ""
+        return f"{checkpoint!r} does not hold a {kind} that can be loaded{parts}: {reason}"
+    of_weights = Path(checkpoint).suffix in (".pt", ".pth", ".bin", ".safetensors")
+    tried = f"There is no {'file' if of_weights else 'folder'} {checkpoint!r}"
+    if words := path_words(checkpoint):
+        return f"{tried} to load a {kind} from{words}"
+    if HFValidationError in causes:
+        return f"{tried}, and the name is not the id of a {kind} on the Hub, such as openai/clip-vit-base-patch32."
+    if LocalEntryNotFoundError in causes:
+        return (
+            f"{tried}, no {kind} of this name was downloaded before, and the Hub could not be reached. Check the name. "
+            f"Without a network, run `hf download {f'{checkpoint} {needed}'.strip()}` on a machine that has one, and "
+            f"pass {'the folder of the printed file' if needed else 'the printed folder'}."
+        )
+    if RepositoryNotFoundError in causes:
+        return (
+            f"{tried}, and the Hub has no {kind} of this name that you may read. Check the name. If the {kind} is "
+            "private, log in with `hf auth login`."
+        )
+    return f"The {kind} {checkpoint!r} cannot be loaded: {reason}"
+
+
+_OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+_SHOWN = 3
+
+
+def load_pretrained(
+    checkpoint: str,
+    *,
+    dtype: torch.dtype | str = "auto",
+    merges: bool = True,
+    new_weights: Sequence[str] = (),
+    seed: int = 0,
+) -> tuple[Any, Any]:
+    """Loads a complete model of transformers and its processor.
+
+    Args:
+        checkpoint: a folder or a Hub id of a model, or of adapters of peft, whose model is then loaded as well.
+        dtype: of the weights; "auto" for that of the checkpoint.
+        merges: whether adapters are merged into their model. Otherwise they stay around it, and train.
+        new_weights: the names of weights, or of modules of these, that the checkpoint may lack. They are drawn as in a
+            model that is created from the config, with this ``seed``.
+
+    Raises:
+        ValueError: they cannot be loaded; weights are missing, have other shapes, or are not finite; ``new_weights``
+            names weights that are not missing.
+    """
+    base = base_of_adapters(checkpoint)
+    model = _complete(base or checkpoint, dtype, new_weights, seed, adapters=checkpoint if base else None)
+    if base is not None:
+        model = with_trained_adapter(model, checkpoint)
+        model = model.merge_and_unload() if merges else model
+    return model.eval(), load_processor(checkpoint, base)
+
+
+def load_pretrained_config(checkpoint: str, base: str | None) -> PretrainedConfig:
+    """The config of a model of transformers, or of the model ``base`` under adapters; raises as `load_pretrained`."""
+    with explained(base or checkpoint, needed=CONFIG_NAME):
+        return AutoConfig.from_pretrained(base or checkpoint)
+
+
+def load_processor(checkpoint: str, base: str | None) -> Any:
+    """The processor of a model of transformers; with adapters theirs or, if they have none, that of their model."""
+    if base is not None and not any(_has_file(checkpoint, name) for name in _OF_PROCESSORS):
+        checkpoint = base
+    with explained(checkpoint):
+        return AutoProcessor.from_pretrained(checkpoint)
+
+
+@asks_hub_once
+def base_of_adapters(checkpoint: str) -> str | None:
+    """The folder or Hub id of the model on which adapters of peft were trained; None for whatever is no adapters.
+
+    Raises:
+        ValueError: the adapters do not name it, or a whole model lies beside them.
+    """
+    if Path(checkpoint).is_file() or checkpoint.startswith(HUB):  # of OpenCLIP
+        return None
+    with explained(checkpoint):
+        config_file = find_adapter_config_file(checkpoint)
+        if config_file is None:
+            return None
+        base: str | None = json.loads(Path(config_file).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{checkpoint!r} holds adapters, and its {ADAPTER_CONFIG_NAME} does not name their model. Write the folder "
+            "or the Hub id of that model there as base_model_name_or_path."
+        )
+    if Path(checkpoint, CONFIG_NAME).is_file():
+        raise ValueError(
+            f"{checkpoint!r} holds a whole model ({CONFIG_NAME}) and adapters ({ADAPTER_CONFIG_NAME}), so it is not "
+            "clear which is meant. Move one of them to a folder of its own."
+        )
+    return base
+
+
+def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
+    """The model with a trained adapter of peft, in which everything trains that the adapter's file holds.
+
+    That is the adapter, and what was trained beside it, such as ``logit_scale``.
+
+    Raises:
+        ValueError: peft is not installed, the adapter is not one of this model, or its file lacks tensors or holds some
+            that are not finite.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ValueError(f"{adapter} is an adapter of the package peft: pip install peft.") from None
+    try:
+        model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True, torch_device="cpu")
+        held = peft.load_peft_weights(adapter, device="cpu")
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{adapter} is not an adapter of the start, because it cannot be added: {error}") from error
+    needed = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    parameters = dict(model.named_parameters())
+    missing = [name for name in needed if name not in held]
+    strange = [name for name in held if name not in needed and name not in parameters and "lora_" in name]
+    for names, words in ((missing, "lacks"), (strange, "is not one of this model: it also has")):
+        if names:
+            raise ValueError(
+                f"The adapter {adapter} {words} {listed(names, _SHOWN)}. Name the adapter as it was saved, and the "
+                "model on which it was trained."
+            )
+    check_finite(adapter, held)
+    for name in held.keys() & parameters.keys():
+        parameters[name].requires_grad_(True)
+    return model
+
+
+def _complete(
+    checkpoint: str, dtype: torch.dtype | str, new_weights: Sequence[str], seed: int, adapters: str | None
+) -> Any:
+    try:
+        if adapters is not None and base_of_adapters(checkpoint) is not None:
+            raise ValueError(f"It holds adapters itself. Merge these first: infcl convert {checkpoint} MERGED.")
+        with explained(checkpoint), torch.random.fork_rng(devices=()):  # it also draws what it reports as missing
+            model, report = AutoModel.from_pretrained(
+                checkpoint, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+        lacking = _lacking(model, report)
+        new = [name for name in lacking if any(f"{name}.".startswith(f"{asked}.") for asked in new_weights)]
+        _check_complete(checkpoint, model, {name: lacking[name] for name in lacking if name not in new}, report)
+        for asked in new_weights:
+            if not any(f"{name}.".startswith(f"{asked}.") for name in new):
+                which = f", which are {listed(sorted(new), _SHOWN)}" if new else ""
+                raise ValueError(f"--new_weights {asked} names no weights that {checkpoint!r} lacks{which}. Omit it.")
+    except ValueError as error:
+        if adapters is None:
+            raise
+        raise ValueError(f"{adapters!r} holds adapters of {checkpoint!r}, which cannot be loaded. {error}") from error
+    state: dict[str, Tensor] = model.state_dict()
+    if new:  # as in a model that is created from the config
+        with torch.random.fork_rng(devices=()), torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            created = AutoModel.from_config(model.config).state_dict()
+            for name in new:
+                state[name].copy_(created[name])
+    check_finite(checkpoint, state)
+    return model
+
+
+def check_finite(checkpoint: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError if a tensor of the checkpoint holds values that are not finite, which would spread."""
+    # aminmax passes NaN on, and reads the weights once and without a copy.
+    wrong = [name for name, one in tensors.items() if one.numel() and not all(end.isfinite() for end in one.aminmax())]
+    if wrong:
+        count = int((~tensors[wrong[0]].isfinite()).sum())
+        raise ValueError(
+            f"{checkpoint!r} holds weights that are NaN or infinite: {listed(wrong, _SHOWN)} ({count:,} of "
+            f"{tensors[wrong[0]].numel():,} values of {wrong[0]}). Leave this checkpoint out, and name one that was "
+            "saved before."
+        )
+
+
+def _lacking(model: nn.Module, report: Mapping[str, Any]) -> dict[str, str]:
+    """What the checkpoint lacks, by name: "", or in which shape it has it instead.
+
+    Whole numbers, such as position_ids, are no weights: the model computes them.
+    """
+    state: dict[str, Tensor] = model.state_dict()
+    lacking = {name: "" for name in sorted(report["missing_keys"]) if state[name].is_floating_point()}
+    for name, shape, wanted in report["mismatched_keys"]:
+        lacking[name] = f" ({tuple(shape)} instead of {tuple(wanted)})"
+    return lacking
+
+
+def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str], report: Mapping[str, Any]) -> None:
+    """Raises a ValueError if the checkpoint lacks weights."""
+    if not lacking:
+        return
+    kind, saved_as = type(model).__name__, getattr(model.config, "architectures", None) or []
+    unexpected = sorted(report["unexpected_keys"])
+    words = (
+        f"{checkpoint!r} lacks weights of a {kind}: {listed([name + how for name, how in lacking.items()], _SHOWN)}."
+    )
+    if saved_as and kind not in saved_as:
+        words += f" It was saved as a {' and '.join(saved_as)}."
+    if prefix := _prefix_of_all(unexpected, lacking):
+        words += f" The names in its file begin with {prefix!r}, as those of a wrapper. Save the model inside it."
+    elif unexpected:
+        words += f" Its file has other names, such as {unexpected[0]}."
+    tops = sorted({name.partition(".")[0] for name in lacking})
+    words += " Name a checkpoint of the whole model, as save_pretrained writes it."
+    if not any(top.endswith(("_model", "_encoder")) for top in tops):  # no tower
+        words += f" `infcl train --new_weights {' '.join(tops)}` draws them anew for a training."
+    raise ValueError(words)
+
+
+def _prefix_of_all(unexpected: Sequence[str], lacking: Mapping[str, str]) -> str | None:
+    """What stands before the name of every weight that is missing, if the file has all of them with it."""
+    for name in lacking:
+        for other in unexpected:
+            if other.endswith(name):
+                prefix = other.removesuffix(name)
+                return prefix if prefix and all(prefix + one in unexpected for one in lacking) else None
+    return None
+
+
+def _has_file(checkpoint: str, name: str) -> bool:
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint, name).is_file()
+    try:
+        hf_hub_download(checkpoint, name)
+    except EntryNotFoundError:
+        return False
+    return True

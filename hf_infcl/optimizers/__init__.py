@@ -1,6 +1,0 @@
-"""Muon for the matrices of a model and AdamW for its other parameters."""
-
-from .groups import parameter_groups
-from .muon_adamw import MuonAdamW
-
-__all__ = ["MuonAdamW", "parameter_groups"]

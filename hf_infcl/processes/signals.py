@@ -1,0 +1,434 @@
+"""Records the phase of each process of a training, so that an error about a lost process can name its last phase.
+
+A collective of gloo fails when a process has ended or hangs. A collective of NCCL waits for that process in a kernel
+that no signal interrupts, until the launcher or NCCL's own timeout ends the waiting processes, which cannot say for
+which process they waited. Each process therefore has a thread that watches the other processes of its machine, and its
+own progress.
+
+
+What may end a training from outside: signals to any of its processes, and processes that are lost."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from . import launcher
+from .collectives import OtherRankFailedError, Processes, by_rank, is_lost_connection
+
+POLL = 1.0  # seconds between two looks at the other processes
+GRACE = 10.0  # seconds that a process may spend without progress after another was lost; torchrun kills it after 30
+# The shares of the timeout after which a process without progress writes its place into the store, and logs all places.
+SHARE_PLACE_AFTER, LOG_PLACES_AFTER = 0.8, 0.9
+ANSWER = 3.0  # seconds in which a process answers after a failed collective, or counts as lost
+_END = "the end of the training"
+
+logger = logging.getLogger(__name__)
+
+
+class Phases:
+    """Records the phase of each process of the default group, and describes the processes that end or hang.
+
+    Each process writes its own phase into the store of the group. torchrun keeps that store, so it outlives a process.
+
+    While the context is open, a process of this machine that has ended without leaving its own context counts as lost.
+    This process then reports the lost one with its phase. If it neither leaves the context nor makes progress for
+    `GRACE` seconds, because it waits for the lost one, it ends with exit code 1.
+
+    A process that makes no progress for most of the group's timeout logs where each process is and which ones do not
+    answer, before the timeout ends it.
+
+    Args:
+        timeout: the timeout of the group's collectives, in seconds.
+
+    Attributes:
+        told: the errors that were logged.
+    """
+
+    def __init__(self, timeout: float = math.inf) -> None:
+        processes = Processes()
+        self._timeout, self._progressed = timeout, time.monotonic()
+        self._rank, self._world_size = processes.rank, processes.world_size
+        self._left = threading.Event()
+        self.told: set[str] = set()
+        self._reachable = processes.world_size > 1  # whether the store answers
+        self._store: Any = None
+        if processes.world_size > 1:
+            self._store = dist.PrefixStore("infcl", dist.distributed_c10d._get_default_store())
+
+    def __enter__(self) -> Phases:
+        """Begins the training; collective."""
+        if self._reachable:
+            this = psutil.Process()
+            stated = Processes().gather_objects(f"{this.pid} {this.create_time()}")
+            self.enter("the start")
+            threading.Thread(target=self._watch, args=(self._of_this_machine(stated),), daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, SystemExit):
+            self.enter(_END)
+        self._left.set()
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Records that this process begins a phase, after this number of trained optimizer steps."""
+        self.note_progress()
+        if step is not None:
+            phase = f"{phase} after step {step}"
+        try:
+            if self._reachable:
+                self._store.set(f"phase/{self._rank}", phase)
+        except RuntimeError:  # the launcher that kept the store has ended, and this process may still save a checkpoint
+            self._reachable = False
+
+    def note_progress(self) -> None:
+        """Records that this process does not hang."""
+        self._progressed = time.monotonic()
+
+    def tell(self, message: str) -> None:
+        """Logs an error, unless the same one was logged before."""
+        if message not in self.told:
+            self.told.add(message)
+            logger.error(message)
+
+    @contextmanager
+    def naming_lost_processes(self) -> Iterator[None]:
+        """Within the context, an error of a collective whose other process is lost names that process and its phase."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            message = self.describe_lost()
+            self.tell(message)
+            raise OtherRankFailedError(message) from error
+
+    def describe_lost(self) -> str:
+        """A sentence about the processes that do not answer, for a message after a failed collective.
+
+        Every remaining process has to call this. A process that does not call it in time counts as lost.
+        """
+        unreachable = "The process that keeps the group's store does not answer, which is rank 0 or the launcher."
+        if not self._reachable:
+            return unreachable
+        lost = []
+        try:
+            self._store.set(f"left/{self._rank}", "")
+            end = time.monotonic() + ANSWER
+            for rank in range(self._world_size):
+                while not self._store.check([f"left/{rank}"]) and time.monotonic() < end:
+                    time.sleep(0.05)
+                if not self._store.check([f"left/{rank}"]):
+                    lost.append(self._of_lost(rank))
+        except RuntimeError:
+            return unreachable
+        return " ".join(lost) or "All processes are still running, but cannot reach each other."
+
+    def _of_lost(self, rank: int) -> str:
+        return f"Rank {rank} does not answer; its last phase was {self._phase(rank)}."
+
+    def _phase(self, rank: int) -> str:
+        return str(self._read(f"phase/{rank}") or "the start")
+
+    def _read(self, key: str) -> str | None:
+        """The value of a key of the store, or None if the store has no such key (`get` would wait for it)."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _of_this_machine(self, stated: list[str]) -> dict[int, psutil.Process]:
+        """The other processes that the same launcher started on this machine, by rank.
+
+        Args:
+            stated: the process id and the creation time of the process of each rank.
+        """
+        local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        first = self._rank - local_rank
+        here = range(max(first, 0), min(first + local_size, self._world_size))
+        processes = {rank: _process(stated[rank]) for rank in here if rank != self._rank}
+        return {rank: process for rank, process in processes.items() if process is not None}
+
+    def _watch(self, processes: dict[int, psutil.Process]) -> None:
+        """Reports processes that are lost or hang, and ends this process if it does not notice by itself."""
+        hangs = logged = False
+        try:
+            while not self._left.wait(POLL):
+                ended = [rank for rank, process in processes.items() if has_ended(process)]
+                if lost := [rank for rank in ended if self._phase(rank) != _END]:
+                    # It may be ending for the same reason, or about to receive the reason from the lost process.
+                    if self._left.wait(POLL):
+                        return
+                    self.tell(" ".join(map(self._of_lost, lost)))
+                    self._end_if_stuck()
+                    return
+                idle = time.monotonic() - self._progressed
+                if hangs != (idle > SHARE_PLACE_AFTER * self._timeout):
+                    hangs = not hangs
+                    self._share_place(hangs)
+                if idle <= LOG_PLACES_AFTER * self._timeout:
+                    logged = False
+                elif not logged:
+                    logged = True
+                    self._log_places(idle)
+        except RuntimeError:  # the launcher that kept the store has ended
+            return
+
+    def _end_if_stuck(self) -> None:
+        """Ends this process if it waits in one place of the program; returns when it has left the context."""
+        place, since = "", time.monotonic()
+        while not self._left.wait(POLL):
+            now = current_place()
+            if now != place:
+                place, since = now, time.monotonic()
+            elif time.monotonic() - since > GRACE:
+                os._exit(1)
+
+    def _share_place(self, hangs: bool) -> None:
+        """Writes this process's place in the program into the store if it hangs, and removes it when it continues."""
+        key = f"place/{self._rank}"
+        if hangs:
+            self._store.set(key, f"in {self._phase(self._rank)}, {current_place()}")
+        else:
+            self._store.delete_key(key)
+
+    def _log_places(self, seconds: float) -> None:
+        """Logs the places of all processes that hang; the others do not answer."""
+        places = [self._read(f"place/{rank}") for rank in range(self._world_size)]
+        lost = [self._of_lost(rank) for rank, place in enumerate(places) if place is None]
+        idle = f"This process has made no progress for {seconds:.0f} of the {self._timeout:g} seconds of ddp_timeout."
+        self.tell(" ".join([idle, *lost, f"Places: {by_rank([place or '' for place in places])}."]))
+
+
+def _process(stated: str) -> psutil.Process | None:
+    """The process with this number and time of creation, if this process can see it."""
+    number, created = stated.split()
+    try:
+        process = psutil.Process(int(number))
+        return process if abs(process.create_time() - float(created)) < 5 else None
+    except psutil.Error:
+        return None
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it no longer runs. Its parent may not have noticed yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
+def current_place() -> str:
+    """The line of the program at which the main thread of this process is."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return f"at {Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_POLL = 1.0  # seconds between two looks at the launcher
+_ECHO = 3.0  # seconds; a launcher passes on a signal that a batch system has already sent to all processes
+
+
+@contextmanager
+def ended_with_launcher() -> Iterator[None]:
+    """A context in which this process ends with its launcher, which it would not notice while waiting for others."""
+    left = threading.Event()
+
+    def watch() -> None:
+        while not left.wait(_POLL):
+            if launcher.has_gone():
+                logger.error("The launcher ended while its processes formed their group, so this process ends as well.")
+                os._exit(128 + signal.SIGTERM)
+
+    if launcher.is_launched():
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+def heed_parent_alone(worker: int = 0) -> None:
+    """Lets no process but its parent end this one, a worker of a data loader; for ``DataLoader(worker_init_fn=...)``.
+
+    `timeout`, a terminal and some batch systems send a signal to all processes of a training. Its workers would end at
+    once, although the training still needs their batches for the step after which it saves a checkpoint. A worker whose
+    parent has gone ends by itself, as torch sees to.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not hasattr(signal, "sigwaitinfo"):  # not on macOS or Windows
+        return
+
+    def look() -> None:
+        while True:
+            received = signal.sigwaitinfo(SIGNALS)
+            if received.si_signo == signal.SIGTERM and received.si_pid == parent.pid:
+                os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # also of the threads that begin from now on
+    threading.Thread(target=look, daemon=True).start()
+
+
+class Preempted(SystemExit):
+    """The training has ended before its last step because of a signal.
+
+    The exit code of the process is 128 plus the number of the signal: 143 for SIGTERM, 138 for SIGUSR1, 130 for SIGINT.
+    """
+
+
+class _Handler:
+    """Handles a signal until the handler before is restored, even if that was set in C, as by `faulthandler.register`.
+
+    Python knows handlers that were set in C as None or not at all, so the system's own record of the handler, a
+    ``struct sigaction`` of at most some 150 bytes, is kept as well.
+    """
+
+    def __init__(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._number = number
+        self._action = ctypes.create_string_buffer(1024)
+        ctypes.CDLL(None).sigaction(number, None, self._action)
+        self._known = signal.signal(number, handler)
+
+    def restore(self) -> None:
+        if self._known is not None:
+            signal.signal(self._number, self._known)
+        ctypes.CDLL(None).sigaction(self._number, self._action, None)
+
+
+class AskedToEndError(Exception):
+    """A signal has asked for the end of the training in a place where it cannot be saved.
+
+    Args:
+        number: the signal's.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Preemption:
+    """While the context is open, the first signal is noted and the second, 3 seconds later or more, ends the process.
+
+    A process whose launcher has ended acts as if it received SIGTERM, because nothing else would end or restart it.
+    Signals are noted only if the main thread of the program opens the context; otherwise they keep their usual effect.
+    So does SIGINT (Ctrl-C) in an interactive session, where it raises KeyboardInterrupt, and in the background of a
+    shell script, where it is ignored.
+    """
+
+    def __init__(self) -> None:
+        self._noted, self._since = 0, 0.0
+        self._before: dict[int, _Handler] = {}
+
+    def __enter__(self) -> Preemption:
+        if threading.current_thread() is threading.main_thread():
+            usual = hasattr(sys, "ps1") or signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            noted = [number for number in SIGNALS if not (usual and number == signal.SIGINT)]
+            self._before = {number: _Handler(number, self._note) for number in noted}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handler in self._before.values():
+            handler.restore()
+
+    @property
+    def signal(self) -> int:
+        """The number of the signal that was noted, or 0."""
+        if not self._noted and launcher.has_gone():
+            return signal.SIGTERM
+        return self._noted
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._noted:
+            self._noted, self._since = number, time.monotonic()
+        elif time.monotonic() - self._since > _ECHO:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+class Interruptions:
+    """Learns of signals and of lost processes while a training is `watched`; before and after it, of none.
+
+    Attributes:
+        phases: records what this process is doing.
+    """
+
+    def __init__(self) -> None:
+        self._preemption, self.phases = Preemption(), Phases()
+        self._evaluates = False
+
+    @contextmanager
+    def watched(self, timeout: float, finish: Callable[[], object]) -> Iterator[None]:
+        """The context of a training.
+
+        Args:
+            timeout: of the group's collectives, in seconds.
+            finish: is called after the training, also after one that has failed. While it runs, `Phases` no longer ends
+                this process because another one is lost.
+        """
+        with Preemption() as self._preemption:
+            try:
+                with Phases(timeout) as self.phases:
+                    yield
+            finally:
+                finish()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a signal has asked this process to end, which may also have ended its workers."""
+        return bool(self._preemption.signal)
+
+    def agree(self, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """`Processes.agree` between two steps.
+
+        Raises:
+            AskedToEndError: on all processes, if any has received a signal to end.
+        """
+        agreed = Processes().agree([self._preemption.signal, *numbers])
+        if signals := {int(number) for number, *_ in agreed if number}:
+            raise AskedToEndError(max(signals))
+        return [values for _, *values in agreed]
+
+    @contextmanager
+    def evaluation(self, step: int, control: Any) -> Iterator[None]:
+        """The context of an evaluation between two steps, which a signal ends after a batch.
+
+        Args:
+            step: the number of trained optimizer steps.
+            control: Trainer's. The checkpoint that is saved then says by it that the evaluation is still to be made.
+        """
+        self.phases.enter("evaluating", step)
+        self._evaluates = True
+        try:
+            yield
+        except AskedToEndError:
+            control.should_evaluate = True
+            raise
+        finally:
+            self._evaluates = False
+
+    def end_batch(self) -> None:
+        """Notes that a batch of an evaluation is done; collective.
+
+        Raises:
+            AskedToEndError: as `agree`, in an evaluation between two steps.
+        """
+        self.phases.note_progress()
+        if self._evaluates:
+            self.agree()
+        else:
+            Processes().agree([])

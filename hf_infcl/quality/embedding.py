@@ -1,0 +1,324 @@
+"""What a model returns for the images and captions of a data set, computed by all processes into a store.
+
+Embeds whole collections: `infcl embed`, and the teacher of a training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.utils import logging
+
+from ..data import ContrastiveCollator
+from ..data.sources import Batch, ItemSource, collated
+from ..data.store import Store, of_caption
+from ..files.whole import give_usual_modes, written_whole
+from ..models.adapters import weight_fingerprint
+from ..options.record import as_json, options_of_model
+from ..processes.collectives import Processes, failures_announced
+from ..step.terms import Context
+
+logger = logging.get_logger(__name__)
+
+Encode = Callable[[dict[str, Tensor]], Tensor]  # inputs of a model, images or texts, on the device, to rows [n, D]
+
+
+class Writer(Protocol):
+    """What is written in parts, as a `Store` is."""
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def lacks(self, part: int) -> bool: ...
+
+    def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def compute(
+    source: ItemSource,
+    context: Context,
+    encoders: Mapping[str, Encode],
+    writers: Mapping[str, Writer],
+    *,
+    batch_size: int,
+    agree: Callable[[], object],
+) -> dict[str, int]:
+    """Writes what is missing of the rows that a model returns for a source. Collective.
+
+    The processes divide the parts among themselves. A run after an interruption computes only the missing ones.
+
+    Args:
+        context: its collator, a `ContrastiveCollator`, prepares images and texts, and ``prepare_inputs`` moves them.
+        encoders, writers: by "images" and "texts", those that are to be computed. Beside the keys and values, a writer
+            gets the ``names`` by which people know the rows, and of texts the ``captions``.
+        batch_size: the most images, or texts, of a forward.
+        agree: called before each part of a process and at the end; collective. It raises an error on all processes if
+            one has failed, and may end the program.
+
+    Returns:
+        The numbers of rows that were computed, by "images" and "texts", and of pairs that were left out as "skipped".
+
+    Raises:
+        ValueError: a pair is bad, or a row is not finite. The other processes raise an OtherRankFailedError.
+    """
+    processes, args = Processes(), context.args
+    counts = dict.fromkeys(("images", "texts", "skipped"), 0)
+    mine = range(processes.rank, source.parts, processes.world_size)
+    missing = [part for part in mine if any(writer.lacks(part) for writer in writers.values())]
+    load = partial(
+        DataLoader,
+        collate_fn=partial(collated, context.collator),
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+    )
+    batches = source.read(missing, batch_size, load)
+    for first in range(0, source.parts, processes.world_size):
+        agree()
+        with failures_announced():
+            if (part := first + processes.rank) in missing:
+                _compute_part(part, next(batches), context, encoders, writers, batch_size, counts)
+                logger.info(f"Part {part} of {source.parts} was computed.")
+    agree()  # waits until all are computed
+    every = processes.agree([len(missing), *counts.values()])
+    computed, *totals = (int(sum(of_ranks)) for of_ranks in zip(*every, strict=True))
+    with failures_announced():
+        for writer in writers.values() if processes.rank == 0 else ():
+            if computed or not writer.is_finished:
+                writer.finish()
+    processes.agree([])
+    return dict(zip(counts, totals, strict=True))
+
+
+def _compute_part(
+    part: int,
+    batches: Iterator[Batch],
+    context: Context,
+    encoders: Mapping[str, Encode],
+    writers: Mapping[str, Writer],
+    batch_size: int,
+    counts: dict[str, int],
+) -> None:
+    items: dict[str, list[tuple[int, str, str, str]]] = {kind: [] for kind in writers}  # row, key, name and caption
+    vectors: dict[str, list[Tensor]] = {kind: [] for kind in writers}
+    for kept, bad, images, texts in batches:
+        for reason in bad:
+            logger.warning(f"Left out: {reason}")
+        counts["skipped"] += len(bad)
+        for kind, inputs in (("images", images), ("texts", texts)):
+            if kind not in writers or inputs is None:
+                continue
+            for first in range(0, len(next(iter(inputs.values()))), batch_size):  # an item may have many captions
+                split = {name: values[first : first + batch_size] for name, values in inputs.items()}
+                with torch.no_grad(), context.accelerator.autocast():
+                    vectors[kind].append(encoders[kind](context.prepare_inputs(split)).cpu())
+            for item in kept:
+                captions = item["caption"] if kind == "texts" else [""]
+                items[kind] += [(item["row"], item["key"], item["name"], caption) for caption in captions]
+    for kind, described in items.items():
+        values = torch.cat(vectors[kind]).numpy() if described else np.empty((0, 1), np.float32)
+        # Workers return the samples of a shard in turn.
+        order = sorted(range(len(described)), key=lambda number: described[number][0])
+        keys = [described[number][1] for number in order]
+        columns = {"names": [described[number][2] for number in order]}
+        if (wrong := ~np.isfinite(values[order]).all(1)).any():
+            raise ValueError(
+                f"The embedding of {keys[int(wrong.argmax())]!r} ({kind}) is not finite. Compute in another precision, "
+                "or look at the weights of the model."
+            )
+        if kind == "texts":
+            columns["captions"] = [described[number][3] for number in order]
+            keys = [*map(of_caption, keys, columns["captions"])]
+        elif isinstance(writers[kind], Store) and len(set(keys)) < len(keys):
+            twice = next(key for key, count in Counter(keys).items() if count > 1)
+            raise ValueError(
+                f"Several images have the name {twice!r}, by which a training finds their embeddings. Rename these "
+                "samples: no two of a shard may have one name."
+            )
+        writers[kind].write(part, keys, values[order], **columns)
+        counts[kind] += len(keys)
+
+
+def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
+    """A hash, 32 hexadecimal digits, of all that what a model returns for data of this fingerprint depends on."""
+    digest = hashlib.sha256(f"3 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
+    # The config has what the weights do not show, and the printed modules show what was changed after loading.
+    digest.update(f"{json.dumps(options_of_model(tower), sort_keys=True)} {tower}\n".encode())
+    digest.update(collator.processor.image_processor.to_json_string().encode())
+    digest.update(content.encode())
+    for name, value in tower.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+RECORD = "embeddings.json"
+_DECISIVE = {"fingerprint", "dtype", "dims", "format", "half", "kinds", "parts", "data"}  # the rest is told
+
+
+def embed(
+    source: ItemSource,
+    folder: str | Path,
+    context: Context,
+    *,
+    format: str = "npy",
+    half: bool = False,
+    record: Mapping[str, Any] | None = None,
+    licence: str | None = None,
+) -> dict[str, int]:
+    """Writes the embeddings of images and texts, with their keys. Collective; see `compute`.
+
+    Each part of the source becomes one file of images, one of texts, or both, such as
+    ``images-00002-of-00010.parquet``. Files that are there already are not computed again.
+
+    Args:
+        folder: a folder that all processes can write. It also gets ``embeddings.json``, the record of the run.
+        context: of the model, which is in evaluation mode. Of its arguments, ``per_device_eval_batch_size`` is the
+            number of images, and of texts, of one forward.
+        format: "npy", those of a `Store`, in which a training finds them; "parquet" or "safetensors".
+        half: whether npy has fp16 instead of fp32.
+        record: as `described` has returned it, if it is known.
+        licence: of the model, for the record.
+
+    Returns:
+        As `compute`.
+
+    Raises:
+        ValueError: as `compute`; or the folder holds other embeddings.
+    """
+    place, encoder = Path(folder), context.encoder
+    if half and format != "npy":
+        raise ValueError(f"half_precision is for the format npy, got {format}. Leave it out, or choose npy.")
+    with failures_announced():
+        known = described(source, context) if record is None else record
+        if Processes().rank == 0:
+            begin(place, {**known, "format": format, "half": half, "licence": licence})
+    Processes().agree([])
+    encoders: dict[str, Encode] = {"images": encoder.encode_images, "texts": encoder.encode_texts}
+    writers: dict[str, Writer] = {}
+    for kind in source.kinds:
+        is_store = format == "npy"
+        writers[kind] = Store(place, kind, source.parts) if is_store else _Files(place, kind, source.parts, format)
+    return compute(
+        source,
+        context,
+        {kind: partial(normalised_by, encode, half=half) for kind, encode in encoders.items()},
+        writers,
+        batch_size=context.args.per_device_eval_batch_size,
+        agree=lambda: Processes().agree([]),
+    )
+
+
+def normalised_by(encode: Encode, inputs: dict[str, Tensor], *, half: bool = False) -> Tensor:
+    """The embeddings of inputs in fp32 or fp16, of length 1: those that a model returns in bf16 are up to 0.3% off."""
+    return F.normalize(encode(inputs).float(), dim=-1).to(torch.float16 if half else torch.float32)
+
+
+def described(source: ItemSource, context: Context) -> dict[str, Any]:
+    """What the record says of model and data, besides the fingerprint of all that decides."""
+    encoder, collator, dtype = context.encoder, context.collator, context.accelerator.mixed_precision
+    content = source.fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
+    content += "" if encoder.dims is None else f" {encoder.dims} dimensions"
+    config = getattr(encoder.base, "config", None)
+    return {
+        "fingerprint": fingerprint(content, encoder.model, collator, dtype),
+        "dtype": dtype,
+        "dims": encoder.dims,
+        "kinds": list(source.kinds),
+        "parts": source.parts,
+        "model": getattr(config, "_name_or_path", "") or type(encoder.base).__name__,
+        "weights": weight_fingerprint(encoder.model),
+        "revision": getattr(config, "_commit_hash", None),
+        "preprocessing": as_json(collator.options),
+        "data": source.described(),
+    }
+
+
+def begin(folder: Path, record: Mapping[str, object]) -> None:
+    """Writes the record of what is embedded; raises a ValueError if the folder has another one, or a damaged one."""
+    path = folder / RECORD
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as partial_path:
+            partial_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        before["fingerprint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Delete {folder}, or choose another --output_dir.") from error
+    differing = _differences(before, record)
+    if _DECISIVE & {name.partition(" ")[0] for name in differing}:
+        # A fingerprint says nothing beside what differs.
+        named = {name: told for name, told in differing.items() if name != "fingerprint"} or differing
+        shown = "; ".join(f"{name} was {was} and is {now}" for name, (was, now) in named.items())
+        raise ValueError(f"{folder} holds other embeddings ({shown}). Choose another --output_dir, or delete this one.")
+
+
+def _differences(before: Mapping[str, object], record: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
+    """What differs in two records, from ``before`` to now, and in the mappings in them."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name, was in before.items():
+        now = record.get(name)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            inner = _differences(dict.fromkeys(now) | dict(was), now)
+            differing |= {f"{name} {part}": values for part, values in inner.items()}
+        elif was != now:
+            differing[name] = was, now
+    return differing
+
+
+class _Files:
+    """Parts in parquet or safetensors, which no training reads."""
+
+    is_finished = True
+
+    def __init__(self, folder: Path, kind: str, parts: int, format: str) -> None:
+        self._paths = [folder / f"{kind}-{part:05}-of-{parts:05}.{format}" for part in range(parts)]
+        formats: dict[str, Callable[..., None]] = {"parquet": _write_parquet, "safetensors": _write_safetensors}
+        self._write = formats[format]
+
+    def lacks(self, part: int) -> bool:
+        return not self._paths[part].exists()
+
+    def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None:
+        with written_whole(self._paths[part]) as partial_path:
+            self._write(partial_path, values, **columns)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+def _write_parquet(path: Path, values: np.ndarray, names: Sequence[str], captions: Sequence[str] | None = None) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, Any] = {"key": pa.array(names, pa.string())}
+    if captions is not None:
+        columns["caption"] = pa.array(captions, pa.string())
+    flat = pa.array(values.reshape(-1), pa.float32())
+    columns["embedding"] = pa.FixedSizeListArray.from_arrays(flat, max(1, values.shape[1]))
+    pq.write_table(pa.table(columns), path)
+
+
+def _write_safetensors(
+    path: Path, values: np.ndarray, names: Sequence[str], captions: Sequence[str] | None = None
+) -> None:
+    from safetensors.numpy import save_file
+
+    told = {"keys": json.dumps(names, ensure_ascii=False)}
+    if captions is not None:
+        told["captions"] = json.dumps(captions, ensure_ascii=False)
+    save_file({"embeddings": values}, path, told)
+    give_usual_modes(path)

@@ -1,0 +1,367 @@
+"""A teacher whose embeddings were stored: which of these belong to which part of a training set, and pairs without.
+
+Makes the term of a training's teacher, and refuses one that could not teach exactly."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate.utils import DistributedType, send_to_device
+from torch import Tensor
+
+from ..data import ImageTextDataset, ImageTextStream
+from ..data.collator import ContrastiveCollator, normalised
+from ..data.pairs import usable_captions
+from ..data.sources import described_shards, described_table, differences, source_of_training
+from ..data.store import Store, all_parts, of_caption
+from ..files.text import counted
+from ..models.dual_encoder import DualEncoder
+from ..models.open_clip import load, stated_licence
+from ..options.arguments import InfCLTrainingArguments
+from ..options.contrastive import ContrastiveOptions
+from ..step.extensions import LossTerm, of_kind
+from ..step.grad_cache import Features
+from ..step.terms import OF_TEACHER, Context, TeacherDistance
+from .embedding import RECORD, described, embed
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {"image": "images", "text": "texts"}
+_RECORDED = {"data", "fingerprint", "kinds", "model", "parts", "weights"}  # what the record of a folder has at least
+
+
+def embedding_folders(folder: str) -> list[str]:
+    """The folders of embeddings: one for each set that `infcl embed --dataset` has read, or the folder itself."""
+    parts = [] if Path(folder, RECORD).exists() else Path(folder).glob(f"*/{RECORD}")
+    return sorted(str(path.parent) for path in parts) or [folder]
+
+
+class StoredEmbeddings:
+    """A folder of embeddings of one set.
+
+    Raises:
+        ValueError: there is no such folder, it is not complete, of another format or damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:  # what was embedded, with which model
+            self.record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{folder} has no {RECORD}, so it holds no embeddings of `infcl embed`. Was it moved or deleted?"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{self.folder / RECORD} is damaged ({error}). Embed the data again.") from error
+        if not isinstance(self.record, dict):
+            raise ValueError(f"{self.folder / RECORD} is damaged: it holds no mapping. Embed the data again.")
+        if self.record.get("format") != "npy":
+            raise ValueError(
+                f"The embeddings in {folder} are in the format {self.record.get('format')!r}, in which a training "
+                "cannot look up single ones. Write them with `infcl embed --format npy`, the default."
+            )
+        if lacking := sorted(_RECORDED - self.record.keys()):
+            raise ValueError(f"{self.folder / RECORD} is damaged: it lacks {', '.join(lacking)}. Embed the data again.")
+        self.stores = {kind: Store(self.folder, kind, self.record["parts"]) for kind in self.record["kinds"]}
+        if missing := [kind for kind, store in self.stores.items() if not store.is_finished]:
+            raise ValueError(
+                f"The embeddings of {' and '.join(missing)} in {folder} are not complete. Run the same `infcl embed` "
+                "again: it computes what is missing."
+            )
+        widths = {kind: store.width for kind, store in self.stores.items()}
+        if len(set(widths.values())) > 1:
+            raise ValueError(f"The embeddings in {folder} have several widths: {widths}. Embed the data again.")
+        self.width: int = next(iter(widths.values()))
+
+    @property
+    def rows(self) -> int:
+        """The rows of the data that have embeddings: their images', or of captions alone all rows."""
+        return len(self.stores["images"]) if "images" in self.stores else int(self.record["data"]["rows"])
+
+    def find(self, kind: str, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """As `Store.find`; a ValueError also says that an embedding is zero or not finite."""
+        embeddings, known = self.stores[kind].find(keys)
+        is_usable = np.isfinite(embeddings).all(1) & (embeddings.any(1) | ~known)
+        for bad in np.flatnonzero(~is_usable)[:1]:
+            what = "zero" if np.isfinite(embeddings[bad]).all() else "not finite"
+            raise ValueError(
+                f"The embedding of {keys[bad]!r} in {self.folder} ({kind}) is {what}, so the file is damaged. Embed "
+                "the data again."
+            )
+        return embeddings, known
+
+
+class StoredTeacher:
+    """A `Teacher` whose embeddings were stored: looked up by the place of each item, which it lets the sets name.
+
+    Args:
+        folders: of embeddings, each of one or several of the sets.
+        data: the training sets.
+
+    Raises:
+        ValueError: the embeddings are of other data or of several models, or pairs have none.
+    """
+
+    def __init__(self, folders: Iterable[str | Path], data: Iterable[object], args: InfCLTrainingArguments) -> None:
+        opened, self._sides = [StoredEmbeddings(folder) for folder in folders], args.taught_sides
+        sets = [_DataSet(part, self._sides, opened) for one in data for part in leaves(one)]
+        kinds = [_KINDS[side] for side in self._sides]
+        for stored in opened:
+            if lacking := [kind for kind in kinds if kind not in stored.stores]:
+                raise ValueError(
+                    f"{stored.folder} has no embeddings of {' and '.join(lacking)}. Embed data that has them, or "
+                    f"choose another teacher_side than {args.teacher_side!r}."
+                )
+            if all(one.difference(stored) for one in sets):
+                raise ValueError(
+                    f"The embeddings in {stored.folder} are of other data than the training set: "
+                    f"{'; '.join(one.difference(stored) for one in sets)}. Embed the training set itself, with the "
+                    "same columns if it has any: `infcl embed` takes the whole command of a training."
+                )
+        if len({(stored.record["weights"], stored.width) for stored in opened}) > 1:
+            models = ", ".join(f"{stored.record['model']} in {stored.folder}" for stored in opened)
+            raise ValueError(f"The sets were embedded by several models: {models}. Embed all of them with one teacher.")
+        without = [told for one in sets if (told := one.describe_missing())]
+        leaves_out = args.teacher_missing == "contrastive"
+        if without and not leaves_out:
+            raise ValueError(
+                f"Pairs have no stored embedding of the teacher: {', and '.join(without)}. Embed them, or leave them "
+                "to the contrastive loss with teacher_missing='contrastive'."
+            )
+        if without and args.process_index == 0:
+            logger.warning(f"{', and '.join(without)} have no teacher embedding; they get the contrastive loss only.")
+        for number, one in enumerate(sets):
+            one.part.name_places(number)
+        self.partial = leaves_out  # whether it may not know all pairs
+        # By the number of each set, its embeddings, and the beginnings of the places of samples that have changed.
+        self._sets = {n: (one.stored, one.changed()) for n, one in enumerate(sets) if one.stored is not None}
+        record, self.width = opened[0].record, opened[0].width
+        prints = [stored.record["fingerprint"] for stored in opened]
+        self.options: Mapping[str, Any] = {"fingerprint": " ".join(prints), "weights": record["weights"]}
+        name, licence = record["model"], record.get("licence")
+        shown = os.path.basename(os.path.normpath(name)) if os.path.isabs(name) or os.path.exists(name) else name
+        of_licence = f"licence {licence}" if licence else "no licence stated"
+        self.words = f"{shown} ({of_licence}), whose embeddings were stored"
+
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
+        return tuple(F.normalize(inputs[f"{OF_TEACHER}{side}s"].float(), dim=-1) for side in self._sides)
+
+    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return inputs[f"{OF_TEACHER}known_images"], inputs[f"{OF_TEACHER}known_texts"]
+
+    def inputs(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a batch of some items gets for the teacher."""
+        counts = np.array([len(item["caption"]) for item in items])
+        known, added = np.ones(len(items), bool), {}
+        if "image" in self._sides:
+            added["images"], of_images = self._find("images", [item["place"] for item in items])
+            known &= of_images
+        if "text" in self._sides:
+            each = [(item["place"], caption) for item in items for caption in item["caption"]]
+            captions = [(number, of_caption(key, caption)) for (number, key), caption in each]
+            added["texts"], of_texts = self._find("texts", captions)
+            known &= np.logical_and.reduceat(of_texts, np.cumsum(counts) - counts)
+        if self.partial:
+            texts = np.repeat(known, counts)
+            negatives = len(batch["input_ids"]) - len(texts)
+            added["known_images"], added["known_texts"] = known, np.concatenate([texts, np.zeros(negatives, bool)])
+        elif not known.all():
+            number, key = items[int((~known).argmax())]["place"]
+            raise ValueError(
+                f"{self._sets[number][0].folder} has no embedding of {key} or of its caption, although it was made "
+                "from this training set. Was it changed since? Embed it again, or pass teacher_missing='contrastive'."
+            )
+        return {f"{OF_TEACHER}{name}": torch.from_numpy(values) for name, values in added.items()}
+
+    def _find(self, kind: str, places: Sequence[tuple[int, str]]) -> tuple[np.ndarray, np.ndarray]:
+        """The embeddings of some places, and whether there are any; as `Store.find`."""
+        dtype = np.result_type(*(stored.stores[kind].dtype for stored, _ in self._sets.values()))
+        values, known = np.zeros((len(places), self.width), dtype), np.zeros(len(places), bool)
+        for number, (stored, changed) in self._sets.items():
+            rows = [row for row, (of, key) in enumerate(places) if of == number and not key.startswith(changed)]
+            values[rows], known[rows] = stored.find(kind, [places[row][1] for row in rows])
+        return values, known
+
+
+def leaves(data: object) -> Iterator[ImageTextDataset | ImageTextStream]:
+    """The tables and streams of a training set.
+
+    Raises:
+        ValueError: it has other parts.
+    """
+    for part in all_parts(data):
+        if isinstance(part, (ImageTextDataset, ImageTextStream)):
+            yield part
+        elif not any(getattr(part, name, None) is not None for name in ("dataset", "datasets")):
+            raise ValueError(
+                "A teacher's embeddings are stored by the rows of an ImageTextDataset or the samples of the shards of "
+                f"an ImageTextStream, but the training set has a {type(part).__name__}. Use one of these."
+            )
+
+
+class _DataSet:
+    """A table or a stream of the training set, which is compared with what was embedded.
+
+    If pairs were excluded from a table, the embeddings may be those of the pairs that remain or of the whole table.
+
+    Attributes:
+        stored: its embeddings; None if there are none.
+
+    Raises:
+        ValueError: its captions have no stored embeddings.
+    """
+
+    def __init__(
+        self, part: ImageTextDataset | ImageTextStream, sides: Sequence[str], opened: Sequence[StoredEmbeddings]
+    ) -> None:
+        self.part, self._kinds = part, [_KINDS[side] for side in sides]
+        if "text" in sides and part.negative_caption_column:
+            raise ValueError(
+                "A teacher's embeddings are of the captions of the pairs as they are, but negative captions have none. "
+                "Leave one of both out, or choose teacher_side='image'."
+            )
+        if isinstance(part, ImageTextDataset):
+            self._described = described_table(len(part), part, part.captions)
+            part.places_of_whole = False
+            if part.whole is not None and all(map(self.difference, opened)):
+                whole = described_table(len(part.whole), part.whole, part.whole.captions)
+                if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
+                    self._described, part.places_of_whole = whole, True
+        else:
+            self._described = described_shards(part)
+        self.stored = next((stored for stored in opened if not self.difference(stored)), None)
+
+    def difference(self, stored: StoredEmbeddings) -> str:
+        """How this set differs from the one that was embedded; empty if it does not, or has some of its shards."""
+        recorded = stored.record["data"]
+        if isinstance(self.part, ImageTextDataset):
+            return differences(recorded, self._described, self._kinds)
+        shards, embedded = self._described["shards"], recorded.get("shards", {})
+        if shards.items() & embedded.items():
+            return ""
+        return f"of its {counted(len(shards), 'shard')}, none is one of the {len(embedded)}"
+
+    def changed(self) -> tuple[str, ...]:
+        """The beginnings of the places of samples whose shards have changed since they were embedded."""
+        assert self.stored is not None
+        recorded, shards = self.stored.record["data"].get("shards", {}), self._described.get("shards", {})
+        return tuple(f"{name}/" for name, tag in recorded.items() if shards.get(name, tag) != tag)
+
+    def describe_missing(self) -> str:
+        """How many rows or shards have no embeddings, in words; empty if there are none."""
+        if isinstance(self.part, ImageTextDataset):
+            every, missing = counted(len(self.part), "row"), len(self.part)
+            if self.stored is not None:
+                without = _rows_without_captions(self.part, self.stored) if "texts" in self._kinds else 0
+                missing = max(without, self.stored.record["data"]["rows"] - self.stored.rows)
+        else:
+            shards = self._described["shards"].items()
+            embedded = {} if self.stored is None else self.stored.record["data"]["shards"]
+            every, missing = counted(len(shards), "shard"), len(shards - embedded.items())
+        return f"{missing:,} of the {every} of {self.part.name}" if missing else ""
+
+
+def _rows_without_captions(part: ImageTextDataset, stored: StoredEmbeddings) -> int:
+    """The number of rows of a table that have a caption without an embedding. A million captions take six seconds."""
+    table, first, lacking = part.table.select_columns([part.caption_column]).with_format(None), 0, 0
+    numbers = part.numbers if part.places_of_whole and part.numbers is not None else np.arange(len(part))
+    for batch in table.iter(10_000):
+        captions = [usable_captions(value) for value in batch[part.caption_column]]
+        keys = [of_caption(str(numbers[first + n]), c) for n, several in enumerate(captions) for c in several]
+        row_of_each = np.repeat(np.arange(len(captions)), list(map(len, captions)))
+        lacking += len(np.unique(row_of_each[stored.stores["texts"].missing(keys)]))
+        first += len(captions)
+    return lacking
+
+
+CACHE = "_teacher"  # in output_dir; a push leaves out what begins with an underscore
+
+logger = logging.getLogger(__name__)
+
+
+def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
+    """The term of the teacher that the arguments name; none without a teacher. Collective.
+
+    Args:
+        remakes_model: whether ``model_init`` makes a new model for each training.
+
+    Raises:
+        ValueError: the training cannot be exact with the teacher; it cannot be loaded; stored embeddings are of other
+            data, or pairs have none.
+    """
+    args = context.args
+    if not args.teacher and not args.teacher_embeddings:
+        options = ("teacher_weight", "teacher_side", "teacher_missing")
+        unused = [name for name in options if getattr(args, name) != getattr(ContrastiveOptions, name)]
+        if unused:
+            values = " and ".join(f"{name}={getattr(args, name)!r}" for name in unused)
+            raise ValueError(
+                f"{values} would have no effect without a teacher. Name one (teacher, teacher_embeddings), or leave "
+                f"{' and '.join(unused)} out."
+            )
+        if args.contrastive_weight == 0 and not args.keep_features and not of_kind(context.extensions, LossTerm):
+            raise ValueError(
+                "contrastive_weight=0 leaves nothing to learn without a teacher. Name one, or leave it out."
+            )
+        return ()
+    if context.data is None:
+        return ()
+    folders: Any = embedded_by(args.teacher, context) if args.teacher else ()
+    if args.teacher_embeddings:
+        folders = embedding_folders(args.teacher_embeddings)
+    teacher = StoredTeacher(folders, [context.data], args)
+    term = TeacherDistance(
+        teacher,
+        args.teacher_weight,
+        args.taught_sides,
+        partial=teacher.partial,
+        width=context.encoder.width(),
+        seed=args.seed,
+        device=args.device,
+    )
+    if term.parameters() and context.accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            f"A teacher of another width ({teacher.width}, the student has {context.encoder.width()}) needs a linear "
+            "map beside the model, whose optimizer FSDP shards. Use DDP, or a teacher of the same width."
+        )
+    if term.parameters() and remakes_model:
+        raise ValueError(
+            "model_init makes a new model for each training, but the linear map to a teacher of another width would "
+            "go on from the last one. Pass the model itself, or a teacher of the same width."
+        )
+    return (term,)
+
+
+def embedded_by(name: str, context: Context) -> list[Path]:
+    """The folders with the embeddings that a teacher has of each training set, which it computes unless they are there.
+
+    Args:
+        name: of the teacher, a Hub id or a folder.
+    """
+    parts = [*leaves(context.data)]
+    model, processor, _ = load(name)
+    encoder = DualEncoder(model.eval().to(context.args.device))
+    collator = ContrastiveCollator.for_model(processor, getattr(encoder.base, "config", None), uint8=True)
+
+    def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
+        return normalised(send_to_device(inputs, context.args.device), collator, lambda images: images)
+
+    of_teacher = replace(context, encoder=encoder, collator=collator, prepare_inputs=prepared)
+    folders = []
+    for part in parts:
+        source = source_of_training(part)
+        record = described(source, of_teacher)
+        folders.append(Path(str(context.args.output_dir), CACHE, record["fingerprint"]))
+        counts = embed(source, folders[-1], of_teacher, record=record, licence=stated_licence(name))
+        if any(counts.values()):
+            logger.info(f"The teacher has embedded {part.name} into {folders[-1]}: {counts}.")
+    return folders

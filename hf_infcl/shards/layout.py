@@ -1,0 +1,225 @@
+"""The names of the files in a shard: the extensions of images, keys of samples, and what messages say about names.
+
+The files in a tar file from any header on, by Python's `tarfile`, and the samples that their names form.
+
+Files in a tar file as URLs: where their contents begin, how long they are, and which tar file and name they have.
+
+`fsspec`, and so `datasets`, opens such URLs once `register` was called in the process; `read_member` always does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+import fsspec
+
+from ..files.text import shortened
+from .opening import open_shard
+
+IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
+
+
+def dots_in(key: str, extensions: Collection[str]) -> str:
+    """A sentence if the names of a sample's files have dots before that of an image's extension."""
+    dotted = next((e for e in extensions if "." in e and e.rpartition(".")[2] in IMAGE_EXTENSIONS), None)
+    if dotted is None:
+        return ""
+    return (
+        f" The name of a sample ends at the first dot, so {shortened(f'{key}.{dotted}')} belongs to the sample "
+        f"{shortened(key)}. Use no other dot than that of the extension."
+    )
+
+
+def apart(keys: Iterable[str]) -> str:
+    """A sentence if files of one sample do not follow each other, so that a key begins another sample as well."""
+    ended = set()
+    for key in keys:
+        if key in ended:
+            return (
+                f" The files of a sample must follow each other, but those of {shortened(key)} are apart. "
+                "`tar --sort=name` packs them so."
+            )
+        ended.add(key)
+    return ""
+
+
+def sample_key(shard: str, name: str) -> int:
+    """The key of a sample in a shard: 63 bits of the BLAKE2b hash of both names."""
+    return int.from_bytes(hashlib.blake2b(f"{shard} {name}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+T = TypeVar("T")  # what is taken of a file
+
+
+class DamagedShardError(ValueError):
+    """A shard is truncated, or its contents do not have the format that its name implies."""
+
+
+class _Archive(tarfile.TarFile):
+    """Reads nothing when it is created. `tarfile.TarFile` itself would pass over what is no header."""
+
+    def next(self) -> None:
+        return None
+
+
+def tar_samples(
+    file: io.BufferedReader,
+    url: str,
+    contents: Callable[[io.BufferedReader, str, int], T | None],
+    position: int = 0,
+    stop: int | None = None,
+) -> Iterator[tuple[int, str, dict[str, T] | DamagedShardError]]:
+    """As `TarReader.samples`, of a file that is opened at the position; a message calls it ``url``.
+
+    Args:
+        contents: makes of the file, an extension and a size what a sample has for this extension, or None for nothing.
+    """
+    key: str | None = None
+    sample: dict[str, T] = {}
+    seen: set[str] = set()
+    problem, end = "", position
+    for info, following in tar_members(file, url):
+        stem, extension = split_name(info.name)
+        if not stem:
+            continue
+        if stem != key:
+            if key is not None:
+                yield end, key, DamagedShardError(problem) if problem else sample
+            if stop is not None and info.offset >= stop:
+                return
+            key, sample, seen, problem = stem, {}, set(), ""
+        end, has_contents = following, info.isreg() and not info.issparse()
+        if extension in seen:
+            problem = problem or (
+                f"The shard {url!r} holds more than one file {shortened(f'{stem}.{extension}')}. Samples of the same "
+                "name must not follow each other, since they cannot be told apart."
+            )
+        seen.add(extension)
+        if (content := contents(file, extension, info.size if has_contents else 0)) is None:
+            continue
+        if has_contents:
+            sample[extension] = content
+        else:
+            problem = problem or (
+                f"The shard {url!r} holds {shortened(info.name)} as a link or a sparse file, which has no contents of "
+                "its own. GNU tar stores them with --hard-dereference --dereference."
+            )
+    if key is not None:
+        yield end, key, DamagedShardError(problem) if problem else sample
+
+
+def tar_members(file: io.BufferedReader, url: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Each file from the file's position on, a header, and where the next header begins.
+
+    Archives that were concatenated are read as one. Whenever a file is yielded, it is positioned at the beginning of
+    the contents; the caller may leave it anywhere.
+    """
+    archive = _Archive(fileobj=file, encoding="utf-8", errors="backslashreplace")
+    ended = False
+    while True:
+        file.seek(archive.offset)
+        try:
+            info = tarfile.TarInfo.fromtarfile(archive)
+        except tarfile.HeaderError:
+            at_end = not file.read(1)
+            file.seek(archive.offset)
+            header = file.read(tarfile.BLOCKSIZE)
+            if ended and not any(header) and len(header) < tarfile.BLOCKSIZE:
+                return
+            if header.count(0) == tarfile.BLOCKSIZE:  # every archive ends with zeros, and another one may follow them
+                ended = True
+                archive.offset += tarfile.BLOCKSIZE
+                continue
+            if len(header) < tarfile.BLOCKSIZE or (at_end and header[156:157] in b"LKxg"):  # which others follow
+                raise truncated(url, archive.offset) from None
+            raise DamagedShardError(
+                f"The shard {url!r} is damaged: there is no tar header at byte {archive.offset}."
+            ) from None
+        ended = False
+        if info.isreg() or info.islnk() or info.issym():
+            if not info.name:
+                raise DamagedShardError(f"The shard {url!r} has a file without a name at byte {info.offset}.")
+            yield info, archive.offset
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(key, extension) of a file; the key of hidden files and of folders is empty."""
+    folder, slash, last = name.rpartition("/")
+    stem, _, extension = last.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem else ("", "")
+
+
+def truncated(url: str, position: int) -> DamagedShardError:
+    return DamagedShardError(f"The shard {url!r} is truncated: byte {position} of the tar file is missing.")
+
+
+PROTOCOL = "tarmember"
+_SCHEME = f"{PROTOCOL}://"
+
+
+def member_url(shard: str, position: int, size: int, name: str) -> str:
+    """The URL of ``size`` bytes of a shard from a position on, which are the contents of a file of this name."""
+    return f"{_SCHEME}{position}+{size}/{quote(shard, safe='')}/{quote(name)}"
+
+
+def is_member(path: str) -> bool:
+    """Whether a path is a `member_url`."""
+    return path.startswith(_SCHEME)
+
+
+def member_size(url: str) -> int:
+    """The size in bytes that a `member_url` states."""
+    return _parts(url)[1]
+
+
+def member_file(path: str) -> str:
+    """The tar file of a `member_url`, a space, and the name of the file in it; any other path as it is."""
+    if not is_member(path):
+        return path
+    _, shard, name = path.removeprefix(_SCHEME).split("/", 2)
+    return f"{unquote(shard)} {unquote(name)}"
+
+
+def read_member(url: str) -> bytes:
+    """The contents of a file in a tar file.
+
+    Raises:
+        DamagedShardError: the tar file has become shorter.
+        ValueError: it cannot be opened.
+    """
+    position, size, shard = _parts(url)
+    with open_shard(shard, position, buffer=max(1, size)) as file:
+        data = file.read(size)
+    if len(data) < size:
+        raise truncated(shard, position + len(data))
+    return data
+
+
+class _TarMembers(fsspec.AbstractFileSystem):
+    """The file system of these URLs, which can only be read."""
+
+    protocol = PROTOCOL
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> io.BytesIO:
+        if mode != "rb":
+            raise ValueError(f"Files in a tar file can only be read, but {path!r} was opened with mode {mode!r}.")
+        return io.BytesIO(read_member(path))
+
+    def info(self, path: str, **options: object) -> dict[str, Any]:
+        return {"name": path, "size": member_size(path), "type": "file"}
+
+
+def register() -> None:
+    """Makes `fsspec` open these URLs in this process."""
+    fsspec.register_implementation(PROTOCOL, _TarMembers, clobber=True)
+
+
+def _parts(url: str) -> tuple[int, int, str]:
+    place, shard, _ = url.removeprefix(_SCHEME).split("/", 2)
+    position, size = place.split("+")
+    return int(position), int(size), unquote(shard)

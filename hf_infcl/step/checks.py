@@ -1,0 +1,246 @@
+"""Looks at the loss and gradient of each window, so that windows which must not change the weights do not.
+
+Every process decides by the same numbers, so all of them skip the same windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.utils import logging
+
+from ..files.text import listed
+from ..options.record import RunRecord
+from ..processes.collectives import Processes, by_rank
+from .grad_cache import CachedWindow
+from .terms import Context
+from .window import MicroBatch, Window
+
+logger = logging.get_logger(__name__)
+
+_MOST_NAMES = 8  # in a message
+_KINDS = ("image embeddings", "text embeddings")
+
+RowsOfDataset = Callable[[Sequence[tuple[int, int]]], list[int]]
+
+
+class SkippedWindows:
+    """Decides which windows are skipped. A skipped window changes no weight, no buffer, no optimizer and no schedule.
+
+    ``most`` is the maximum number of windows to skip in a row.
+    """
+
+    def __init__(self, most: int, resumed: RunRecord | None = None) -> None:
+        self._most = most
+        self._in_a_row = 0 if resumed is None else resumed.skipped_in_a_row  # skipped just before the current window
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self.skipping = False  # the current window
+        # Skipped since the run began, including those with an overflow in fp16.
+        self.count = 0 if resumed is None else resumed.skipped_windows
+        self.last_loss = 0.0 if resumed is None else resumed.last_loss  # of the last window that was trained
+
+    def begin_window(self, buffers: Iterable[Tensor]) -> None:
+        """Begins a window. ``buffers`` are tensors that its forwards may change, such as statistics of batch norms."""
+        self.skipping = False
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers] if self._most > 0 else []
+
+    def end_window(self, loss: float) -> None:
+        """Ends a window that was trained."""
+        self._in_a_row, self.last_loss = 0, loss
+
+    def refuse(self, problem: str) -> None:
+        """Skips the present window, or ends the training if as many as are allowed were skipped just before it.
+
+        ``problem`` is a sentence that says which numbers are not finite.
+
+        Raises:
+            ValueError: no more windows may be skipped.
+        """
+        if self._in_a_row >= self._most:
+            before = f" Steps skipped just before it: {self._in_a_row}." if self._in_a_row else ""
+            raise ValueError(
+                f"{problem}{before} The weights are those after the last step. Look at the data of this batch, lower "
+                "the learning rate, use bf16 instead of fp16, or skip such steps with skip_nonfinite."
+            )
+        self._in_a_row += 1
+        logger.warning(f"{problem} The step is skipped ({self._in_a_row} in a row; skip_nonfinite is {self._most}).")
+        self.skipping = True
+        self.count += 1
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+    def skipped_by_scaler(self, scale: float) -> None:
+        """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
+
+        ``scale`` is the factor by which the scaler multiplies the loss of the next window.
+
+        Raises:
+            ValueError: the gradient overflows although it is not scaled up.
+        """
+        self.count += 1
+        if scale < 1:
+            raise ValueError(
+                f"The gradient is not finite in fp16, although the loss is scaled by {scale:g} only. The weights are "
+                "those after the last step that was not skipped. Use bf16 instead of fp16, or lower the learning rate."
+            )
+
+    def record(self) -> dict[str, Any]:
+        """The fields of `RunRecord` that this state continues from."""
+        return {"skipped_windows": self.count, "skipped_in_a_row": self._in_a_row, "last_loss": self.last_loss}
+
+    def logs(self) -> dict[str, float]:
+        """``skipped_windows``, the number since the run began, if any were skipped."""
+        return {"skipped_windows": self.count} if self.count else {}
+
+
+class NumberChecks:
+    """The checks of a training. Every process gets the same answers.
+
+    Args:
+        rows_of_dataset: as for `describe_rows`.
+    """
+
+    def __init__(self, context: Context, record: RunRecord | None, rows_of_dataset: RowsOfDataset) -> None:
+        self.skipped = SkippedWindows(context.args.skip_nonfinite, record)
+        self._encoder, self._accelerator = context.encoder, context.accelerator
+        self._rows_of_dataset = rows_of_dataset
+        self.loss = math.nan  # of this window
+        self._parameters: list[nn.Parameter] = []  # that are trained, listed once for a window
+        self._of_terms: Sequence[nn.Parameter] = ()  # those of them that terms train beside the model
+        # For each micro-batch, whether this process's gradient is finite after its backward.
+        self._finite_gradients: list[Tensor] = []
+        self._has_warned_of_zero = False
+
+    def begin_window(self, model: nn.Module, of_terms: Sequence[nn.Parameter]) -> None:
+        """Begins a window, before its first forward. ``of_terms`` are trained beside the model."""
+        self.skipped.begin_window(model.buffers())
+        self._parameters, self._of_terms = [*model.parameters(), *of_terms], of_terms
+        self._finite_gradients, self.loss = [], math.nan
+
+    def check_loss(self, loss: Tensor, finite: Sequence[Tensor], window: Window, step: int) -> None:
+        """Refuses or skips the window if its loss is not finite.
+
+        ``finite`` says for images and texts whether the embedding of each row is finite, [rows of the window] bool.
+
+        Raises:
+            ValueError: the window must not be trained, and no more windows may be skipped.
+        """
+        self.loss = value = loss.item()
+        if not math.isfinite(value):
+            cause = describe_rows(finite, window.sizes, self._rows_of_dataset)
+            with torch.no_grad():
+                scale = self._encoder.scale_and_bias()[0].item()
+            terms = [name for name, term in window.term_values.items() if not term.isfinite()]
+            cause = cause or (f"the term {' and '.join(terms)}" if terms else "")
+            cause = f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
+            self.skipped.refuse(f"The loss of the global batch after step {step} is {value}, because {cause}.")
+
+    def check_gradient(
+        self, model: Any, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool
+    ) -> None:
+        """Refuses or skips the window if its gradient is not finite.
+
+        Call it after the backward of each micro-batch; the gradient is complete after the ``last``. A message can name
+        the first micro-batch of a process only while the gradient is that of this process.
+
+        Raises:
+            ValueError: as `check_loss`.
+        """
+        if self._accelerator.scaler is not None:  # the gradient of the scaled loss may overflow, which skips the step
+            return
+        if self._accelerator.distributed_type == DistributedType.FSDP and not last:
+            return
+        finite = all_finite([p.grad for p in self._parameters if p.grad is not None])
+        if not last or self._accelerator.num_processes == 1:
+            self._finite_gradients.append(finite)
+        if not last or finite:
+            return
+        first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
+        # A feature without a gradient, as of a frozen tower, has no rows.
+        gradients = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
+        places = describe_rows(window.in_order(finite_rows(gradients)), window.sizes, self._rows_of_dataset)
+        places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
+        parameters = of_all_ranks(parameters_not_finite(self._encoder.model))
+        of_terms = not all_finite([p.grad for p in self._of_terms if p.grad is not None])
+        self.skipped.refuse(
+            f"The gradient of the global batch after step {step} is not finite: "
+            f"{'that of the parameters of a term' if of_terms else '; '.join(filter(None, (parameters, places)))}."
+        )
+        model.zero_grad()
+
+    def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
+        """The logs of `SkippedWindows`. Warns once if ``loss`` and ``grad_norm`` in Trainer's are exactly 0."""
+        if logs["loss"] == logs.get("grad_norm") == 0 and not self.skipped.skipping and not self._has_warned_of_zero:
+            self._has_warned_of_zero = True
+            logger.warning(
+                "The loss and its gradient are exactly 0, so the model learns nothing. Either the pairs of a global "
+                "batch have no negatives, as with a single pair or with equal pair_ids, or the model tells them apart "
+                "so well that the loss rounds to 0."
+            )
+        return self.skipped.logs()
+
+
+# ---- Rows and parameters whose numbers are not finite, described for all processes ----
+
+
+def finite_rows(features: Iterable[Tensor]) -> list[Tensor]:
+    """For each tensor [rows, ...] whether the values of each row are finite, [rows] bool."""
+    return [feature.isfinite().flatten(1).all(1) for feature in features]
+
+
+def describe_rows(finite: Sequence[Tensor], sizes: Sequence[Sequence[int]], rows_of_dataset: RowsOfDataset) -> str:
+    """The rows of all processes' windows with values that are not finite, as a phrase; collective.
+
+    Args:
+        finite: for images and texts, whether the values of each row are finite, [rows of the window] bool.
+        sizes: for images and texts, the number of rows in each micro-batch.
+        rows_of_dataset: the rows of the training set for places (micro-batch, row); empty if they are not known. It is
+            not asked for texts that are more than the images: several captions or negative ones.
+
+    Returns:
+        The same on every process, such as ``rank 1: image embeddings of micro-batch 0, row 3 (17 of the training
+        set)``; empty if all rows are finite.
+    """
+    parts = []
+    for kind, rows, sizes_of_kind in zip(_KINDS, finite, sizes, strict=True):
+        bad = (~rows).nonzero().flatten().tolist()
+        places_of_rows = [(index, row) for index, size in enumerate(sizes_of_kind) for row in range(size)]
+        places = [places_of_rows[row] for row in bad[:_MOST_NAMES]]
+        rows_known = rows_of_dataset(places) if sizes_of_kind == sizes[0] else []
+        known = [f" ({row} of the training set)" for row in rows_known] or [""] * len(places)
+        named = [f"micro-batch {index}, row {row}{name}" for (index, row), name in zip(places, known, strict=True)]
+        if len(bad) > len(places):
+            named.append(f"{len(bad) - len(places)} more rows")
+        if bad:
+            parts.append(f"{kind} of {'; '.join(named)}")
+    return of_all_ranks(" and ".join(parts))
+
+
+def all_finite(gradients: Sequence[Tensor]) -> Tensor:
+    """Whether all gradients are finite, bool []; those of FSDP on all processes, which is collective."""
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    norm: Any = nn.utils.get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
+    if sharded:
+        norm_of_shards: Any = nn.utils.get_total_norm(sharded)
+        norm = norm + norm_of_shards.full_tensor()
+    return norm.isfinite()
+
+
+def parameters_not_finite(model: nn.Module) -> str:
+    """The first parameters whose gradient on this process is not finite, and the number of others."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    names = [name for name, gradient in local.items() if not gradient.isfinite().all()]
+    return listed(names, _MOST_NAMES)
+
+
+def of_all_ranks(text: str) -> str:
+    """`by_rank` of every process's text; collective."""
+    return by_rank(Processes().gather_objects(text))

@@ -1,0 +1,479 @@
+"""Finds, before the first step of a training, what its user has not chosen of the division of its global batch.
+
+Windows of the training are tried with the largest shapes: both passes and the loss, and no update.
+
+
+Repeats a step that runs out of memory with fewer graphs or smaller micro-batches, before anything was updated."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers.utils import logging
+
+from ..files.text import counted
+from ..loss.cuda_graphs import forget_recordings
+from ..models.dual_encoder import TEXT_INPUTS
+from ..models.sharding import is_sharded
+from ..models.towers import other_forward
+from ..options.arguments import InfCLTrainingArguments, largest_micro_batch, possible_micro_batches
+from ..options.contrastive import DIVISION, SEARCHED
+from ..options.record import RunRecord
+from ..processes.collectives import OtherRankFailedError, Processes, alone, announce_failure, failures_announced
+from ..processes.signals import Phases
+from .extensions import Extension, LossTerm, StepChange, term_parameters
+from .grad_cache import MARGIN, random_state_kept
+from .step import WindowStep
+from .terms import Context
+from .window import Window, repeated, widened
+
+ENOUGH = 256  # pairs of a micro-batch with which a GPU is at its rate; what fits beyond it keeps graphs
+SINGLE = 4 * ENOUGH  # a window of up to so many pairs may be one micro-batch, which is encoded only once
+TEXTS_AT_ONCE = (2, 4)  # texts are shorter than images: a GPU is at its rate with more of them
+_STATE = 8  # bytes of an optimizer for each trained parameter: two moments in fp32
+_FOUND = (*DIVISION, *SEARCHED, "largest_micro_batch")
+
+logger = logging.get_logger(__name__)
+
+
+class Trial(NamedTuple):
+    """A window that is tried."""
+
+    micro_batch: int  # its pairs
+    texts: int = 1  # the micro-batches whose texts are encoded at once
+    graphs: int = 1  # the micro-batches whose graphs are kept
+
+
+# attempt(trial): the bytes that the window takes above its resting state, and those left over. Raises an
+# OutOfMemoryError if it does not fit.
+Attempt = Callable[[Trial], tuple[int, int]]
+
+
+def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
+    """What a checkpoint says of the division of the global batch, so that a resumed run has the same; collective."""
+    return {
+        **{name: getattr(args, name) for name in _FOUND},
+        "passed": list(args.passed),
+        "machines": _machines(args),
+    }
+
+
+def memory_is_known(device: torch.device) -> bool:
+    """Whether a window that does not fit into the memory of a device raises an OutOfMemoryError."""
+    return device.type == "cuda"
+
+
+def find_micro_batches(
+    context: Context, record: RunRecord | None, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]
+) -> None:
+    """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs``; collective.
+
+    Where a run resumes on the same machines, they are those of the checkpoint. Otherwise, values that the user has not
+    set are found by trying, if the memory of the device is known and the model is not sharded. The micro-batch of a
+    stream, which its order depends on, stays that of the checkpoint.
+
+    Args:
+        record: of the checkpoint that the training resumes from, if any.
+        batches_of: returns an iterable of the batches of a training loader, of which one is read.
+
+    Raises:
+        ValueError: not even one pair fits, what fits does not divide the global batch, or the model is sharded and no
+            micro-batch is given.
+    """
+    args, began = context.args, time.perf_counter()
+    # Values that an earlier training of these arguments chose are chosen again; values that were set since then stay.
+    for name, passed in zip(SEARCHED, args.passed[2:], strict=True):
+        if getattr(args, name) == args.chosen.get(name):
+            setattr(args, name, passed or "auto")
+    args.largest_micro_batch, args.chosen = None, {}
+    if _resumed(args, record):
+        return
+    if is_sharded(context.accelerator):  # nothing can be tried, because no process holds the whole model
+        if args.divides_by_itself:
+            raise ValueError(
+                f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP, "
+                "where none is tried before the model is sharded. Give it; the accumulation follows."
+            )
+        args.texts_at_once = str(args.texts_at_once).replace("auto", "1")
+        args.retain_graphs = "1" if args.passed[3] is None else args.retain_graphs
+        return
+    of_stream = record.micro_batches if record is not None and isinstance(context.data, IterableDataset) else None
+    kept = (of_stream or {}).get(DIVISION[0], 0)
+    divides = args.divides_by_itself and kept not in possible_micro_batches(args)
+    if args.divides_by_itself and not divides:
+        _divide(args, kept)
+    if not memory_is_known(args.device):
+        return
+    if not args.divides_by_itself and args.gradient_accumulation_steps == 1:
+        # A single micro-batch, which was given, is encoded once, with its own texts.
+        for name in SEARCHED:
+            setattr(args, name, getattr(args, name).replace("auto", "1"))
+        return
+    # A trial is not compiled, so `GraphBudget` measures the graphs of a compiled model.
+    tries_graphs = args.retain_graphs == "auto" and not args.torch_compile
+    if not (args.divides_by_itself or args.texts_at_once == "auto" or tries_graphs):
+        return
+    with failures_announced():
+        batch = _first_batch(context, batches_of)
+    if not all(read for (read,) in Processes().agree([batch is not None])):  # which the training will say
+        return
+    with failures_announced():
+        trials = Trials(context, batch)
+    trial = Trial(0, *(max(1, int(getattr(args, name).replace("auto", "1"))) for name in SEARCHED))
+    if divides:
+        _divide(args, _micro_batch(args, trials, trial))
+    trial = trial._replace(micro_batch=args.per_device_train_batch_size)
+    if args.texts_at_once == "auto":
+        # A compiled model launches few kernels: texts at once save as much time as the graphs that fit in their place,
+        # and it would have to be compiled twice, with texts and without.
+        most = args.gradient_accumulation_steps - Processes().grouped if trials.pads and not args.torch_compile else 1
+        trial = trial._replace(texts=largest_that_fits(trials, trial, "texts", [n for n in TEXTS_AT_ONCE if n <= most]))
+        args.texts_at_once = str(trial.texts)
+    if tries_graphs:
+        # See `Wrapper.most_graphs`. In a group of one process accelerate wraps no model.
+        most = args.gradient_accumulation_steps - (args.world_size > 1)
+        args.retain_graphs = str(largest_that_fits(trials, trial, "graphs", range(1, most + 1)) if most > 1 else 1)
+    args.chosen = {name: getattr(args, name) for name in _FOUND}
+    release_memory()
+    if args.process_index == 0:
+        factors = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {args.world_size}"
+        texts_of, graphs_of = args.texts_together, args.retain_graphs
+        logger.warning(
+            f"Global batch of {args.global_batch_size:,} pairs = {factors}"
+            + f", the texts of {texts_of} micro-batches at once" * (texts_of > 1)
+            + f", {graphs_of} graphs kept" * (graphs_of not in ("auto", "0", "1"))
+            + f": found in {time.perf_counter() - began:.0f} s. To fix it: "
+            + " ".join(f"--{name} {getattr(args, name)}" for name in _FOUND[:4])
+        )
+
+
+def largest_that_fits(attempt: Attempt, trial: Trial, name: str, candidates: Sequence[int]) -> int:
+    """The largest of rising candidates for a field of a trial that fits on all processes, or else what it has there.
+
+    Graphs are many, and what is left of the memory says how many more fit: they are tried from the first one on. Of
+    other fields the largest one is tried first, and then the middle of those that are left. Collective.
+    """
+    fits, fails, of_first = 0, len(candidates), 0  # all before the one fit, and none from the other on
+    index = 0 if name == "graphs" else fails - 1
+    while fits < fails:
+        more = None
+        try:
+            taken, left = attempt(trial._replace(**{name: candidates[index]}))
+            fits = index + 1
+            if name == "graphs" and index == 0:
+                # An upper bound, which includes the texts of several micro-batches, so that one more is always tried.
+                of_first, more = taken, max(1, left // max(1, taken))
+            elif name == "graphs":
+                more = left // max(1, (taken - of_first) // index)
+        except torch.OutOfMemoryError:
+            fails = index
+        except Exception as error:
+            announce_failure(error)
+            raise
+        if fails == index:
+            release_memory()  # what the error held
+        if more == 0:
+            break
+        index = (fits + fails) // 2 if more is None else min(fails - 1, index + more)
+    found = candidates[fits - 1] if fits else getattr(trial, name)
+    return int(min(number for (number,) in Processes().agree([found])))
+
+
+def _micro_batch(args: InfCLTrainingArguments, attempt: Attempt, trial: Trial) -> int:
+    """The micro-batch that fits and divides the global batch, and is not larger than is of use; collective."""
+    pairs, possible = args.global_batch_size // args.world_size, possible_micro_batches(args)
+    fits = largest_that_fits(attempt, trial, "micro_batch", of_use(possible, pairs))
+    if fits == 0:
+        raise ValueError(
+            f"Not even micro-batches of {counted(possible[0], 'pair')} fit into the memory of every process. Pass "
+            "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
+        )
+    following = next((n for n in possible if n > fits), fits)
+    if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
+        powers = of_use([2**n for n in range(9) if 2**n <= pairs], pairs)
+        fits = max(fits, largest_that_fits(attempt, trial, "micro_batch", powers))
+    return largest_micro_batch(args, possible, fits)
+
+
+def of_use(sizes: Iterable[int], pairs: int) -> list[int]:
+    """The micro-batches, of those sizes, that may be tried for a window of so many pairs on this process."""
+    return [n for n in sizes if n <= ENOUGH or n == pairs <= SINGLE]
+
+
+class Trials:
+    """Tries windows on this process alone, whatever the other processes do.
+
+    Args:
+        batch: one of its data loader, whose rows are repeated.
+
+    Attributes:
+        pads: whether texts are padded to one length, or to the longest one of their batch.
+    """
+
+    def __init__(self, context: Context, batch: Mapping[str, Any]) -> None:
+        args, collator = context.args, context.collator
+        self._context, self._pairs = context, args.global_batch_size // args.world_size
+        self._grouped = Processes().grouped
+        # Texts are padded to the longest one of their batch, or all to one length. Other collators may return any.
+        self._padding: Mapping[str, int] | None = getattr(collator, "text_padding", None)
+        longest = args.max_text_tokens or getattr(collator, "max_length", None)
+        self._batch = _with_longest_texts(batch, None if self._padding is None else longest)
+        all_to_one = getattr(collator, "text_options", {}).get("padding") == "max_length"
+        self.pads = all_to_one or self._padding is not None
+
+    def __call__(self, trial: Trial) -> tuple[int, int]:
+        """Tries a window.
+
+        Returns:
+            The bytes that it takes beside the weights, their gradients and the optimizer, and those that are left.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        context, model, device = self._context, self._context.encoder.model, self._context.args.device
+        args = copy.copy(context.args)
+        args.retain_graphs = str(trial.graphs)
+        args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
+        # Those that only look, or keep what they have seen, would take the trial for a step.
+        changing = [one for one in context.extensions if isinstance(one, (LossTerm, StepChange))]
+        undo = undoing(model, context.extensions)
+        try:
+            with random_state_kept(device), alone(), _as_prepared(model, context.accelerator):
+                changed = replace(context, args=args, extensions=changing)
+                step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
+                step.windows = 1  # the first one of a training is looked at more closely
+                return self._measured(step, trial)
+        finally:
+            undo()
+
+    def _measured(self, step: WindowStep, trial: Trial) -> tuple[int, int]:
+        device = self._context.args.device
+        batch = repeated(self._batch, trial.micro_batch)
+        count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
+        batches = [{name: copy.deepcopy(value) for name, value in batch.items()} for _ in range(count)]
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        reserved = torch.empty(self._reserve(trial, batch, count), dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            # As a window of the training, which keeps what was loaded.
+            window = Window(batches, self._padding, trial.texts, last_has_texts=self._grouped, keeps_loaded=True)
+            step.run(self._context.encoder.model, window, 0)
+        finally:
+            step.close()
+        if device.type != "cuda":
+            return 1, 0
+        peak = torch.cuda.max_memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(1, peak - before - len(reserved)), free + torch.cuda.memory_reserved(device) - peak
+
+    def _reserve(self, trial: Trial, batch: Mapping[str, Tensor], count: int) -> int:
+        """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
+        args, encoder = self._context.args, self._context.encoder
+        if args.device.type != "cuda":
+            return 0
+        trained = sum(p.numel() for p in encoder.model.parameters() if p.requires_grad)
+        of_each = _STATE + 4 * (args.world_size > 1)  # and DDP's buckets
+        of_inputs = sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
+        loaded = 0 if args.offload_inputs else max(0, self._pairs // trial.micro_batch - count) + 1  # and the next one
+        of_features = 4 * encoder.width() * (4 * args.global_batch_size + 8 * self._pairs)
+        total = torch.cuda.get_device_properties(args.device).total_memory
+        return int(trained * of_each + loaded * of_inputs + of_features + MARGIN * total)
+
+
+def _with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
+    """A batch all of whose texts have so many tokens; None for as many as the longest of the batch may have."""
+    inputs = dict(batch)
+    for name in (name for name in TEXT_INPUTS if name in inputs):
+        tokens: Tensor = inputs[name]
+        if longest is not None and tokens.shape[1] < longest:
+            inputs[name] = widened(tokens, longest, 0)
+    if "attention_mask" in inputs:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    return inputs
+
+
+@contextmanager
+def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """The context in which a model computes in the precision of the training, as accelerate will prepare it."""
+    forward = model.forward
+    scaler, accelerator.scaler = accelerator.scaler, None
+
+    @functools.wraps(forward)
+    def in_precision(*inputs: object, **named: object) -> Any:
+        with accelerator.autocast():
+            return convert_outputs_to_fp32(forward)(*inputs, **named)
+
+    try:
+        with other_forward(model, in_precision):
+            yield
+    finally:
+        accelerator.scaler = scaler
+
+
+def undoing(model: nn.Module, extensions: Sequence[Extension]) -> Callable[[], None]:
+    """Returns a function that undoes a step before the optimizer's: gradients go, buffers become what they are now."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def undo() -> None:
+        for parameter in (*model.parameters(), *term_parameters(extensions)):
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+    return undo
+
+
+def release_memory() -> None:
+    """Gives back what a window that did not fit has left."""
+    forget_recordings()
+    clear_device_cache(garbage_collection=True)
+
+
+# ---- What is not tried ----
+
+
+def _first_batch(context: Context, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Any:
+    """A batch of the training; None if there is none.
+
+    A worker loads it where the training has workers: a generator of the dataset's own then stays where it was.
+    """
+    args = context.args
+    workers, args.dataloader_num_workers = args.dataloader_num_workers, min(1, args.dataloader_num_workers)
+    try:
+        with random_state_kept(args.device):
+            return next(iter(batches_of()), None)
+    finally:
+        args.dataloader_num_workers = workers
+
+
+def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
+    """Takes the division of the checkpoint, if it is of the same options and machines; collective."""
+    # Every process calls `_machines`, since all of them have the record or none.
+    if record is None or (before := record.micro_batches) is None:
+        return False
+    was, now = ([*values[:2], *(value or "auto" for value in values[2:])] for values in (before["passed"], args.passed))
+    if was != now or before["machines"] != _machines(args):
+        return False
+    args.chosen = {name: before[name] for name in _FOUND}
+    vars(args).update(args.chosen)
+    return True
+
+
+def _divide(args: InfCLTrainingArguments, micro_batch: int) -> None:
+    args.per_device_train_batch_size = micro_batch
+    args.gradient_accumulation_steps = args.global_batch_size // args.world_size // micro_batch
+
+
+def _machines(args: InfCLTrainingArguments) -> list[str]:
+    """The device of each process, with its memory; collective."""
+    description = args.device.type
+    if description == "cuda":
+        device = torch.cuda.get_device_properties(args.device)
+        description = f"{device.name}, {device.total_memory} bytes"
+    return Processes().gather_objects(description)
+
+
+def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: int) -> Tensor:
+    """Runs the step of a window, repeats it as long as memory runs out, and returns the loss; collective.
+
+    Each time it keeps one graph fewer or, if it keeps only one, has halved micro-batches.
+
+    Args:
+        step: has the arguments, of which ``largest_micro_batch`` becomes what fits.
+        number: the optimizer steps that were trained.
+
+    Raises:
+        torch.OutOfMemoryError: the step cannot be repeated; see `WindowStep.may_repeat`.
+    """
+    args = step.context.args
+    while True:
+        largest = max(window.sizes[0])
+        # As before the step, if it is repeated.
+        undo = undoing(model, step.extensions) if window.loaded else None
+        try:
+            loss = step.run(model, window, number)
+            window.loaded.clear()
+            return loss
+        except torch.OutOfMemoryError as error:
+            if not (step.may_repeat and _may_take_less(step, window)):
+                traceback.clear_frames(error.__traceback__)  # which hold memory
+                _advise(step.context, number, window)
+                raise
+        except OtherRankFailedError as error:  # which all other processes have heard of as well
+            lacks_memory = torch.OutOfMemoryError.__name__ in str(error)
+            if not (step.repeats and _may_take_less(step, window) and lacks_memory):
+                raise
+        # ---- The errors, which hold memory, are gone ----
+        assert undo is not None
+        undo()
+        if (graphs := step.graphs.kept) > 1:
+            step.graphs.keep_fewer()
+            if args.retain_graphs != "auto":  # which is measured anew where graphs take another amount of memory
+                args.retain_graphs = args.chosen["retain_graphs"] = str(graphs - 1)
+            had, now, rounding = f"{graphs} graphs kept", graphs - 1, ""
+        else:
+            args.largest_micro_batch = -(-largest // 2)
+            had, now, rounding = f"micro-batches of {largest} pairs", args.largest_micro_batch, "rounding and "
+        window.divide(args.largest_micro_batch)
+        release_memory()
+        if args.process_index == 0:
+            logger.warning(
+                f"The step after step {number} ran out of memory with {had}. It is repeated with {now}, as are the "
+                f"following ones; the result stays the same but for {rounding}dropout masks."
+            )
+
+
+def _may_take_less(step: WindowStep, window: Window) -> bool:
+    """Whether the step can keep fewer graphs, or have smaller micro-batches."""
+    return bool(window.loaded) and (step.graphs.kept > 1 or max(window.sizes[0]) > 1)
+
+
+def _advise(context: Context, number: int, window: Window) -> None:
+    """Says what to do about a step that ran out of memory and is not repeated."""
+    args = context.args
+    if window.loaded:
+        what = (
+            "A part of it was being exchanged among the processes or selected, so it is not repeated. Resume from the "
+            f"last checkpoint with per_device_train_batch_size={max(1, args.per_device_train_batch_size // 2)}."
+        )
+    else:
+        sizes = "per_device_train_batch_size and gradient_accumulation_steps"
+        what = (
+            f"Pass global_batch_size={args.global_batch_size} in place of {sizes}: it finds the micro-batch that fits, "
+            "and repeats such a step with smaller ones."
+        )
+        if fits := _fitting(context, window):
+            accumulation = args.global_batch_size // args.world_size // fits
+            what = f"{fits} and {accumulation} would fit as {sizes}, with the same result. {what}"
+    logger.error(f"The step after step {number} ran out of memory. {what}")
+
+
+def _fitting(context: Context, window: Window) -> int:
+    """The most pairs of a smaller micro-batch that fits on this process; 0 if none does, or it cannot be tried."""
+    args = context.args
+    batch = next((one for one in window.batches if "pixel_values" in one), None)  # others were released
+    if batch is None or not memory_is_known(args.device) or is_sharded(context.accelerator):
+        return 0
+    release_memory()
+    pairs = args.global_batch_size // args.world_size
+    possible = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]
+    with suppress(Exception):  # the error that is told is that of the step
+        trials = Trials(context, batch)
+        with alone():
+            return largest_that_fits(trials, Trial(0), "micro_batch", of_use(possible, pairs))
+    return 0

@@ -1,0 +1,404 @@
+"""One optimizer step's gradient: the two passes over a window, and the loss between them.
+
+`WindowStep.run` is the whole step, from the inputs of a window to the gradient of every parameter.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+from torch.profiler import record_function
+from transformers.utils import logging
+
+from ..loss import OBJECTIVES
+from ..models.sharding import failures_announced_unless_sharded, is_sharded
+from ..options.record import RunRecord
+from ..processes.collectives import Processes, failures_announced
+from ..processes.signals import Phases
+from .checks import NumberChecks, RowsOfDataset, finite_rows
+from .extensions import (
+    NO_ROWS,
+    Extension,
+    LossTerm,
+    PairSelection,
+    StepChange,
+    StepObserver,
+    check_mask,
+    check_names,
+    checked_state,
+    of_kind,
+    term_parameters,
+    value_of_term,
+)
+from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget
+from .selection import WithoutNoisyPairs, tell_if_too_short
+from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms
+from .window import MicroBatch, Window, WindowLoss
+from .wrappers import is_compiled, make_wrapper
+
+logger = logging.get_logger(__name__)
+
+
+class WindowStep:
+    """Computes the gradient of one window after the other, for as long as a training lasts.
+
+    Args:
+        model: its model as the training loop calls it, wrapped and compiled.
+        rows_of_dataset: as for `NumberChecks`.
+        steps: of the whole training; 0 before it begins.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        model: nn.Module,
+        record: RunRecord | None = None,
+        *,
+        rows_of_dataset: RowsOfDataset,
+        phases: Phases,
+        steps: int = 0,
+    ) -> None:
+        args, compiled = context.args, is_compiled(model)
+        self.windows = 0  # that were trained
+        self.extensions = [*_make_extensions(context, steps), *context.extensions]
+        check_names(self.extensions)
+        self._changes, self._selections = of_kind(self.extensions, StepChange), of_kind(self.extensions, PairSelection)
+        self._terms, self._observers = of_kind(self.extensions, LossTerm), of_kind(self.extensions, StepObserver)
+        self._term_values: dict[str, Tensor] = {}  # of the last trained window
+        # Whether processes wait for each other where nothing but an extension that others wrote can have failed.
+        self._awaits_observers = args.world_size > 1 and bool(of_kind(context.extensions, StepObserver))
+        # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
+        # parameters within a forward or a backward.
+        self.repeats = not is_sharded(context.accelerator)
+        # Whether the present step can, if memory runs out on this process. It cannot within a selection, which
+        # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
+        # micro-batch, where other processes wait for what this one sends.
+        self.may_repeat = self.repeats
+        # A trial or a first window of a compiled model leaves cycles: see `_collect_after_compiling`.
+        self._compiled, self._has_cycles = compiled, compiled
+        self.graphs = GraphBudget(None if args.retain_graphs == "auto" else int(args.retain_graphs or 1), args.device)
+        self._fetcher = Fetcher(args.device) if args.offload_inputs else None
+        self.checks = NumberChecks(context, record, rows_of_dataset)
+        self.context, self._phases = context, phases
+        self._loss = WindowLoss(
+            args.process_index,
+            context.equal_ids,
+            in_bf16=context.accelerator.mixed_precision == "bf16",  # accelerate returns fp32 from an autocast forward
+            objective=context.objective,
+            strategy=args.strategy,
+            backend=args.backend,
+            prefixes=args.matryoshka_dims or (),
+        )
+        self._wrapper = make_wrapper(model)
+        if args.ddp_broadcast_buffers is None:
+            # Buffers that never change need no exchange, and a process that fails before it would block the others.
+            self._wrapper.broadcast_buffers(bool(context.encoder.batch_norms()))
+        if args.freeze_layers is not None:
+            context.encoder.stop_gradients_at_frozen_layers()
+        self._largest_scale = _largest_scale(context, warns=steps > 0)
+        self._scale = math.inf  # of the scaler of fp16, before the optimizer's step
+
+    # ---- The step ----
+
+    def run(self, model: nn.Module, window: Window, step: int) -> Tensor:
+        """Adds the gradient of a window to that of the parameters.
+
+        Returns:
+            The global loss; if the window is skipped, that of the last trained window.
+        """
+        encoder, accelerator, args = self.context.encoder, self.context.accelerator, self.context.args
+        checks, wrapper, count = self.checks, self._wrapper, len(window)
+        of_terms = term_parameters(self.extensions)
+        # Whether all processes repeat the step if memory runs out on one of them.
+        together = self.repeats and bool(window.loaded) and args.world_size > 1
+        announced = partial(failures_announced_unless_sharded, accelerator)
+        self.may_repeat = self.repeats
+        model.train()  # once, as the mode must be the same in both passes
+        encoder.eval_frozen_parts()
+        with announced(repeats=together):
+            for extension in self.extensions:
+                extension.begin_window(window, step)
+        wrapper.begin_window()
+        checks.begin_window(model, of_terms)
+        # ---- First pass: the features of all micro-batches ----
+        self._phases.enter("the first pass", step)
+        micro_batches, self._forwards = [MicroBatch(batch) for batch in window.batches], 0
+        arriving: Iterator[dict[str, Any]] | None = None
+        passes = CachedWindow(
+            lambda micro_batch: self._encode(model, micro_batch, arriving),
+            micro_batches,
+            device=args.device,
+            retain=self.graphs.graphs(wrapper.most_graphs(count)),
+            keep_grad_mode=self._compiled,
+            alike=True,
+            buffers=model.buffers(),
+        )
+        if self._fetcher is not None:  # the inputs arrive in the order in which both passes encode them
+            arriving = self._fetcher.fetch(window.batches[index] for index in passes.order)
+        accelerator.gradient_state._set_sync_gradients(count == 1)
+        with wrapper.gradient_sync(count == 1):
+            # The other processes learn of an error here when they exchange the inputs of the loss.
+            with announced(repeats=together), record_function("infcl: first pass"):
+                for batch in window.batches if self.windows == 0 else ():
+                    encoder.check_texts(batch)
+                encoded = passes.encode()
+                _check_rows(window, encoded)
+                features = window.in_order(encoded)
+                for observer in self._observers:
+                    observer.after_first_pass(window, features)
+            finite = finite_rows(features)
+            # ---- Selection: the pairs of which the contrastive loss is computed ----
+            if self._selections and not window.is_selected:
+                Processes().agree([])  # where an error of the first pass of another process arrives
+                self.may_repeat = False
+                with announced():
+                    window.selected, window.is_selected = self._select(window, features), True
+            del encoded, features  # they take the memory of the whole window
+            # ---- The terms and the contrastive loss, and the gradient of the features ----
+            self.may_repeat = self.repeats
+            with record_function("infcl: loss"):
+                loss_of = partial(self._loss_and_terms, window, micro_batches, together)
+                loss = passes.differentiate(loss_of, lambda: encoder.temperature_parameters, of_terms)
+        checks.check_loss(loss, finite, window, step)  # before any gradient is added
+        scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()  # of fp16's gradients
+        # No wrapper averages the gradients of these over the processes, and no backward scales them as fp16 needs it.
+        for parameter, gradient in zip(of_terms, passes.other_gradients, strict=True):
+            parameter.grad = Processes().sum(gradient) * (scale / args.world_size)
+        # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
+        self._phases.enter("the second pass", step)
+        self.may_repeat = self.repeats
+        every = args.torch_empty_cache_steps
+        for index in range(count):
+            last = index == count - 1
+            if last and (together or self._awaits_observers):
+                Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
+                self.may_repeat = False
+            repeats = together and not last
+            accelerator.gradient_state._set_sync_gradients(last)
+            with failures_announced(repeats=True) if repeats else nullcontext(), wrapper.gradient_sync(last):
+                if not checks.skipped.skipping:
+                    with record_function("infcl: second pass"):
+                        if (surrogate := passes.surrogate(index)) is not None:
+                            accelerator.backward(surrogate)
+                        del surrogate  # and its graph
+                    checks.check_gradient(model, passes, window, step, last=last)
+            with announced(repeats=repeats):
+                for observer in () if checks.skipped.skipping else self._observers:
+                    observer.after_backward(index, scale)
+            window.release(index)
+            if every is not None and step % every == 0:
+                clear_device_cache()
+            if index in (0, count - 1):
+                self._collect_after_compiling()
+        # ---- The end of the window ----
+        if checks.skipped.skipping:
+            for parameter in of_terms:
+                parameter.grad = None
+            if accelerator.scaler is not None:  # which then skips the step, for which there are no gradients
+                first = next(p for p in model.parameters() if p.requires_grad)
+                first.grad = torch.full_like(first, math.inf)
+            return torch.full_like(loss, checks.skipped.last_loss, dtype=torch.float32)
+        if self.windows == 0:
+            wrapper.check_gradients()
+        self.windows += 1
+        self._term_values, self._has_cycles = window.term_values, False
+        self.graphs.end_window()
+        with announced():
+            for observer in self._observers:
+                observer.end_window(window, scale)
+        if self._awaits_observers:
+            Processes().agree([])  # where an error of another process arrives, before anything else is exchanged
+        return loss.float()
+
+    def _encode(self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]] | None) -> Features:
+        """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
+
+        The first time, it also computes what the terms compare them with.
+        """
+        self._phases.note_progress()
+        self._forwards += 1
+        if self._forwards == 2:
+            self._collect_after_compiling()
+        inputs = self.context.prepare_inputs(micro_batch.inputs if arriving is None else next(arriving))
+        for change in self._changes:
+            inputs = change.inputs(inputs)
+        # Leaving out a tower would trigger another compilation of a compiled model.
+        frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
+        embeds: Features = self.context.encoder.embed(model, inputs, frozen_outputs)
+        if micro_batch.references is None:
+            micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
+        return embeds
+
+    def _collect_after_compiling(self) -> None:
+        """Frees activations in the first window of a compiled model.
+
+        Compilation leaves reference cycles that hold the activations of a micro-batch, so the window would hold the
+        activations of two micro-batches. This is called after the first forward, the first backward and the last one.
+        """
+        if self._has_cycles:
+            gc.collect()
+
+    @torch.no_grad()
+    def _select(self, window: Window, features: Features) -> Tensor | None:
+        selected: Tensor | None = None
+        for selection in self._selections:
+            chosen = selection.select(window, features, *self.context.encoder.scale_and_bias())
+            if chosen is not None:
+                check_mask(selection, "select", chosen, len(features[0]))
+                selected = chosen if selected is None else selected & chosen
+        if selected is not None and not selected.any():
+            names = ", ".join(selection.name for selection in self._selections)
+            raise ValueError(
+                f"None of the {sum(window.sizes[0])} pairs that this process has of the step is left to be trained: "
+                f"the selection ({names}) has left them all out. Every process needs one at least."
+            )
+        return selected
+
+    def _loss_and_terms(
+        self,
+        window: Window,
+        micro_batches: Sequence[MicroBatch],
+        together: bool,
+        features: Features,
+        parameters: tuple[Tensor, ...],
+    ) -> Tensor:
+        """A scalar with the value of the contrastive loss, and the gradient of its weighted sum with the terms.
+
+        The values of the terms are logged apart.
+        """
+        temperature, in_order = self.context.encoder.scale_and_bias(parameters), window.in_order(features)
+        values = []
+        # The other processes learn of an error here when they exchange the inputs of the loss.
+        with failures_announced_unless_sharded(self.context.accelerator, repeats=together):
+            for number, term in enumerate(self._terms):
+                of_micro_batches = [(m.references or [])[number] for m in micro_batches]
+                values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
+        self.may_repeat = self.repeats and self.context.args.world_size == 1
+        loss = self._loss.of(window, in_order, *temperature)
+        if (weight := self.context.args.contrastive_weight) != 1:
+            loss = loss.detach() + weight * (loss - loss.detach())
+        for term, value in zip(self._terms, values, strict=True):
+            mean = Processes().sum(value.detach()) / self.context.args.world_size
+            window.term_values[term.name] = mean
+            # All processes have to see it if the term of one is not finite.
+            loss = loss + (value - value.detach()) + (mean - mean)
+        return loss
+
+    # ---- Around the step ----
+
+    def skipped_rows(self, epoch: int) -> Tensor:
+        """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
+        for selection in self._selections:
+            if len(rows := selection.skipped_rows(epoch)):
+                check_mask(selection, "skipped_rows", rows, self.context.rows or 0)
+                return rows
+        return NO_ROWS
+
+    def before_optimizer_step(self, optimizer: AcceleratedOptimizer, step: int) -> None:
+        """Keeps the optimizer and Trainer's schedule where they are if the window is skipped."""
+        self._phases.enter("the optimizer's step", step)
+        accelerator, skipping = self.context.accelerator, self.checks.skipped.skipping
+        if accelerator.scaler is not None:
+            self._scale = accelerator.scaler.get_scale()
+        else:
+            # accelerate's optimizer takes no step between two synchronisations of the gradient.
+            accelerator.gradient_state._set_sync_gradients(not skipping)
+            optimizer._is_overflow = skipping  # Trainer then leaves the schedule as it is
+
+    def after_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Counts the window as trained, or as skipped, and keeps logit_scale between 1 and its largest value."""
+        encoder, accelerator, skipped = self.context.encoder, self.context.accelerator, self.checks.skipped
+        accelerator.gradient_state._set_sync_gradients(True)
+        scale = math.inf
+        if accelerator.scaler is not None:
+            # A fused optimizer skips the step in its kernel, which accelerate does not see. The scale falls then.
+            scale = accelerator.scaler.get_scale()
+            optimizer._is_overflow = scale < self._scale
+        if not skipped.skipping:
+            if accelerator.optimizer_step_was_skipped:
+                skipped.skipped_by_scaler(scale)
+            else:
+                skipped.end_window(self.checks.loss)
+        if self._largest_scale is not None and encoder.temperature_parameters[0].requires_grad:
+            encoder.clamp_temperature(self._largest_scale)
+
+    def logs(self, logs: dict[str, float]) -> dict[str, float]:
+        """Those of the extensions and of the checks, which read Trainer's; terms, logit_scale and bias; collective."""
+        metrics: dict[str, float] = {}
+        for extension in self.extensions:
+            with failures_announced_unless_sharded(self.context.accelerator):
+                metrics |= {name: float(value) for name, value in extension.logs().items()}  # JSON has no tensors
+            if extension in self.context.extensions:
+                Processes().agree([])  # as at the end of a window
+        metrics |= {f"{name}_loss": mean.item() for name, mean in self._term_values.items()}
+        scale, bias = self.context.encoder.scale_and_bias()
+        metrics |= {"logit_scale": scale.item()} | ({} if bias is None else {"logit_bias": bias.item()})
+        return metrics | self.checks.logs(logs)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The states of the extensions that have one, by their names; collective."""
+        states = {extension.name: checked_state(extension) for extension in self.extensions}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, object]]) -> None:
+        """Lets the extensions go on from states of `state_dict`; those without one begin anew."""
+        for extension in self.extensions:
+            if extension.name in states:
+                extension.load_state_dict(states[extension.name])
+
+    def close(self) -> None:
+        """Leaves the model as it was before the training, but for its weights."""
+        for extension in self.extensions:
+            extension.close()
+
+
+def _check_rows(window: Window, encoded: Features) -> None:
+    """Raises a ValueError if a change of the inputs, or the model, has left rows out or added some."""
+    rows, expected = list(map(len, encoded)), list(map(sum, window.sizes))
+    if rows != expected:
+        raise ValueError(
+            f"The step has {expected[0]} images and {expected[1]} texts, but {rows[0]} and {rows[1]} embeddings. The "
+            "model, and what changes its inputs, must keep every row."
+        )
+
+
+def _make_extensions(context: Context, steps: int) -> Iterator[Extension]:
+    """The extensions that the arguments of a training with so many steps ask for."""
+    args, encoder, start = context.args, context.encoder, context.start
+    if args.patch_dropout:
+        yield DroppedPatches(encoder, args.patch_dropout)
+    if start is not None and args.keep_features:
+        yield KeptFeatures(start, args.keep_features)
+    if args.leave_out is not None and context.rows is not None:
+        if steps > 0:
+            tell_if_too_short(steps * args.global_batch_size * (1 - (args.replay_share or 0)) / context.rows)
+        yield WithoutNoisyPairs(context.rows)
+    yield TowerNorms(encoder)
+    yield PositiveCosines()
+
+
+def _largest_scale(context: Context, *, warns: bool) -> float | None:
+    """The largest multiplier of the cosines: ``max_logit_scale``, or by default that of the objective, if it has one.
+
+    It ``warns`` if the default lowers the multiplier of the model in the first step.
+    """
+    if context.args.max_logit_scale is not None:
+        return context.args.max_logit_scale
+    limit = OBJECTIVES[context.objective].largest_scale
+    if warns and limit is not None and context.encoder.temperature_parameters[0].requires_grad:
+        scale = context.encoder.scale_and_bias()[0].item()
+        if scale > 1.001 * limit:  # CLIP's checkpoints are at 100, but for rounding
+            logger.warning(
+                f"The logit_scale of the model is {scale:.4g}, and the first step lowers it to {limit:g}, the default "
+                f"of max_logit_scale. To keep it, pass max_logit_scale={math.ceil(scale)}."
+            )
+    return limit

@@ -1,0 +1,277 @@
+"""Terms of the loss beside the contrastive one: what the embeddings of each pair are drawn to.
+
+Extensions of the step that only log, gradients of the towers and cosines of positives, or drop patches.
+
+What the parts of a training have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from ..models.adapters import weight_fingerprint
+from ..models.dual_encoder import DualEncoder, PatchDropout
+from ..options.arguments import InfCLTrainingArguments
+from ..processes.collectives import Processes
+from .extensions import Extension, LossTerm, StepChange, StepObserver
+from .grad_cache import Features
+from .window import Window, positive_cosines
+
+SIDES = ("image", "text")
+OF_TEACHER = "teacher_"  # what the names of a batch's tensors for the teacher begin with
+
+
+class Teacher(Protocol):
+    """Knows the embeddings that a student is drawn to."""
+
+    @property
+    def width(self) -> int | None:
+        """The dimensions of its embeddings; None for those of the student's."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What a resumed training has to share with it."""
+
+    @property
+    def words(self) -> str:
+        """The teacher in words, for the model card."""
+
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
+        """For each side that is taught, [rows, width] of length 1, without a graph; see `LossTerm.reference`."""
+        ...
+
+    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Which images and which texts it knows, [images] and [texts] bool: an image with its captions, or neither."""
+        ...
+
+
+class TeacherDistance(LossTerm):
+    """β times the mean over the global batch of ‖v − v_T‖² + ‖t − t_T‖², the squared distances to a teacher's.
+
+    Several captions of an image add up, and so do negative captions: the batch is its images. Pairs that the teacher
+    does not know are left out of the mean. A teacher of another width is compared with a linear map of the student's
+    embeddings (without bias, then normalised), which is trained with the model and not saved with it. CLIP-KD (arXiv
+    2307.12732) found this the best single term.
+
+    Args:
+        sides: of `SIDES`, those that are taught.
+        partial: whether the teacher may not know all pairs; equal on all processes.
+        width: that of the student's embeddings, where that of the teacher may differ.
+        seed: of the maps' first weights.
+    """
+
+    name = "teacher"
+    in_order = True
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        weight: float,
+        sides: Sequence[str] = SIDES,
+        *,
+        partial: bool = False,
+        width: int | None = None,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.teacher, self._weight, self._sides, self._partial = teacher, weight, list(sides), partial
+        generator = torch.Generator().manual_seed(seed)
+        self._maps: dict[str, nn.Parameter] = {}
+        if teacher.width is not None and width is not None and teacher.width != width:
+            for side in self._sides:  # as nn.Linear begins
+                drawn = torch.empty(teacher.width, width).uniform_(-(width**-0.5), width**-0.5, generator=generator)
+                self._maps[side] = nn.Parameter(drawn.to(device))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {f"teacher: {name}": value for name, value in self.teacher.options.items()}
+
+    @property
+    def card(self) -> Mapping[str, str]:
+        taught = "image and text" if len(self._sides) == 2 else self._sides[0]
+        through = ", through a linear map that was trained and is not saved" if self._maps else ""
+        what = f"squared distance of the {taught} embeddings to the teacher's, weight {self._weight:g}{through}"
+        return {"teacher": self.teacher.words, "taught by": what}
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return list(self._maps.values())
+
+    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
+        features = self.teacher.embed(inputs, frozen_outputs)
+        return (*features, *self.teacher.known(inputs)) if self._partial else features
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        wanted, known = (references[:-2], references[-2:]) if self._partial else (references, ())
+        parts = []
+        for side, of_teacher in zip(self._sides, wanted, strict=True):
+            tower = SIDES.index(side)
+            student = features[tower].float()
+            if (weight := self._maps.get(side)) is not None:
+                student = F.normalize(F.linear(student, weight), dim=-1)
+            squares = (student - of_teacher.float()).square()
+            parts.append(torch.where(known[tower], squares.sum(-1), 0.0).sum() if known else squares.sum())
+        if not known:
+            # With equal numbers of images on all processes, the mean over processes is that of the global batch.
+            return self._weight * (torch.stack(parts).sum() / len(features[0]))
+        processes = Processes()
+        taught = processes.sum(known[0].sum().float()).clamp(min=1)
+        return self._weight * torch.stack(parts).sum() * processes.world_size / taught
+
+    def state_dict(self) -> dict[str, Any]:
+        return {side: weight.detach().cpu() for side, weight in self._maps.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for side, weight in self._maps.items():
+            weight.copy_(state[side])
+
+
+class Start:
+    """The model from which a training began: its fingerprint and, with ``keeps``, a frozen copy of it.
+
+    Without ``keeps`` the fingerprint is that of the frozen weights. What is frozen is not copied, unless FSDP2 shards
+    the model. Under FSDP2 every process has the whole copy. The model is unwrapped, and has not been trained yet.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator, *, keeps: bool) -> None:
+        self._accelerator = accelerator
+        self.fingerprint = weight_fingerprint(model, frozen=not keeps)
+        self.encoder: DualEncoder | None = None
+        if keeps:
+            alike = accelerator.distributed_type != DistributedType.FSDP
+            shared = {id(p): p for p in model.parameters() if alike and not p.requires_grad}
+            copied = copy.deepcopy(model, shared).requires_grad_(False).eval()
+            self.encoder = DualEncoder(copied.to(accelerator.device))
+
+    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
+        """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
+
+        They may be in the inputs (``cache_features``). The copies of frozen towers do not run: ``frozen_outputs`` are
+        what the model's have returned.
+        """
+        if "start_images" in inputs:
+            return inputs["start_images"], inputs["start_texts"]
+        assert self.encoder is not None
+        # A forward writes the projection into the output that it gets, which the second pass needs as it is.
+        outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
+        with torch.no_grad(), self._accelerator.autocast():
+            return self.encoder.embed(self.encoder.model, inputs, outputs)
+
+
+class KeptFeatures(LossTerm):
+    """Holds the embeddings near those of the start (``keep_features``), which reads the texts as they are encoded."""
+
+    name = "keep_features"
+
+    def __init__(self, start: Start, weight: float) -> None:
+        self._start, self._weight = start, weight
+
+    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
+        return self._start.embed(inputs, frozen_outputs)
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        pairs = zip(features, references, strict=True)
+        squares = [(now.float() - before.float()).square().sum() for now, before in pairs]
+        return self._weight * (torch.stack(squares).sum() / len(features[0]))
+
+
+class TowerNorms(StepObserver):
+    """The norms of the gradients of the image tower and of the text tower, with their projections.
+
+    It reads every gradient once and does not wait for the device; `logs` fetches the values. FSDP2 has to have
+    replaced the parameters before.
+    """
+
+    name = "tower_norms"
+
+    def __init__(self, encoder: DualEncoder) -> None:
+        self._parameters = {
+            tower: [p for module in parts for p in module.parameters() if p.requires_grad]
+            for tower, parts in encoder.parts().items()
+        }
+        self._norms: dict[str, Tensor] = {}
+
+    def end_window(self, window: Window, scale: float) -> None:
+        for tower, parameters in self._parameters.items():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if gradients:
+                self._norms[tower] = get_total_norm(gradients) / scale
+
+    def logs(self) -> dict[str, float]:
+        """``grad_norm_image`` and ``grad_norm_text`` of the last window, before clipping; collective under FSDP2."""
+        whole = {t: norm.full_tensor() if isinstance(norm, DTensor) else norm for t, norm in self._norms.items()}
+        return {f"grad_norm_{tower}": norm.item() for tower, norm in whole.items()}
+
+
+class PositiveCosines(StepObserver):
+    """The mean cosine of all pairs of the global batch, also of those that are left out."""
+
+    name = "positive_cosines"
+
+    def __init__(self) -> None:
+        self._of_window: Tensor | None = None
+        self._of_trained: Tensor | None = None
+
+    def after_first_pass(self, window: Window, features: Features) -> None:
+        self._of_window = positive_cosines(window, features)
+
+    def end_window(self, window: Window, scale: float) -> None:
+        self._of_trained = self._of_window
+
+    def logs(self) -> dict[str, float]:
+        """``positive_cosine`` of the last window; with replay also that of its new and of its old pairs; collective."""
+        if self._of_trained is None:
+            return {}
+        sums, counts = Processes().sum(self._of_trained)
+        names = ("positive_cosine", "new_positive_cosine", "replay_positive_cosine")
+        return dict(zip(names, (sums / counts).tolist(), strict=False))
+
+
+class DroppedPatches(StepChange):
+    """Drops a share of the patches of each image (``patch_dropout``), from the first window of a training on."""
+
+    name = "patch_dropout"
+
+    def __init__(self, encoder: DualEncoder, share: float) -> None:
+        self._encoder, self._share = encoder, share
+        self._dropout: PatchDropout | None = None
+
+    def begin_window(self, window: Window, step: int) -> None:
+        self._dropout = self._dropout or PatchDropout(self._encoder, self._share)
+
+    def close(self) -> None:
+        if self._dropout is not None:
+            self._dropout.remove()
+        self._dropout = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """The model of a training or of an evaluation, its arguments, where it computes, its loss and its data."""
+
+    encoder: DualEncoder  # unwrapped
+    accelerator: Accelerator
+    args: InfCLTrainingArguments
+    equal_ids: str  # "exclude" or "positive"; see `InfCLTrainingArguments`
+    prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]]  # moves a batch to the device and normalises its images
+    # The weights that the model had before the training, if it is to stay near them; of adapters those that they adapt.
+    start: Start | None = None
+    data: Any = None  # the training set
+    collator: Any = None  # the data collator
+    extensions: Sequence[Extension] = ()  # of the step, beside those that the arguments ask for
+    rows: int | None = None  # of the training set, without old pairs; None for a stream
+
+    @property
+    def objective(self) -> str:
+        """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was designed for."""
+        return self.args.objective or self.encoder.objective

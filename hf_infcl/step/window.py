@@ -1,0 +1,356 @@
+"""The texts of a window, dealt out to its micro-batches anew: by length, and several micro-batches' texts at once.
+
+One window: the micro-batches of one optimizer step on this process, and the loss of their features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..loss import contrastive_loss
+from ..models.dual_encoder import NO_TEXTS, TEXT_INPUTS, images_of
+from .grad_cache import Features
+
+MULTIPLE = 8  # of tokens to which micro-batches are padded: few shapes, which suit the matrix units
+
+
+def deal_texts(
+    batches: list[dict[str, Any]], padding: Mapping[str, int] | None, at_once: int = 1, *, last_has_texts: bool = True
+) -> Tensor | None:
+    """Gives the texts of each ``at_once`` micro-batches of a window to one of them, the longest to its first one.
+
+    The padding beyond the longest text of a micro-batch is dropped. The gradient of the window stays the same, since
+    its loss is one over all texts (see `Window.in_order`), unless the text tower draws random numbers.
+
+    Args:
+        batches: of one process, with tensors of texts [n, L]. They get new tensors; one without texts keeps a single
+            text as a placeholder, and has ``no_texts``.
+        padding: for each of these tensors, among them ``attention_mask``, the value that it is padded with at its end.
+            With None texts are not sorted by length.
+        last_has_texts: whether the last micro-batch keeps texts of its own.
+
+    Returns:
+        For each text of the window in its old order, its place in the new one, [texts] int64; None if nothing was
+        moved, because the window is a single micro-batch, or its texts cannot be sorted and none are put together.
+
+    Raises:
+        ValueError: texts without a known padding are to be put together, but have several lengths.
+    """
+    names = [name for name in TEXT_INPUTS if batches and name in batches[0]]
+    sorts = padding is not None and "attention_mask" in names and padding.keys() >= set(names)
+    if len(batches) < 2 or not (sorts or at_once > 1):
+        return None
+    sizes = [len(batch["input_ids"]) for batch in batches]
+    widths = {batch["input_ids"].shape[1] for batch in batches}
+    widest = max(widths)
+    if sorts:
+        lengths = torch.cat([batch["attention_mask"].sum(1) for batch in batches]).cpu()
+    elif len(widths) > 1:
+        raise ValueError(
+            f"texts_at_once={at_once} needs texts of one length, or a data collator with text_padding, as "
+            f"ContrastiveCollator has; got micro-batches of {' and '.join(map(str, sorted(widths)))} tokens. Pad all "
+            "texts to one length, or omit texts_at_once."
+        )
+    else:
+        lengths = torch.full((sum(sizes),), widest)
+    order = lengths.argsort(descending=True, stable=True)
+    new_sizes = _put_together(sizes, at_once, last_has_texts=last_has_texts)
+    parts = order.split(new_sizes)
+    shortest = MULTIPLE if sorts else widest  # a tower of unknown padding may take texts of only one length
+    longest = [int(lengths[part[0]]) if len(part) else shortest for part in parts]
+    if "start_texts" in batches[0]:  # their embeddings at the start go with them
+        starts = torch.cat([batch["start_texts"] for batch in batches])
+        for batch, part in zip(batches, starts[order.to(starts.device)].split(new_sizes), strict=True):
+            batch["start_texts"] = part
+    for name in names:
+        rows = torch.cat([widened(batch[name], widest, (padding or {}).get(name, 0)) for batch in batches])
+        for batch, part, length in zip(batches, parts, longest, strict=True):
+            chosen = part if len(part) else order[-1:]
+            width = min(-(-length // MULTIPLE) * MULTIPLE, widest)
+            batch[name] = rows[chosen.to(rows.device), :width]
+    for batch, size in zip(batches, new_sizes, strict=True):
+        if size == 0:
+            batch[NO_TEXTS] = True
+    return order.argsort()
+
+
+def _put_together(sizes: Sequence[int], at_once: int, *, last_has_texts: bool) -> list[int]:
+    """The texts of each micro-batch: the first ones have those of all, but for the last one where it keeps its own."""
+    head = sizes[:-1] if last_has_texts and at_once > 1 else sizes
+    groups = [sum(head[first : first + at_once]) for first in range(0, len(head), at_once)]
+    return [*groups, *[0] * (len(head) - len(groups)), *sizes[len(head) :]]
+
+
+def widened(tokens: Tensor, length: int, value: int) -> Tensor:
+    """Tokens [n, L] padded with a value at their end, [n, length]."""
+    return torch.nn.functional.pad(tokens, (0, length - tokens.shape[1]), value=value)
+
+
+# What a batch has for each text. Every other tensor has a row for each image.
+_OF_TEXTS = (*TEXT_INPUTS, "start_texts", "teacher_texts", "teacher_known_texts")
+
+
+@dataclass
+class MicroBatch:
+    """A batch of the data loader; the outputs of its frozen towers, and for each term what it is compared with."""
+
+    inputs: dict[str, Any]
+    frozen_outputs: dict[str, Any] = field(default_factory=dict)
+    references: list[Features] | None = None  # until the first pass
+
+
+class Window:
+    """The micro-batches of one optimizer step on this process, while they are trained.
+
+    Args:
+        batches: as the data loader returned them; none between two windows.
+        padding, at_once, last_has_texts: how texts are dealt out anew, as for `deal_texts`.
+        keeps_loaded: whether the step may have to be repeated with smaller micro-batches.
+    """
+
+    def __init__(
+        self,
+        batches: list[Any],
+        padding: Mapping[str, int] | None = None,
+        at_once: int = 1,
+        *,
+        last_has_texts: bool = True,
+        keeps_loaded: bool = False,
+    ) -> None:
+        self._padding, self._at_once, self._last_has_texts = padding, at_once, last_has_texts
+        self._keeps_loaded = keeps_loaded
+        self.is_selected = False  # whether it is decided of which pairs the contrastive loss is computed
+        self.selected: Tensor | None = None  # [images] bool on the CPU, these pairs; None for all
+        self._take(batches)
+
+    def _take(self, batches: list[Any]) -> None:
+        self.batches = batches
+        # As the data loader returned them, if they are kept.
+        self.loaded = [dict(batch) for batch in batches] if self._keeps_loaded else []
+        # The numbers of images, and of texts, in each micro-batch as the data loader returned it.
+        self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
+        self._text_places = deal_texts(batches, self._padding, self._at_once, last_has_texts=self._last_has_texts)
+        self.term_values: dict[str, Tensor] = {}  # means over the processes, by the names of the terms, once known
+
+    def divide(self, largest: int | None) -> None:
+        """Begins anew with micro-batches of at most so many pairs. Pairs that were selected stay so."""
+        for index in range(len(self)):
+            self.release(index)  # Trainer's loop holds its batches
+        self._take(split_batches(self.loaded, largest))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def in_order(self, rows: Sequence[Tensor]) -> Features:
+        """Rows of the window's images and texts, [images, ...] and [texts, ...], as the data loader ordered them."""
+        images, texts = rows
+        if self._text_places is None or len(texts) == 0:  # gradients of a frozen tower
+            return images, texts
+        return images, texts[self._text_places.to(texts.device)]
+
+    def release(self, index: int) -> None:
+        """Drops the images of a micro-batch after its backward: Trainer holds the window until it fetches the next."""
+        self.batches[index].pop("pixel_values", None)
+
+    def pair_ids(self) -> Tensor | None:
+        """[images] int64, where the batches have them."""
+        ids = [batch["pair_ids"] for batch in self.batches if "pair_ids" in batch]
+        return torch.cat(ids) if ids else None
+
+    def pair_keys(self) -> Tensor:
+        """[images] int64: what each pair is known by from one window to the next, or -1; see `KeyedItem`."""
+        return torch.cat([batch["pair_keys"] for batch in self.batches])
+
+    def replayed(self) -> Tensor | None:
+        """[images] bool on the CPU: which pairs are old; None without replay."""
+        if "new_images" not in self.batches[0]:
+            return None
+        each = zip(self.batches, self.sizes[0], strict=True)
+        return torch.cat([torch.arange(images) >= batch["new_images"] for batch, images in each])
+
+    def caption_image(self) -> Tensor | None:
+        """[texts] int64 on the CPU: the image of the window that each text belongs to, or -1 for negative captions.
+
+        None if text i belongs to image i in all batches.
+        """
+        if not any("caption_image" in batch for batch in self.batches):
+            return None
+        parts, images = [], 0
+        for batch, count in zip(self.batches, self.sizes[0], strict=True):
+            part = batch["caption_image"].cpu() if "caption_image" in batch else torch.arange(count)
+            parts.append(torch.where(part < 0, part, part + images))
+            images += count
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class WindowLoss:
+    """The contrastive loss of the global batch as a function of this process's features."""
+
+    rank: int
+    equal_ids: str  # "exclude" or "positive", as in `InfCLTrainingArguments`
+    # Whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch, gradients of
+    # features would underflow where no loss scale helps.
+    in_bf16: bool
+    objective: str  # this and the next two as for `hf_infcl.contrastive_loss`
+    strategy: str = "ring"
+    backend: str = "auto"
+    # The loss is the mean of those of the first so many dimensions, normalised, and of all dimensions (Matryoshka,
+    # arXiv 2205.13147).
+    prefixes: Sequence[int] = ()
+
+    def of(
+        self,
+        window: Window,
+        features: Features,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+    ) -> Tensor:
+        """The loss of the selected pairs of all windows, the same on every process; collective.
+
+        Args:
+            features: image and text embeddings of the window, [images, D] and [texts, D].
+            logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`.
+        """
+        if self.prefixes:
+            cut = [tuple(first_dimensions(f, width) for f in features) for width in self.prefixes]
+            whole = replace(self, prefixes=())
+            return torch.stack([whole.of(window, one, logit_scale, logit_bias) for one in (*cut, features)]).mean()
+        images, texts = (feature.bfloat16() if self.in_bf16 else feature for feature in features)
+        caption_image, ids, device, chosen = window.caption_image(), window.pair_ids(), texts.device, window.selected
+        if ids is None and self.equal_ids == "positive":  # all of them, also of pairs that are left out
+            ids = torch.arange(len(images)) + self.rank * len(images)
+        # ---- The selected images, with their captions and all negative ones ----
+        if chosen is not None:
+            places = chosen.nonzero().flatten()
+            of_texts = places
+            if caption_image is not None:
+                of_texts = (chosen[caption_image] | (caption_image < 0)).nonzero().flatten()
+                caption_image = caption_image[of_texts]
+                caption_image = torch.where(caption_image < 0, -1, (chosen.cumsum(0) - 1)[caption_image])
+            ids = None if ids is None else ids[places.to(ids.device)]
+            images, texts = images[places.to(device)], texts[of_texts.to(device)]
+        # ---- Captions in the order of their images, negative ones apart ----
+        negatives = texts[:0]  # also if this process has none, because another process may have some
+        if caption_image is not None:
+            order = caption_image.argsort(stable=True)  # negative captions first
+            count = int((caption_image < 0).sum())
+            negatives, texts = texts[order.to(device)].tensor_split([count])
+            caption_image = caption_image[order[count:]]
+        ids = None if ids is None else ids.to(device)
+        of_pairs: dict[str, Any] = {"pair_ids": ids}
+        if self.equal_ids == "positive":
+            assert ids is not None
+            of_pairs = {"image_ids": ids, "text_ids": ids if caption_image is None else ids[caption_image.to(device)]}
+        return contrastive_loss(
+            images,
+            texts,
+            logit_scale,
+            logit_bias,
+            negative_texts=negatives,
+            objective=self.objective,
+            strategy=self.strategy,
+            backend=self.backend,
+            **of_pairs,
+        )
+
+
+def first_dimensions(features: Tensor, width: int) -> Tensor:
+    """The first dimensions of features [rows, D], normalised: [rows, width] in their dtype."""
+    return F.normalize(features[:, :width].float(), dim=-1).to(features.dtype)
+
+
+def positive_cosines(window: Window, features: Features) -> Tensor:
+    """The sum over this process's images of their mean cosine with their captions, and their number: [2, 1] fp32.
+
+    With replay [2, 3]: all images, the new ones and the old ones.
+    """
+    images, texts = (rows.float() for rows in features)  # a model of one's own may return both dtypes
+    caption_image, replayed = window.caption_image(), window.replayed()
+    if caption_image is None:
+        cosines = torch.linalg.vecdot(images, texts)
+    else:
+        captions = (caption_image >= 0).nonzero().flatten()
+        image_of_each = caption_image[captions]
+        shares = 1 / torch.bincount(image_of_each, minlength=len(images))[image_of_each]
+        of_images, of_texts = (places.to(images.device) for places in (image_of_each, captions))
+        cosines_of_captions = torch.linalg.vecdot(images[of_images], texts[of_texts]) * shares.to(images.device)
+        cosines = images.new_zeros(len(images)).index_add_(0, of_images, cosines_of_captions)
+    parts = torch.ones(1, len(images))
+    if replayed is not None:
+        parts = torch.stack((parts[0], ~replayed, replayed))
+    parts = parts.to(images.device)
+    return torch.stack(((parts * cosines).sum(1), parts.sum(1)))
+
+
+# ---- Batches with some of the images of another one ----
+
+
+def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) -> list[Any]:
+    """The batches of a window in their order, split equally into parts of at most ``largest`` images; None splits none.
+
+    Images keep their order. The captions of an image stay with it, and negative captions are shared equally.
+    """
+    if largest is None:
+        return list(batches)
+    parts: list[Any] = []
+    for batch in batches:
+        images = len(images_of(batch))
+        count = -(-images // largest)
+        shares = (rows.tensor_split(count) for rows in (torch.arange(images), _negatives(batch)))
+        parts += [batch] if count == 1 else [_rows(batch, *share) for share in zip(*shares, strict=True)]
+    return parts
+
+
+def repeated(batch: Mapping[str, Tensor], images: int) -> dict[str, Any]:
+    """A batch of so many images, which are those of another one in turn."""
+    of_batch, negatives = len(images_of(batch)), _negatives(batch)
+    return _rows(batch, torch.arange(images) % of_batch, negatives.repeat(-(-images // of_batch)))
+
+
+def _negatives(batch: Mapping[str, Tensor]) -> Tensor:
+    """The places of the texts that belong to no image, [negatives] int64."""
+    belongs = batch.get("caption_image")
+    return torch.empty(0, dtype=torch.int64) if belongs is None else (belongs.cpu() < 0).nonzero().flatten()
+
+
+def _rows(batch: Mapping[str, Tensor], images: Tensor, negatives: Tensor) -> dict[str, Any]:
+    """The batch of some images of another one, with their texts.
+
+    Args:
+        batch: as a data collator returned it; its texts have not been dealt out.
+        images: [images] int64 on the CPU, the rows of the images.
+        negatives: [texts] int64 on the CPU, the rows of negative captions to take along.
+    """
+    count, texts, caption_image = len(images_of(batch)), images, None
+    if (belongs := batch.get("caption_image")) is not None:
+        # [images, texts]: in the order of the images, and of the texts of each of them.
+        of_images, rows = (images[:, None] == belongs.cpu()[None]).nonzero(as_tuple=True)
+        texts = torch.cat((rows, negatives))
+        caption_image = torch.cat((of_images, torch.full_like(negatives, -1)))
+    inputs: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name == "new_images":  # the first ones
+            inputs[name] = int((images < value).sum())
+        elif name == "caption_image":
+            assert caption_image is not None
+            inputs[name] = caption_image.to(value.device)
+        elif isinstance(value, Tensor) and name in _OF_TEXTS:
+            inputs[name] = _taken(value, texts)
+        elif isinstance(value, Tensor) and value.dim() and len(value) == count:
+            inputs[name] = _taken(value, images)
+        else:
+            inputs[name] = value
+    return inputs
+
+
+def _taken(value: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor, without a copy if they are consecutive."""
+    if len(rows) and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows))):
+        return value[int(rows[0]) : int(rows[0]) + len(rows)]
+    return value[rows.to(value.device)]

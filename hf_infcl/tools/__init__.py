@@ -1,1 +1,0 @@
-"""What `infcl` adds to the training: its commands, plans, checks, embeddings, scores, benchmarks and model cards."""

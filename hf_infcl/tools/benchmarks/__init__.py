@@ -1,1 +1,0 @@
-"""Named benchmarks: from a name to the evaluation set with its classes, prompts and main metric."""

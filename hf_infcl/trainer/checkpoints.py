@@ -1,0 +1,368 @@
+"""Checkpoints that count only if they are complete: how they are written, chosen and removed.
+
+A checkpoint is written into a folder ``_partial-checkpoint-N``. Once all processes have written and flushed their part,
+a manifest of all files is added and the folder is renamed to ``checkpoint-N``. Whenever a process or a machine stops,
+it leaves either a complete checkpoint or a folder from which no run ever resumes. Checksums reveal files that are
+damaged later.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..files.whole import describe
+from ..options.record import RECORD_NAME, RunRecord
+from ..processes.collectives import Processes
+
+MANIFEST_NAME = "infcl_manifest.json"
+_PARTIAL, _REMOVED = "_partial-", "_removed-"  # Trainer does not regard names that begin with an underscore
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint:
+    """A checkpoint while it is written.
+
+    Call `begin`, `flush` and `complete` in this order, and write the files between the first two. Every process has to
+    return from one before any process calls the next. ``step`` is the number of trained optimizer steps.
+
+    Attributes:
+        folder: the location of the complete checkpoint.
+        partial_dir: the folder that replaces ``output_dir`` while the checkpoint is written.
+        partial: the location of the checkpoint while it is written, in ``partial_dir``.
+    """
+
+    def __init__(self, output_dir: str | Path, step: int) -> None:
+        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        self.folder = Path(output_dir, name)
+        self.partial_dir = Path(output_dir, _PARTIAL + name)
+        self.partial = self.partial_dir / name
+
+    def begin(self, record: RunRecord) -> None:
+        """Creates the folder to write into, with the record, and removes incomplete folders of earlier saves."""
+        for prefix in (_PARTIAL, _REMOVED):
+            for left in self.folder.parent.glob(f"{prefix}{PREFIX_CHECKPOINT_DIR}-*"):
+                logger.warning(f"{left} was left by an interrupted save and is removed.")
+                _remove(left)
+        self.partial.mkdir(parents=True)
+        record.write(self.partial)
+
+    def flush(self) -> None:
+        """Flushes all written files to the disk, so that they survive a power failure."""
+        for path in (*self.partial_dir.rglob("*"), self.partial_dir):
+            _flush(path)
+
+    def complete(self) -> None:
+        """Adds the manifest and gives the checkpoint its final name, replacing an older checkpoint of that name."""
+        files = {
+            str(path.relative_to(self.partial)): path for path in sorted(self.partial.rglob("*")) if path.is_file()
+        }
+        with ThreadPoolExecutor() as pool:
+            described = dict(zip(files, pool.map(describe, files.values()), strict=True))
+        manifest = self.partial / MANIFEST_NAME
+        # The newest of all, also where the clock was set back, or that of the machine before was fast.
+        written = max([time.time_ns(), *(_written(folder) + 1 for folder in _folders(self.folder.parent))])
+        manifest.write_text(json.dumps({"written": written, "files": described}, indent=2), encoding="utf-8")
+        _flush(manifest)
+        _flush(self.partial)
+        replaced = self.folder.with_name(_REMOVED + self.folder.name)
+        if self.folder.exists():
+            self.folder.rename(replaced)
+        self.partial.rename(self.folder)
+        _flush(self.folder.parent)
+        self.abandon()
+        _remove(replaced)
+
+    def abandon(self) -> None:
+        """Removes the partly written files."""
+        _remove(self.partial_dir)
+
+
+class Checkpoints:
+    """Writes the checkpoints of a training, each completely or not at all.
+
+    Args:
+        completes: whether this process begins and completes checkpoints: one process, or one of each machine if every
+            machine has its own.
+        flushes: whether this process flushes what the processes of its machine have written.
+        ends_on_failure: whether an error of one process ends the training, because writing is collective.
+
+    Attributes:
+        saved_step: the step of the last checkpoint that this training wrote, or -1.
+        partial_dir: the folder of the checkpoint that is being written now, if any.
+    """
+
+    def __init__(self, *, completes: bool, flushes: bool, ends_on_failure: bool = False) -> None:
+        self._completes, self._flushes, self._ends_on_failure = completes, flushes, ends_on_failure
+        self.saved_step = -1
+        self.partial_dir: str | None = None
+
+    def save(
+        self, output_dir: str, step: int, record: RunRecord, write: Callable[[Checkpoint], None]
+    ) -> Checkpoint | None:
+        """Writes a checkpoint, with ``write`` the files of this process into `Checkpoint.partial`; collective.
+
+        If a process cannot write, for example because the disk is full, all processes log the error, and the training
+        continues to the next save.
+
+        Returns:
+            The complete checkpoint, or None if it could not be written.
+        """
+        checkpoint = Checkpoint(output_dir, step)
+        self.partial_dir = str(checkpoint.partial_dir)
+        stages: list[tuple[bool, Callable[[], None]]] = [
+            (self._completes, partial(checkpoint.begin, record)),
+            (True, partial(write, checkpoint)),
+            (self._flushes, checkpoint.flush),
+            (self._completes, checkpoint.complete),
+        ]
+        try:
+            for acts, work in stages:
+                failure = ""
+                try:
+                    if acts:
+                        work()
+                except (OSError, RuntimeError, SafetensorError) as error:
+                    if self._ends_on_failure:
+                        raise
+                    failure = f"{type(error).__name__}: {error}"
+                if failures := [text for text in Processes().gather_objects(failure) if text]:
+                    logger.error(
+                        f"{checkpoint.folder} could not be written, and the training continues without it"
+                        f"{_free_space(checkpoint.folder.parent)}. {' '.join(failures)}"
+                    )
+                    if self._completes:
+                        checkpoint.abandon()
+                    return None
+        finally:
+            self.partial_dir = None
+        self.saved_step = step
+        return checkpoint
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or a file or a link in its place, as far as that is possible."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # it was a folder
+        path.unlink()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some file systems cannot flush folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
+    """A sentence that names the damaged or missing file of a checkpoint, or None if all files are unchanged.
+
+    Args:
+        checksums: also read all files and compare their checksums. Otherwise only presence and sizes are checked.
+    """
+    manifest = Path(checkpoint, MANIFEST_NAME)
+    if not manifest.is_file():
+        return f"{manifest} is missing: the checkpoint is incomplete, or was written by another trainer."
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        for name, described in files.items():
+            path = Path(checkpoint, name)
+            if not path.is_file():
+                return f"{path} is missing."
+            if (size := path.stat().st_size) != described["bytes"]:
+                return f"{path} has {size} bytes, but had {described['bytes']} when it was written."
+        if checksums:
+            with ThreadPoolExecutor() as pool:
+                descriptions = pool.map(describe, (Path(checkpoint, name) for name in files))
+            for (name, described), now in zip(files.items(), descriptions, strict=True):
+                if now != described:
+                    return f"{Path(checkpoint, name)} has changed since it was written: its checksum differs."
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{manifest} is damaged ({error})."
+    try:
+        RunRecord.read(checkpoint)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def obstacle(checkpoint: str | Path) -> str | None:
+    """A sentence that says why no run can resume from a checkpoint, or None: it is damaged, or only a model."""
+    if (reason := damage(checkpoint)) is not None:
+        return reason
+    record = RunRecord.read(checkpoint)
+    if record is not None and record.only_model:
+        return f"{checkpoint} was saved with save_only_model, without the optimizer state that resuming needs."
+    return None
+
+
+def _folders(output_dir: str | Path) -> list[Path]:
+    """The folders named as checkpoints, the last written first; those without a manifest come last."""
+    paths = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    steps = {f: int(f.name.rpartition("-")[2]) for f in paths if f.is_dir() and f.name.rpartition("-")[2].isdecimal()}
+    return sorted(steps, key=lambda folder: (_written(folder), steps[folder]), reverse=True)
+
+
+def _written(folder: Path) -> int:
+    """The time in nanoseconds at which a checkpoint was written, later than that of all before it; 0 if unknown."""
+    try:
+        return int(json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["written"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+
+
+def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) -> None:
+    """Removes all complete checkpoints except the ``limit`` newest ones and those to ``keep``.
+
+    Folders that are not complete checkpoints, or cannot be read, are neither counted nor removed.
+    """
+    if limit is None or limit <= 0:
+        return
+
+    def is_complete(folder: Path) -> bool:
+        try:
+            return damage(folder, checksums=False) is None
+        except OSError:
+            return False
+
+    complete = [folder for folder in _folders(output_dir) if is_complete(folder)]
+    kept = [folder for folder in complete if folder in keep]
+    removable = [folder for folder in complete if folder not in keep]
+    for folder in removable[max(0, limit - len(kept)) :]:
+        logger.info(f"{folder} is removed: save_total_limit is {limit}.")
+        # Under another name, a folder that a kill leaves half removed is removed at the next save.
+        removed = folder.with_name(_REMOVED + folder.name)
+        with suppress(OSError):
+            folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = None) -> str | None:
+    """The checkpoint to resume from, the same on all processes; collective.
+
+    Args:
+        wanted: the folder of an undamaged checkpoint; True for the newest complete one; ``"auto"`` for the newest
+            complete one, or a new start if there is no checkpoint yet; None or False to start anew.
+        looks: whether this process looks for damage; by default, only the main process does. If every machine has its
+            own checkpoints, one process of each machine must look, and a checkpoint has to be complete on every one.
+
+    Returns:
+        Its folder, or None to start anew.
+
+    Raises:
+        ValueError: on every process, if the checkpoint is damaged or there is none.
+    """
+    if not wanted:
+        return None
+    processes = Processes()
+    is_main = processes.rank == 0
+    looks = is_main if looks is None else looks
+
+    def problem_on_any(find: Callable[[str], str | None], folder: str) -> str:
+        problem = "" if looks or Path(folder).is_dir() else f"Rank {processes.rank} finds no folder {folder}."
+        try:
+            problem = (looks and find(folder)) or problem
+        except (OSError, ValueError) as error:  # raised here, it would end this process while the others wait
+            problem = f"{folder} cannot be read: {error}"
+        return next(filter(None, processes.gather_objects(problem)), "")
+
+    if isinstance(wanted, str) and wanted != "auto":
+        if problem := problem_on_any(_not_resumable, wanted):
+            raise ValueError(problem)
+        if is_main and not Path(wanted, MANIFEST_NAME).exists():
+            logger.warning(f"{wanted} has no {MANIFEST_NAME}: its files are not checked for damage.")
+        return wanted
+    skipped = []
+    names = [str(folder) for folder in _folders(output_dir)] if is_main else []
+    for folder in processes.gather_objects(names)[0]:
+        if not (reason := problem_on_any(obstacle, folder)):
+            return folder
+        skipped.append(reason)
+        if is_main:
+            logger.warning(f"A checkpoint is skipped: {reason}")
+    if skipped:
+        raise ValueError(
+            f"No checkpoint in {output_dir} is complete: {' '.join(skipped)} Remove them to start anew, or name "
+            "the one to resume from."
+        )
+    if wanted != "auto":
+        raise ValueError(f"{output_dir} has no checkpoint to resume from.")
+    return None
+
+
+# The files of an optimizer, as Trainer and FSDP (in shards) name them.
+_OPTIMIZER_FILES = "optimizer*"
+
+
+def _not_resumable(checkpoint: str) -> str:
+    """A sentence that says why a run cannot resume from the named checkpoint; empty if it can."""
+    if not Path(checkpoint).is_dir():
+        return f"There is no checkpoint {checkpoint}."
+    if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
+        if Path(checkpoint, TRAINER_STATE_NAME).is_file():
+            if any(Path(checkpoint).glob(_OPTIMIZER_FILES)):
+                return ""  # another trainer's
+            inside = ", ".join(folder.name for folder in _folders(checkpoint)) or "none here"
+            return (
+                f"{checkpoint} holds a model and the log of its training, but no optimizer, so it is no checkpoint. "
+                f"Name one of its checkpoints ({inside}), or start a new run from its model."
+            )
+        return (
+            f"{checkpoint} is not the checkpoint of a training: it has no {TRAINER_STATE_NAME}. Name a folder "
+            f"{PREFIX_CHECKPOINT_DIR}-N, or start a new run from this model."
+        )
+    reason = obstacle(checkpoint)
+    return (
+        "" if reason is None else f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
+    )
+
+
+# ---- A full disk ----
+
+
+@contextmanager
+def full_disk_explained(folder: Path) -> Iterator[None]:
+    """Removes partly written results if the disk is full, and says what to do.
+
+    Raises:
+        ValueError: the disk is full, or the user's share of it.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # A SafetensorError has no number, only the text of the operating system.
+        if not any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT)):
+            raise
+        for path in (*folder.glob("*_results.json"), folder / TRAINER_STATE_NAME):
+            path.unlink(missing_ok=True)
+        raise ValueError(
+            f"The results could not be written into {folder}{_free_space(folder)}: {error}. Free some space, and run "
+            "the same command with --resume_from_checkpoint auto, which continues from the last checkpoint and writes "
+            "the results."
+        ) from error
+
+
+def _free_space(folder: Path) -> str:
+    """The free space of a folder in parentheses; empty if unknown, for example on a rank without that folder."""
+    try:
+        return f" ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there)"
+    except OSError:
+        return ""

@@ -1,0 +1,288 @@
+"""Prepares a dual encoder for its training: freezing, the temperature, and warnings about the model's state.
+
+What an `InfCLTrainer` can be constructed from, and what it makes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers.utils import logging
+
+from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..data.collator import DataCollator
+from ..data.replay import Replayed
+from ..data.store import all_parts, check_has_rows, most_captions
+from ..data.transforms import set_image_size
+from ..models.adapters import beside_adapters, has_adapters, resize_images
+from ..models.dual_encoder import DualEncoder, check_patches
+from ..models.layers import can_fuse, compute_in_bf16, fuse_layers
+from ..models.model_types import fit_tokenizer
+from ..models.sharding import check_in_bf16, check_wrapper, is_sharded, prepare_for_fsdp
+from ..options.arguments import InfCLTrainingArguments
+from ..options.combinations import CHECKPOINTING
+from ..options.contrastive import RATES
+from ..processes.lock import check_writable
+from ..step.extensions import check_extensions
+from ..step.terms import Start
+from .loaders import check_data_seed, check_selectable, set_sizes
+from .model_files import check_formats, saves_shards
+
+logger = logging.get_logger(__name__)
+
+
+def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Accelerator) -> Start | None:
+    """Prepares a model before it is wrapped and its optimizer is created.
+
+    Interpolates positions for images of another size, freezes the tower and the layers that ``args`` names and the
+    parameters on which no embedding depends, gives parameters the shapes that the wrapper supports, fuses layers on a
+    GPU, initialises the temperature of a new SigLIP, and warns about harmful settings.
+
+    Returns:
+        The weights as they are before the training, if ``args`` keeps the model near them.
+
+    Raises:
+        ValueError: the model is not a dual encoder; the wrapper is not supported, or does not support an option; a
+            tower has fewer layers than ``args.freeze_layers``, no patches to drop or no other image size; the objective
+            is sigmoid for a model without logit_bias; checkpoints would lack trained parameters beside the adapters of
+            peft.
+    """
+    check_wrapper(accelerator)
+    _check_options_of_wrapper(args, accelerator)
+    dual_encoder = DualEncoder(model)
+    dual_encoder.freeze(args.freeze)
+    if args.freeze_layers is not None:
+        dual_encoder.freeze_layers(args.freeze_layers)
+    if args.image_size is not None:
+        resize_images(dual_encoder, args.image_size)
+    if args.patch_dropout:
+        check_patches(dual_encoder)
+    _check_dimensions(dual_encoder, args)
+    if is_sharded(accelerator):
+        prepare_for_fsdp(dual_encoder)
+    _check_adapters(model, accelerator)
+    scale, *bias = dual_encoder.temperature_parameters
+    if args.objective == "sigmoid" and not bias:
+        raise ValueError(
+            f"{type(dual_encoder.base).__name__} has no logit_bias, without which the sigmoid loss of a large "
+            "batch starts far from where it can train. Train a SiglipModel or Siglip2Model, keep "
+            "objective='softmax', or add SigLIP's start to the model before: model.logit_bias = "
+            "torch.nn.Parameter(torch.full((1,), -10.0)) and model.logit_scale.data.fill_(math.log(10)). What is "
+            "saved then holds a logit_bias that from_pretrained of this class leaves out."
+        )
+    if not scale.requires_grad and any(p.requires_grad for p in model.parameters()):
+        value = dual_encoder.scale_and_bias()[0].item()
+        logger.warning(
+            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}, as with all that "
+            "peft does not adapt. To train it beside new adapters, pass --lora_logit_scale (in Python, call "
+            f"model.{dual_encoder.temperature_name}.requires_grad_(True)). The adapter's file then holds it, too."
+        )
+    half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
+    in_fp32 = is_sharded(accelerator) and accelerator.mixed_precision != "no"
+    if half and not in_fp32:  # for the optimizer
+        logger.warning(
+            f"The trained parameters are in {half.pop()}, whose rounding loses small updates. Load the model with "
+            "from_pretrained(..., dtype=torch.float32); bf16=True still computes in bf16."
+        )
+    if dual_encoder.initialise_sigmoid():
+        logger.warning("logit_scale and logit_bias were both 0 and are set to SigLIP's initial values, ln 10 and -10.")
+    one_micro_batch = args.global_batch_size == args.per_device_train_batch_size
+    if not one_micro_batch and (names := dual_encoder.batch_norms()):
+        logger.warning(
+            f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
+            "batch, but the outputs of these layers depend on the size of the micro-batch."
+        )
+    fuse_layers(model, wanted=can_fuse(args.device, args.backend) and not args.torch_compile)
+    keeps = bool(args.keep_features)
+    # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
+    adapted = has_adapters(model) and not is_sharded(accelerator)
+    start = Start(model, accelerator, keeps=keeps) if keeps or adapted else None
+    compute_in_bf16(model, wanted=args.bf16_activations)
+    return start
+
+
+def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -> None:
+    """Raises a ValueError if the embeddings cannot be cut as the options say; the model's config then names these."""
+    if args.matryoshka_dims is None and args.dims is None:
+        return
+    width = dual_encoder.width()
+    if args.dims is not None and args.dims > width:
+        raise ValueError(
+            f"dims={args.dims} is more than the {width} dimensions of the embeddings. Choose at most {width}, or leave "
+            "it out for all of them."
+        )
+    if too_large := [dims for dims in args.matryoshka_dims or () if dims >= width]:
+        raise ValueError(
+            f"matryoshka_dims={args.matryoshka_dims} must be less than the {width} dimensions of the embeddings, which "
+            f"are trained in any case. Leave {', '.join(map(str, too_large))} out."
+        )
+    if args.matryoshka_dims and hasattr(dual_encoder.base, "config"):
+        dual_encoder.base.config.matryoshka_dims = list(args.matryoshka_dims)
+
+
+def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:
+    """Raises a ValueError if checkpoints would lack trained parameters beside the adapters of peft."""
+    if saves_shards(accelerator) and (names := list(beside_adapters(model))):
+        raise ValueError(
+            "With the state_dict_type SHARDED_STATE_DICT, accelerate saves the adapters of peft only, but these "
+            f"parameters train as well: {', '.join(names)}. Set state_dict_type to FULL_STATE_DICT."
+        )
+
+
+def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
+    """Raises a ValueError for options that do not work with the wrapper of the model."""
+    fsdp = is_sharded(accelerator)
+    if args.bf16_activations:
+        check_in_bf16(accelerator, [name for name in CHECKPOINTING if getattr(args, name, False)])
+    if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError(
+            "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
+            "minutes per step. Turn FSDP's offloading of parameters off, or leave optimizer out."
+        )
+
+
+_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
+
+
+def checked_arguments(
+    model: nn.Module | None, args: object, data_collator: DataCollator | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Refuses what an `InfCLTrainer` cannot train, before Trainer's constructor fails with a less clear error.
+
+    Args:
+        model: the model; None if ``model_init`` creates it.
+        kwargs: the remaining arguments of Trainer's constructor, and ``replay_dataset``.
+
+    Returns:
+        The remaining arguments of Trainer's constructor, with the collator's processor, so that it is saved beside the
+        model, and with new and old pairs as one training set.
+
+    Raises:
+        ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
+            launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is passed; a dataset of
+            images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
+            several captions per image; ``output_dir`` is not writable; ``extensions`` is not a list of extensions.
+    """
+    if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
+        kwargs = {**kwargs, "processing_class": data_collator.processor}  # so that it is saved beside the model
+    if not isinstance(args, InfCLTrainingArguments):
+        raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
+    check_extensions(kwargs.get("extensions", ()))
+    if "teacher" in kwargs:
+        raise ValueError(
+            "A teacher does not run beside the student: its embeddings of the training set are stored. Name it in the "
+            "arguments, InfCLTrainingArguments(teacher=...), which embeds the set once, or teacher_embeddings=..., a "
+            "folder of `infcl embed`."
+        )
+    kwargs = _with_replay(args, kwargs)
+    _check_processes(args)
+    if model is not None:
+        DualEncoder(model)  # raises an error for any other model
+    if kwargs.get("compute_loss_func") is not None:
+        raise ValueError(
+            "InfCLTrainer computes the loss itself and would never call compute_loss_func. Do not pass it."
+        )
+    optimizer, _ = kwargs.get("optimizers") or (None, None)
+    set_options = [name for name in _OF_OPTIMIZER if getattr(args, name) is not None]
+    if set_options and (optimizer is not None or kwargs.get("optimizer_cls_and_kwargs") is not None):
+        raise ValueError(
+            f"{', '.join(set_options)} apply only to an optimizer that the trainer creates, but an optimizer was "
+            "passed. Set its learning rates directly and leave these options out."
+        )
+    _check_data(args, data_collator, kwargs)
+    check_formats(model, args, kwargs.get("processing_class"))
+    if args.should_save:
+        check_writable(str(args.output_dir))
+    return kwargs
+
+
+def _check_processes(args: InfCLTrainingArguments) -> None:
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process, for which Trainer uses nn.DataParallel; its replicas "
+            "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, or "
+            "show this process one GPU with CUDA_VISIBLE_DEVICES=0."
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != args.world_size:
+        raise ValueError(
+            f"{dist.get_world_size()} processes were started, but each would train on its own, because "
+            f"args.world_size is {args.world_size}. On CPUs pass use_cpu=True."
+        )
+
+
+def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None, kwargs: Mapping[str, object]) -> None:
+    pairs, evaluated = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
+    sets = list(evaluated.values()) if isinstance(evaluated, Mapping) else [evaluated]
+    unprepared = (ImageTextDataset, ImageTextStream, ZeroShotDataset)
+    needs_processor = any(isinstance(part, unprepared) for data in [pairs, *sets] for part in all_parts(data))
+    if data_collator is None and kwargs.get("processing_class") is None and needs_processor:
+        raise ValueError(
+            "Images and captions must be prepared for the model: pass "
+            "processing_class=AutoProcessor.from_pretrained(...), or a data_collator."
+        )
+    if args.equal_ids == "exclude" and (most := most_captions(pairs)) > 1:
+        raise ValueError(
+            f"The training set draws {most} captions per image, which are all positives of their image, but equal_ids "
+            "is 'exclude'. Pass equal_ids='positive' or omit it, or draw one caption per image."
+        )
+    check_data_seed(pairs, args.data_seed)
+    if pairs is not None:
+        check_selectable(pairs, args)
+    for dataset in sets:
+        check_has_rows(dataset)
+
+
+def check_overrides(kind: type, base: type) -> None:
+    """Raises a ValueError if a subclass ``kind`` of ``base`` overrides a method that is never called."""
+    names = "training_step", "compute_loss", "_get_train_sampler"
+    overrides = {name: getattr(kind, name) is not getattr(base, name) for name in names}
+    if overrides["compute_loss"] and not overrides["training_step"]:
+        raise ValueError(
+            f"InfCLTrainer computes the loss of a window itself and would never call {kind.__name__}.compute_loss. "
+            "Override training_step to change the training, or use transformers.Trainer."
+        )
+    if overrides["_get_train_sampler"]:
+        raise ValueError(
+            f"InfCLTrainer draws the rows of a global batch itself and would never call {kind.__name__}."
+            "_get_train_sampler. Override get_train_dataloader, or choose a train_sampling_strategy."
+        )
+
+
+def make_collator(
+    model: nn.Module | None,
+    processor: Any,
+    data_collator: DataCollator | None,
+    default: DataCollator,
+    args: InfCLTrainingArguments,
+) -> DataCollator:
+    """The collator that was passed, or one over the processor, or the default; sets its sizes and the processor's."""
+    collator, image_size = default if data_collator is None else data_collator, args.image_size
+    if data_collator is None and processor is not None:
+        collator = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
+    elif isinstance(collator, ContrastiveCollator):
+        fit_tokenizer(collator.processor.tokenizer, getattr(model, "config", None))
+    set_sizes(collator, args)
+    if image_size is not None and hasattr(processor, "image_processor"):
+        set_image_size(processor.image_processor, image_size)
+    return collator
+
+
+def _with_replay(args: InfCLTrainingArguments, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of Trainer's constructor with new and old pairs as one training set.
+
+    Raises:
+        ValueError: as `Replayed`; there is a share of old pairs, but no old pairs, or old pairs only.
+    """
+    old = kwargs.pop("replay_dataset", None)
+    if old is None:
+        if args.replay_share is not None:
+            raise ValueError("replay_share had no effect without old pairs. Pass a replay_dataset.")
+        return kwargs
+    if kwargs.get("train_dataset") is None:
+        raise ValueError("A replay_dataset is mixed into a train_dataset, which is missing. Pass both.")
+    return {**kwargs, "train_dataset": Replayed(kwargs["train_dataset"], old, args)}

@@ -1,0 +1,402 @@
+"""The vectors of the classes of a zero-shot evaluation, from their prompts.
+
+The metric of an evaluation by which checkpoints are chosen or the learning rate falls.
+
+Evaluates a dual encoder on several processes: gathers the embeddings, then computes metrics of the whole set.
+
+`Evaluator.run` has the stages: workers load the set, the prompts of its classes are encoded (`prompts`), each batch is
+encoded by `Evaluator.embed`, and from what all batches have given, `Evaluator.metrics` are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.state import GradientState
+from accelerate.utils import DistributedType
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import TrainerState
+from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.utils import logging
+
+from .. import evaluation
+from ..data import ContrastiveCollator, ZeroShotDataset
+from ..data.store import all_parts
+from ..evaluation.intervals import ScoreChanges
+from ..evaluation.metrics import CEILING, KS, metrics_of_kind
+from ..loss import local_contrastive_loss
+from ..models.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
+from ..models.sharding import failures_announced_unless_sharded, fsdp_tower_methods
+from ..options.combinations import SCHEDULES_BY_METRIC
+from ..options.declaring import spelled
+from ..processes.collectives import AnnouncingDataLoader, Processes, failures_announced, gather_rows
+from ..refusals import check_tokens
+from ..step.grad_cache import random_state_kept
+from ..step.terms import Context
+from ..step.window import widened
+from .loaders import CaptionNotices
+from .loop_events import replaced
+
+MOST_PROMPTS = 8  # the most batches of prompts that are encoded at once
+
+Tokenize = Callable[[list[str]], dict[str, Tensor]]
+
+
+def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: object) -> Tensor:
+    """A vector [C, D] fp32 for each class, on every process; collective.
+
+    Args:
+        context: its data collator tokenizes the prompts if it has a method ``tokenize``.
+        processing_class: the processor, which tokenizes them otherwise.
+
+    Raises:
+        ValueError: neither of them has a tokenizer, or a token has no embedding.
+    """
+    tokenize, (prompts, places) = _tokenizer(context, processing_class), evaluation.distinct(dataset.prompts())
+    size = context.args.per_device_eval_batch_size
+    with failures_announced_unless_sharded(context.accelerator):
+        padding = context.collator.text_padding if isinstance(context.collator, ContrastiveCollator) else None
+        batches_at_once = 1
+        if padding is not None:
+            # A forward of few tokens takes as long as its kernels take to be launched, so one has as many prompts as
+            # have the tokens of a batch of the longest captions.
+            longest = tokenize([max(prompts, key=len)])
+            if longest.keys() <= padding.keys():  # a tokenizer of one's own may return what cannot be padded
+                width = longest["input_ids"].shape[1]
+                batches_at_once = min(MOST_PROMPTS, max(1, context.collator.max_length // width))
+
+        def encode(part: list[str]) -> Tensor:
+            # A few at a time, because Python's garbage collector would go through long lists again and again.
+            batches = [tokenize(part[start : start + size]) for start in range(0, len(part), size)]
+            return _encoded(batches[0] if len(batches) == 1 else _joined(batches, padding or {}), context)
+
+        share = encode_share(prompts, encode, size * batches_at_once)
+    texts = gather_rows(share)[places]
+    return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))
+
+
+def _tokenizer(context: Context, processing_class: Any) -> Tokenize:
+    if callable(tokenize := getattr(context.collator, "tokenize", None)):
+        return tokenize
+    if hasattr(processing_class, "tokenizer"):
+        config = getattr(context.encoder.model, "config", None)
+        return ContrastiveCollator.for_model(processing_class, config).tokenize
+    raise ValueError(
+        "Zero-shot evaluation must tokenize the prompts of the classes, but the data collator, a "
+        f"{type(context.collator).__name__}, has no method tokenize(texts), and the processing_class, a "
+        f"{type(processing_class).__name__}, has no tokenizer. Pass "
+        "processing_class=AutoProcessor.from_pretrained(...), in addition to any data_collator."
+    )
+
+
+def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batch_size: int) -> Tensor:
+    """This rank's share of the embeddings of all prompts; every rank has the same number of rows.
+
+    All ranks encode equally often, because under FSDP a forward communicates. The shares follow the order of the ranks,
+    and the last prompt is repeated to fill the last shares. The first ``len(prompts)`` rows of the gathered shares are
+    therefore the embeddings of all prompts in their order.
+    """
+    processes = Processes()
+    size = -(-len(prompts) // processes.world_size)
+    filled = prompts + prompts[-1:] * (size * processes.world_size - len(prompts))
+    share = filled[processes.rank * size : (processes.rank + 1) * size]
+    return torch.cat([encode(share[start : start + batch_size]) for start in range(0, size, batch_size)])
+
+
+def _joined(batches: list[dict[str, Tensor]], padding: Mapping[str, int]) -> dict[str, Tensor]:
+    """Tokens of several batches as one, padded to the longest of their texts."""
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    return {name: torch.cat([widened(batch[name], longest, padding[name]) for batch in batches]) for name in batches[0]}
+
+
+def _encoded(tokens: dict[str, Tensor], context: Context) -> Tensor:
+    """The embeddings [n, D] fp32 of n texts, on the device."""
+    check_tokens(tokens["input_ids"], context.encoder.vocabulary)  # on the host, where nothing is waited for
+    context.encoder.check_texts(tokens)
+    batch = context.prepare_inputs(tokens)
+    with torch.no_grad(), context.accelerator.autocast():
+        return context.encoder.encode_texts(batch, checked=True).float()
+
+
+def use_of_metric(options: Any) -> str | None:
+    """The option for which Trainer looks up a metric after every evaluation, or None if there is no such option."""
+    schedule = spelled(options.lr_scheduler_type)
+    uses = {
+        "early_stopping_patience": options.early_stopping_patience is not None,
+        "load_best_model_at_end": options.load_best_model_at_end,
+        "save_strategy='best'": options.save_strategy == "best",
+        f"lr_scheduler_type={schedule!r}": schedule in SCHEDULES_BY_METRIC,
+        "metric_for_best_model": options.metric_for_best_model is not None,
+    }
+    return next((use for use, is_set in uses.items() if is_set), None)
+
+
+def check_metric_of_training(options: Any, evaluated: object) -> None:
+    """Raises a ValueError if a training would look up a metric that its evaluations do not measure."""
+    use = use_of_metric(options)
+    if use is not None and options.eval_strategy != "no":
+        check_metric(str(options.metric_for_best_model), metrics_of(evaluated), use)
+
+
+def metrics_of(dataset: object) -> list[str]:
+    """The names of the metrics of a set, without the prefix ``eval_``; for a dictionary of sets with their names."""
+    if isinstance(dataset, Mapping):
+        return [f"{name}_{metric}" for name, one in dataset.items() for metric in metrics_of(one)]
+    if isinstance(dataset, ZeroShotDataset):
+        return list(metrics_of_kind(dataset.kind, len(dataset.class_names)))
+    return list(metrics_of_kind(getattr(dataset, "kind", "pairs")))
+
+
+def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
+    """Raises a ValueError if the metric that an option (``use``) looks up is not measured.
+
+    It is with or without ``eval_``; the names of those that are measured are without.
+    """
+    if (name := wanted.removeprefix("eval_")) not in names:
+        looked_up = use if use == "metric_for_best_model" else f"{use} looks up metric_for_best_model, which"
+        raise ValueError(f"{looked_up} must be one of {', '.join(names)}, got {name!r}.")
+
+
+logger = logging.get_logger(__name__)
+
+
+class Evaluator:
+    """Embeds the batches of an evaluation, and computes the metrics of the whole set from all embeddings.
+
+    Args:
+        context, processing_class: as for `class_vectors`.
+        notices: looks at the captions of a set, on the main process.
+        state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
+            number of its images and the resampled values of its score; later it compares with them.
+
+    Attributes:
+        found: the ranks or scores of the set, once its metrics are computed.
+    """
+
+    def __init__(
+        self, context: Context, processing_class: object, notices: CaptionNotices, state: TrainerState
+    ) -> None:
+        self._context, self._processing_class, self._notices = context, processing_class, notices
+        self._encoder, self._accelerator, self._args = context.encoder, context.accelerator, context.args
+        self._logged = state.log_history
+        # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
+        kept: Any = state.stateful_callbacks
+        scores_before = kept.setdefault("scores_before", {})
+        self._changes = ScoreChanges(scores_before, state.log_history, at_start=state.global_step == 0)
+        self._classifier: Tensor | None = None
+        self._type_of_set, self._prefix = "dataset", "eval"
+        self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
+        self.found: evaluation.Found | None = None
+
+    def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
+        """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
+
+        For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
+        all captions; for a `ZeroShotDataset`, they are accuracies. Accuracies and recalls have 95% bootstrap intervals
+        (``acc1_low``, ``acc1_high``). During a training, ``score_change_low`` and ``score_change_high`` are the paired
+        interval of the change of the score (see `metrics.score`) since before it. The loss uses the
+        first caption of each image, or all of them with ``equal_ids="positive"``. No metric uses negative captions.
+        Every process gets the numbers of rank 0. A training goes on as if it had not been evaluated: the random state
+        of dropout stays the same.
+
+        Args:
+            loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.
+        """
+        dataset = dataloader.dataset
+        self._type_of_set, self._prefix = type(dataset).__name__, prefix
+        if self._args.process_index == 0:
+            self._notices.look(f"evaluation set of {prefix}_*", all_parts(dataset), self._context.collator)
+        check_same_size(dataset, prefix)
+        with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), _texts_kept(dataloader):
+            batches = AnnouncingDataLoader(dataloader, self._take_apart)
+            if isinstance(dataset, ZeroShotDataset):
+                batches.begin()  # workers load the first ones while prompts are encoded
+                self._classifier = class_vectors(dataset, self._context, self._processing_class)
+            with self._without_padding():
+                output = loop(batches)  # which calls `embed`
+            Processes().agree([])  # where an error of another process's compute_metrics arrives
+            assert output.metrics is not None
+            if output.num_samples == 0:
+                raise ValueError(f"The evaluation set of {prefix}_* is empty: it returned no batch.")
+            metrics = self.metrics(dataset, output)
+            if Processes().rank == 0:
+                metrics |= self._changes.intervals(prefix, self.found)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
+        # The numbers of rank 0: they decide on checkpoints, the learning rate and the end, but rounding may differ.
+        numbers = {name: value for name, value in output.metrics.items() if isinstance(value, (int, float))}
+        output.metrics.update(Processes().gather_objects(numbers)[0])
+        return output
+
+    def _take_apart(self, batch: object) -> Any:
+        self._of_batch = evaluation.taken_apart(batch)
+        return self._of_batch[0]
+
+    # ---- Encoding ----
+
+    def embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
+        """The predictions and labels of this process's rows, which are image-text pairs or labelled images.
+
+        Rows that accelerate repeated are left out.
+
+        Returns:
+            For pairs, ``(image_embeds [n, D], text_embeds [m, D])``, with the captions in the order of their images,
+            and ``(counts [n], caption_ids [m])``: the number of captions of each image, and an int64 that is equal for
+            captions with equal tokens. If the batch has ``pair_ids``, these [n] are the third label. For labelled
+            images, [n] int32, the rank of the image's class, and the labels [n]; if an image may be of several
+            classes, the scores [n, C] and the labels [n, C].
+        """
+        if self._accelerator.distributed_type == DistributedType.FSDP:
+            Processes().agree([])  # before the forward, in which a process would wait for one that has failed
+        with failures_announced_unless_sharded(self._accelerator):
+            return self._embed(inputs)
+
+    def _embed(self, inputs: dict[str, Tensor]) -> tuple[Any, Any]:
+        batch = self._context.prepare_inputs(inputs)
+        classified = "labels" in batch
+        if "pixel_values" not in batch or not (classified or "input_ids" in batch):
+            raise ValueError(
+                "A batch of an evaluation must have pixel_values and input_ids, for image-text pairs, or pixel_values "
+                f"and labels, for a ZeroShotDataset, got keys {list(batch)}."
+            )
+        name: str = getattr(self._encoder.model, "main_input_name", "input_ids")
+        if (with_inputs := "inputs" in self._args.include_for_metrics) and name not in batch:
+            raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
+        on_host = self._of_batch[1] if inputs is self._of_batch[0] else batch
+        with torch.no_grad(), self._accelerator.autocast():
+            if not classified:  # before the forwards, which the checks would wait for if the texts are not on the host
+                check_tokens(on_host["input_ids"], self._encoder.vocabulary)
+                self._encoder.check_texts(on_host)
+            images = self._encoder.encode_images(batch).float()
+            texts = None if classified else self._encoder.encode_texts(batch, checked=True).float()
+        rows = rows_to_keep(len(images), self._args.process_index)
+        kept: dict[str, Any] = dict.fromkeys(IMAGE_INPUTS, slice(rows))
+        predictions: Any
+        labels: Any
+        if texts is None:
+            if self._classifier is None:
+                raise ValueError(
+                    "Images with labels are evaluated zero-shot, which needs a ZeroShotDataset, not a "
+                    f"{self._type_of_set} around one. Select rows of the dataset inside it instead."
+                )
+            labels = batch["labels"][:rows]
+            # A check would wait for the device, which works on while the next batches are prepared; see `metrics`.
+            predictions = evaluation.class_places(images[:rows], self._classifier, labels)
+        else:
+            order, counts = evaluation.group_by_image(on_host.get("caption_image"), len(texts), len(images))
+            counts = counts[:rows]
+            order = order[: int(counts.sum())]
+            mask = on_host.get("attention_mask")
+            ids = evaluation.caption_ids(on_host["input_ids"][order], None if mask is None else mask[order])
+            order, counts, ids = (one.to(texts.device, non_blocking=True) for one in (order, counts, ids))
+            kept |= dict.fromkeys(TEXT_INPUTS, order)
+            predictions, labels = (images[:rows], texts[order]), (counts, ids)
+            if "pair_ids" in batch:
+                labels += (batch["pair_ids"][:rows],)
+        if with_inputs:  # Trainer gathers this input after this method returns
+            inputs[name] = batch[name][kept[name]]
+        return predictions, labels
+
+    def _without_padding(self) -> AbstractContextManager[None]:
+        """The context in which Trainer's loop does not ask all processes for the width of what `embed` has returned.
+
+        It is the same on all of them, and to ask for it, the loop would wait for the device after every batch.
+        """
+        if "inputs" in self._args.include_for_metrics:  # which it pads as well, and which may differ
+            return nullcontext()
+        return replaced(self._accelerator, pad_across_processes=lambda tensor, **_: tensor)
+
+    # ---- Metrics ----
+
+    def metrics(self, dataset: object, output: EvalLoopOutput) -> dict[str, float]:
+        """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
+        predictions: Any = output.predictions
+        labels: Any = output.label_ids
+        self._changes.recognise(self._prefix, labels)
+        if of_choices := [part for part in all_parts(dataset) if getattr(part, "kind", "") == "choices"]:
+            images, texts, counts = map(self._on_device, (*predictions, labels[0]))
+            self.found = evaluation.choices(images, texts, evaluation.image_of_captions(counts), of_choices[0].right)
+            return evaluation.measured(self.found)
+        if isinstance(predictions, tuple):
+            return self._pair_metrics(predictions, labels)
+        assert self._classifier is not None
+        predictions, labels = (torch.as_tensor(array).cpu() for array in (predictions, labels))
+        self.found = evaluation.checked_classes(predictions, labels, len(self._classifier))
+        return evaluation.measured(self.found)
+
+    def _pair_metrics(self, predictions: tuple[Any, Any], labels: tuple[Any, ...]) -> dict[str, float]:
+        images, texts = map(self._on_device, predictions)
+        counts, ids, *pair_ids = map(self._on_device, labels)
+        text_image = evaluation.image_of_captions(counts)
+        with torch.no_grad():
+            if self._context.equal_ids == "positive":
+                image_ids = pair_ids[0] if pair_ids else torch.arange(len(images), device=images.device)
+                captions, ids_of = texts, {"image_ids": image_ids, "text_ids": image_ids[text_image]}
+            else:
+                captions = texts[counts.cumsum(0) - counts]  # the first of each image
+                ids_of = {"pair_ids": pair_ids[0]} if pair_ids else {}
+            loss = local_contrastive_loss(
+                images,
+                captions,
+                *self._encoder.scale_and_bias(),
+                objective=self._context.objective,
+                backend=self._args.backend,
+                **ids_of,
+            )
+        self.found = ranks = evaluation.pair_ranks(images, texts, text_image, ids)
+        every = evaluation.recall_ceilings(ids, ranks.text_image, len(images), KS)
+        ceilings = {name: value for name, value in every.items() if value < 1}
+        told = any(f"{self._prefix}_{name}" in entry for name in ceilings for entry in self._logged)
+        if ceilings and not told and self._accelerator.is_main_process:
+            highest = ", ".join(f"{name.removesuffix(CEILING)} {value:.2%}" for name, value in ceilings.items())
+            logger.warning_once(
+                f"Some captions of {self._prefix}_*, as the model reads them, belong to several images, so some "
+                f"recalls cannot reach 100%. The highest that any model can reach: {highest}."
+            )
+        return {"loss": loss.item(), **evaluation.measured(ranks), **every}
+
+    def _on_device(self, array: object) -> Tensor:
+        return torch.as_tensor(array, device=self._args.device)
+
+
+@failures_announced()
+def checked_metrics(compute_metrics: Callable[..., object], *args: object) -> dict[str, Any]:
+    """Calls a function of the user, which has to return a dict; the other processes learn of its errors."""
+    if isinstance(metrics := compute_metrics(*args), dict):
+        return metrics
+    raise ValueError(f"compute_metrics must return a dict, {{'name': number}}, got a {type(metrics).__name__}.")
+
+
+def rows_to_keep(batch_size: int, rank: int) -> int:
+    """The number of rows in this rank's batch that are not repeated.
+
+    accelerate gives all ranks batches of equal size and repeats rows to fill the last ones. The rows that are not
+    repeated come first: those of rank 0, then those of rank 1 and so on.
+    """
+    state = GradientState()
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return batch_size
+    return min(max(state.remainder - rank * batch_size, 0), batch_size)
+
+
+def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:
+    """The context in which a loader's collator is a `WithTextsOnHost`, if it is a loader of torch."""
+    loader = getattr(dataloader, "base_dataloader", dataloader)
+    if not isinstance(loader, DataLoader):
+        return nullcontext()
+    return replaced(loader, collate_fn=evaluation.WithTextsOnHost(loader.collate_fn))
+
+
+def check_same_size(dataset: object, prefix: str) -> None:
+    """Raises a ValueError on every process if an evaluation set has another length on one of them; collective."""
+    if not has_length(dataset):
+        return
+    sizes = [int(size) for (size,) in Processes().agree([len(dataset)])]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"The evaluation set of {prefix}_* has {sizes} rows on the ranks (in the order of the ranks). Give every "
+            "machine the same data; a copy may be out of date."
+        )

@@ -1,0 +1,263 @@
+"""Warns about captions of a dataset that the model does not read to their end, or that repeat.
+
+Makes the data loaders of a trainer, and adapts the loaders that Trainer makes for a training."""
+
+from __future__ import annotations
+
+import collections
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import has_length
+from transformers.utils import logging
+
+from ..data import ImageTextStream
+from ..data.collator import ContrastiveCollator, DataCollator
+from ..data.loader import TrainingLoader, check_batch, worker_options
+from ..data.pairs import REPEATED, caption_pair_id
+from ..data.replay import Replayed
+from ..data.store import KeyedItem, PlainRows, all_parts, has_epochs, most_captions, negative_caption_columns
+from ..options.arguments import InfCLTrainingArguments
+from ..processes.signals import heed_parent_alone
+from ..quality.teachers import StoredTeacher
+from ..refusals import check_tokens
+from ..step.extensions import of_kind
+from ..step.terms import Context, TeacherDistance
+
+logger = logging.get_logger(__name__)
+
+_SAMPLED = 10_000  # images whose captions are compared
+_TOKENIZED = 2_000  # captions whose tokens are counted
+
+
+@dataclass
+class CaptionNotices:
+    """Looks once at the captions of each dataset, and warns about those that are cut or repeated."""
+
+    was_told: bool = False  # whether the run that is resumed has told all this
+    cut: dict[str, float] = field(default_factory=dict)  # the share of captions that are, if any, by the dataset's name
+    _seen: set[str] = field(default_factory=set)
+
+    def look(self, name: str, datasets: Iterable[Any], collator: object, batch_size: int | None = None) -> None:
+        """Looks at up to 10,000 images of each dataset, without reading images of tables.
+
+        Args:
+            name: the name of the datasets for the warnings. Only its first call has an effect.
+            datasets: the parts of the data; those without a method ``sample_captions`` are left out.
+            collator: captions are tokenized only for a `ContrastiveCollator`, which knows the limit.
+            batch_size: the global batch of a training, in which repeated captions are each other's negatives.
+        """
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        parts = [part for part in datasets if hasattr(part, "sample_captions")]
+        samples = [part.sample_captions(_SAMPLED) for part in parts]
+        if isinstance(collator, ContrastiveCollator):
+            texts = [caption for sample in samples for captions in sample for caption in captions]
+            texts = texts[:: -(-len(texts) // _TOKENIZED) or 1]
+            if cut := sum(map(collator.is_cut, texts)):
+                self.cut[name] = share = cut / len(texts)
+                tell = logger.info if self.was_told else logger.warning
+                tell(
+                    f"{share:.1%} of {len(texts):,} captions of the {name} have more than {collator.max_length} "
+                    "tokens, the limit of the model, which does not see what follows. Captions that differ only there "
+                    f"are equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
+                )
+        for part, sample in zip(parts, samples, strict=True):
+            if self.was_told or batch_size is None or part.pair_id_column is not None:
+                continue
+            if (repeated := repeated_captions(sample)) > REPEATED * len(sample):
+                logger.warning(
+                    f"{repeated:,} of {len(sample):,} images of the {name} have a caption that another one also has. "
+                    f"Equal captions in a global batch, which has {batch_size:,} pairs, are each other's negatives "
+                    f"unless you pass pair_id_column={part.caption_column!r} (--pair_id_column {part.caption_column} "
+                    "on the command line)."
+                )
+
+    def look_at_all(self, context: Context, evaluated: object) -> None:
+        """Looks at the training set, or at the ``parts`` that it consists of, and at the evaluation sets."""
+        parts: Mapping[str, object] = getattr(context.data, "parts", {"training set": context.data})
+        for name, part in parts.items():
+            self.look(name, all_parts(part), context.collator, context.args.global_batch_size)
+        for name, dataset in evaluated.items() if isinstance(evaluated, Mapping) else [("", evaluated)]:
+            self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", all_parts(dataset), context.collator)
+
+
+def repeated_captions(sample: list[list[str]]) -> int:
+    """The number of images with a caption that reads the same as one of another image."""
+    ids = [{caption_pair_id(caption) for caption in captions} for captions in sample]
+    times = collections.Counter(number for ids_of_image in ids for number in ids_of_image)
+    return sum(any(times[number] > 1 for number in ids_of_image) for ids_of_image in ids)
+
+
+# The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
+_OF_TRAINER = ("pair_ids", "caption_image", "skipped")
+_OF_COLLATOR = tuple("image cropped image_features at_start caption negative_captions pair_id skipped label".split())
+
+
+def add_used_columns(columns: list[str] | None, collator: object) -> None:
+    """Adds the columns that ``remove_unused_columns`` has to keep beside the arguments of the model."""
+    used = _OF_COLLATOR if isinstance(collator, ContrastiveCollator) else _OF_TRAINER
+    assert columns is not None
+    columns += [name for name in used if name not in columns]
+
+
+def set_sizes(collator: object, args: InfCLTrainingArguments) -> None:
+    """Sets the ``image_size``, and ``max_text_tokens`` above the tokenizer's limit, for all rows and what is saved."""
+    if not isinstance(collator, ContrastiveCollator):
+        return
+    if args.image_size is not None:
+        collator.set_image_size(args.image_size)
+    if args.max_text_tokens is not None:
+        collator.lengthen(args.max_text_tokens)
+
+
+class TrainingCollator:
+    """The data collator of a training, which runs in the loader's workers: its batches also have what a teacher needs.
+
+    It checks the tokens against the model's vocabulary while they are in host memory. Of items with keys, the batch
+    gets ``pair_keys`` [images] int64.
+    """
+
+    def __init__(self, collate: DataCollator, context: Context) -> None:
+        of_terms = [term.teacher for term in of_kind(context.extensions, TeacherDistance)]
+        self._teachers = [teacher for teacher in of_terms if isinstance(teacher, StoredTeacher)]
+        self._collate, self._vocabulary = collate, context.encoder.vocabulary
+
+    def __call__(self, items: list[Any]) -> Any:
+        keyed = isinstance(items[0], KeyedItem)
+        plain = [one.item for one in items] if keyed else items
+        batch = self._collate(plain)
+        if not isinstance(batch, Mapping):
+            return batch  # which is refused later
+        if isinstance(tokens := batch.get("input_ids"), Tensor):
+            check_tokens(tokens, self._vocabulary)
+        added = {name: value for one in self._teachers for name, value in one.inputs(plain, batch).items()}
+        if keyed:
+            added["pair_keys"] = torch.tensor([one.key for one in items])
+        return {**batch, **added} if added else batch
+
+
+def training_collator(collator: DataCollator, args: InfCLTrainingArguments) -> DataCollator:
+    """The data collator for the rows of a training, which cuts captions to ``max_text_tokens`` if that is set.
+
+    Raises:
+        ValueError: it is no `ContrastiveCollator`, or see `ContrastiveCollator.cut_to`.
+    """
+    if args.max_text_tokens is None:
+        return collator
+    if not isinstance(collator, ContrastiveCollator):
+        raise ValueError(
+            f"max_text_tokens={args.max_text_tokens} needs a ContrastiveCollator, which the trainer creates from a "
+            f"processing_class, but the data collator is a {type(collator).__name__}. Let that cut the captions."
+        )
+    return collator.cut_to(args.max_text_tokens)
+
+
+def check_data_seed(dataset: object, data_seed: int | None) -> None:
+    """Raises a ValueError if ``data_seed`` would have no effect on the training set."""
+    if isinstance(dataset, Replayed):
+        for part in dataset.datasets:
+            check_data_seed(part, data_seed)
+        return
+    if data_seed is None or not isinstance(dataset, IterableDataset):
+        return
+    seed = dataset.seed if isinstance(dataset, ImageTextStream) else "its own"
+    if seed != data_seed:
+        raise ValueError(
+            f"data_seed={data_seed} would have no effect: the order of a {type(dataset).__name__} depends on its own "
+            f"seed, which is {seed}. Pass the seed to the stream, as in ImageTextStream(..., seed={data_seed}), and "
+            "leave data_seed out."
+        )
+
+
+def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `Trainer.set_initial_training_values` returns, where a stream of another class knows its length.
+
+    Its passes have full windows only. The length may be a guess, so that ``max_steps`` takes more passes.
+    """
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset) and has_length(loader)
+    if isinstance(loader, TrainingLoader) or not is_stream:
+        return values
+    _, _, examples, _, batch, _, steps = values
+    windows = max(1, len(loader) // args.gradient_accumulation_steps)
+    steps = math.ceil(args.num_train_epochs * windows) if args.max_steps < 0 else steps
+    return sys.maxsize, windows, examples, steps * batch, batch, windows * args.gradient_accumulation_steps, steps
+
+
+def checked_batches(make_loader: Callable[[], Iterable[object]], equal_ids: str) -> Iterator[Any]:
+    """The batches of a new training loader, each of which is checked; see `check_batch`."""
+    for batch in make_loader():
+        check_batch(batch, equal_ids)
+        yield batch
+
+
+def check_selectable(dataset: object, args: InfCLTrainingArguments) -> None:
+    """Raises a ValueError if ``leave_out`` cannot recognise the new pairs of a training when they come again."""
+    if args.leave_out is not None and rows_of(dataset) is None:
+        raise ValueError(
+            "leave_out='noisy' compares the scores of each row of a table from epoch to epoch, which a stream does not "
+            "have. Score the stream with `infcl score`, and train without its wrong pairs (`--exclude`)."
+        )
+
+
+def needed_ids(args: InfCLTrainingArguments, data: object) -> str:
+    """``equal_ids``, or else what the training set needs."""
+    return args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
+
+
+def drawn_texts(data: object) -> tuple[int, str | None]:
+    """The most captions that a training set draws of an image, and the column of its negative captions, if any."""
+    return most_captions(data), next(iter(negative_caption_columns(data)), None)
+
+
+def rows_of(data: object) -> int | None:
+    """The number of rows of a training set without old pairs; None for a stream."""
+    new = data.datasets[0] if isinstance(data, Replayed) else data
+    return len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
+
+
+def without_epochs(dataset: Any) -> Any:
+    """A dataset with a length to be evaluated; only its `PlainRows` if it has a method ``set_epoch``."""
+    return PlainRows(dataset) if has_epochs(dataset) and not isinstance(dataset, PlainRows) else dataset
+
+
+def loader_of_stream(dataset: IterableDataset, collate: DataCollator, context: Context) -> DataLoader:
+    """The training loader of a stream of another class than `ImageTextStream`, which each process reads as a whole.
+
+    The processes take its rows in turn, in full micro-batches. A resumed training skips as many as were trained, but
+    what the stream draws is its own.
+    """
+    args = context.args
+    if args.save_strategy != "no" and args.process_index == 0:
+        logger.warning_once(
+            f"Of a {type(dataset).__name__}, a checkpoint holds no position: a training resumes near it, but not with "
+            "the same batches. For exact resumes, read shards with ImageTextStream (--streaming)."
+        )
+    collate = TrainingCollator(training_collator(collate, args), context)
+    options = worker_options(args, args.dataloader_num_workers)
+    loader = DataLoader(
+        dataset, batch_size=args.per_device_train_batch_size, collate_fn=collate, drop_last=True, **options
+    )
+    return prepare_data_loader(
+        loader,
+        args.device,
+        args.world_size,
+        args.process_index,
+        put_on_device=not args.offload_inputs,
+        dispatch_batches=False,  # the main process cannot deal out several captions of an image
+    )
+
+
+def with_lasting_workers(dataloader: DataLoader) -> DataLoader:
+    """Trainer's loader of an evaluation, whose workers no signal but that of their parent ends."""
+    loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's, or torch's
+    loader.worker_init_fn = heed_parent_alone
+    return dataloader

@@ -1,0 +1,328 @@
+"""How much a training has trained and how fast, for its logs.
+
+The end of a training: by a signal, by a metric that no longer improves, and its last metrics.
+
+Points of Trainer's loop where it has no method to override, what callbacks ask for, and values that it reads."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import IntervalStrategy
+
+from ..files.text import counted
+from ..options.arguments import InfCLTrainingArguments
+from ..processes.collectives import Processes
+from ..processes.signals import Preempted
+from ..step.step import WindowStep
+from .checkpoints import Checkpoints
+from .training_data import TrainingData
+
+_SECONDS = "train_seconds"
+
+
+class Progress:
+    """Counts the pairs and the seconds of a training, interruptions included, and the operations of a batch.
+
+    Args:
+        step: the number of trained optimizer steps at the start.
+        batch: the pairs of a global batch.
+        earlier: the seconds of the training before, if it was interrupted; see `trained_seconds`.
+    """
+
+    def __init__(self, step: int, batch: int, earlier: float = 0.0) -> None:
+        now = time.perf_counter()
+        self.first_step, self._batch = step, batch
+        self._began = now - earlier
+        self._last_log = now, step
+        self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
+
+    def keep_seconds(self, state: TrainerState) -> None:
+        """Puts the seconds of the training up to now into the part of Trainer's state that checkpoints keep."""
+        kept: Any = state.stateful_callbacks
+        kept[_SECONDS] = round(time.perf_counter() - self._began, 3)
+
+    def logs(self, step: int, device: torch.device) -> dict[str, float]:
+        """global_batch_size, samples_seen, samples_per_second since the last call, train_seconds, peak_memory."""
+        now, (since, at) = time.perf_counter(), self._last_log
+        self._last_log = now, step
+        logs: dict[str, float] = {"global_batch_size": self._batch, "samples_seen": step * self._batch}
+        if step > at:
+            logs["samples_per_second"] = round((step - at) * self._batch / (now - since), 3)
+        logs[_SECONDS] = round(now - self._began, 3)
+        if device.type == "cuda":
+            logs["peak_memory"] = torch.cuda.max_memory_allocated(device)
+        return logs
+
+    def rate(self, logs: dict[str, float], step: int) -> dict[str, float]:
+        """train_samples_per_second, at the end of this training: Trainer's has the steps before a resume."""
+        pairs = (step - self.first_step) * self._batch
+        return {"train_samples_per_second": round(pairs / logs["train_runtime"], 3)} if "train_runtime" in logs else {}
+
+    def operations(self, inputs: dict[str, Tensor], count: Callable[[dict[str, Tensor]], int]) -> int:
+        """Trainer's ``count`` of the operations of a batch, made once for each shape, since it lists all parameters."""
+        shapes = tuple((name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+        if shapes not in self._operations:
+            self._operations[shapes] = count(inputs)
+        return self._operations[shapes]
+
+
+def trained_seconds(state: TrainerState) -> float:
+    """The seconds of a training, which its checkpoints keep; for those of other trainers, up to the last log."""
+    kept: Any = state.stateful_callbacks
+    logged = (entry[_SECONDS] for entry in reversed(state.log_history) if _SECONDS in entry)
+    return float(kept[_SECONDS] if _SECONDS in kept else next(logged, 0.0))
+
+
+logger = logging.getLogger(__name__)
+
+
+def saved_early(
+    number: int, state: TrainerState, checkpoints: Checkpoints, *, trained: bool, saves: Iterable[Callable[[], object]]
+) -> Preempted:
+    """The end of a training by a signal, for which it saves a checkpoint, if it has trained any step; collective.
+
+    ``saves`` save a checkpoint of the last step, and tell the callbacks of it.
+    """
+    step = state.global_step
+    for save in saves if trained and checkpoints.saved_step != step else ():
+        save()
+    if not trained:
+        what = "Nothing was trained before that"
+    elif checkpoints.saved_step == step:
+        what = f"checkpoint-{step} is saved"
+    else:
+        what = "No checkpoint of it could be saved"
+    if state.is_world_process_zero:
+        logger.warning(
+            f"{signal.Signals(number).name} has ended the training after step {step}. {what}. "
+            "Resume with --resume_from_checkpoint auto (in Python, trainer.train(resume_from_checkpoint='auto'))."
+        )
+    return Preempted(128 + number)
+
+
+def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, float]:
+    """The metrics of all datasets if they were measured after the last step; otherwise nothing.
+
+    Measuring them again after the training would take time, and MLflow and trackio would start a new run for it.
+    """
+    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith(("eval_", "epoch"))}
+    complete = all(any(name.startswith(f"eval_{dataset}_") for name in metrics) for dataset in datasets)
+    return metrics if complete else {}
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """transformers' callback, also for several evaluation sets, for each of which Trainer calls it, and after a resume.
+
+    A resumed training continues its count of evaluations without improvement, and does not count that of
+    ``eval_on_start``, as if it had not been interrupted. Trainer itself would restore the callback with the patience of
+    the checkpoint (``restore_callback_states_from_checkpoint``), which may change.
+    """
+
+    _first_step = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self.early_stopping_patience_counter, self._first_step = _count(state), state.global_step
+
+    def on_epoch_begin(self, *_: object, **kwargs: object) -> None:
+        self._first_step = -1  # a resumed training may repeat the evaluation of its first step
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any = None,
+        **kwargs: object,
+    ) -> None:
+        is_of_its_set = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}" in metrics
+        if is_of_its_set and state.global_step != self._first_step:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
+
+
+def _count(state: TrainerState) -> int:
+    """The evaluations without improvement before the training was resumed."""
+    kept: Any = state.stateful_callbacks
+    saved = kept.get(EarlyStopping.__name__, {}) if state.global_step else {}
+    return int(saved.get("attributes", {}).get("early_stopping_patience_counter", 0))
+
+
+def why_complete(state: TrainerState, max_steps: int, patience: int | None) -> str:
+    """Why a resumed training has no step left; empty if it has one."""
+    if state.global_step >= max_steps:
+        return f"the run has {counted(max_steps, 'step')}"
+    if patience is not None and _count(state) >= patience:
+        return f"early_stopping_patience={patience} ended the run there; raise it to train on"
+    return ""
+
+
+# The flags of Trainer's control that callbacks can set.
+DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+
+
+class LoopEvents(TrainerCallback):
+    """Calls the parts of a training at points of Trainer's loop; ``begin_training`` returns them.
+
+    Trainer passes arguments, state and control by position, and everything else by name. While it trains, a
+    `CompleteWindows` is the last of its callbacks.
+    """
+
+    def __init__(
+        self, callbacks: list[TrainerCallback], begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]]
+    ) -> None:
+        self._callbacks, self._begin_training = callbacks, begin_training
+        self._progress: Progress | None = None  # of a training, not before or after it
+
+    def on_train_begin(self, *_: object, **kwargs: object) -> None:
+        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
+        self._callbacks.append(CompleteWindows())  # after the user's callbacks
+        self._step, self._data, self._progress = self._begin_training()
+
+    def on_train_end(
+        self, args: object, state: TrainerState, *_: object, optimizer: Optimizer | None = None, **kwargs: object
+    ) -> None:
+        switch_weights(optimizer, "eval")
+        self._data.close()
+        self._count_seconds(state)
+        self._progress = None
+
+    def on_pre_optimizer_step(
+        self, args: object, state: TrainerState, *_: object, optimizer: Optimizer | None = None, **kwargs: object
+    ) -> None:
+        self._step.before_optimizer_step(optimizer, state.global_step)
+
+    def on_optimizer_step(self, *_: object, optimizer: Optimizer | None = None, **kwargs: object) -> None:
+        self._step.after_optimizer_step(optimizer)
+
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
+        self._data.end_window()
+        self._count_seconds(state)
+
+    def on_evaluate(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
+        self._count_seconds(state)  # a checkpoint may follow
+
+    def _count_seconds(self, state: TrainerState) -> None:
+        if self._progress is not None:
+            self._progress.keep_seconds(state)
+
+
+def add_own_callbacks(
+    handler: CallbackHandler,
+    args: InfCLTrainingArguments,
+    begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]],
+) -> None:
+    """Adds the callbacks of this package to those of a trainer."""
+    # This callback comes first, so that the user's callbacks see the clamped logit_scale.
+    handler.callbacks.insert(0, LoopEvents(handler.callbacks, begin_training))
+    if args.early_stopping_patience is not None:
+        handler.add_callback(EarlyStopping(args.early_stopping_patience))
+        return
+    for place, callback in enumerate(handler.callbacks):
+        if type(callback) is EarlyStoppingCallback:  # which knows neither several evaluation sets nor resumes
+            asked = callback.early_stopping_patience, callback.early_stopping_threshold
+            handler.callbacks[place] = EarlyStopping(*asked)
+
+
+class CompleteWindows(TrainerCallback):
+    """Postpones what other callbacks ask for at the begin of a window, or within it, to its end; asks for logs.
+
+    Trainer would leave the window at once, whose gradient so far would be part of the next window's. The last callback
+    knows whether a step is the last one, which Trainer would not log unless it ends an interval.
+    """
+
+    def __init__(self) -> None:
+        self._epoch_stop = self._training_stop = False
+
+    def on_step_begin(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
+        self._epoch_stop |= control.should_epoch_stop
+        self._training_stop |= control.should_training_stop
+        control.should_epoch_stop = control.should_training_stop = False
+
+    on_substep_end = on_step_begin  # what was asked for within the window waits as well
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        control.should_epoch_stop |= self._epoch_stop
+        control.should_training_stop |= self._training_stop
+        self._epoch_stop = self._training_stop = False
+        control.should_log |= is_logged(args, state, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        control.should_log |= is_logged(args, state, control)
+
+
+def is_logged(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> bool:
+    """Whether a step is to be logged even if it ends no interval of ``logging_steps``.
+
+    With ``logging_first_step`` these are the first step and the last. An evaluation may make any step the last. If
+    nobody has chosen an interval, or it is longer than the training, so are ten steps at equal distances.
+    """
+    if args.logging_strategy != IntervalStrategy.STEPS:
+        return False
+    chosen = args.logging_steps != TrainingArguments.logging_steps and state.logging_steps <= state.max_steps
+    if chosen and not args.logging_first_step:
+        return False
+    of_ten = not chosen and state.global_step % max(1, state.max_steps // 10) == 0
+    return of_ten or state.global_step == 1 or control.should_evaluate or control.should_training_stop
+
+
+class Decisions:
+    """Makes all processes log, evaluate, save or end the training if a callback on any process asks for it.
+
+    For example, a callback may read the clock, which differs between processes. Callbacks of transformers and of this
+    package decide alike on all processes; among them nothing is exchanged. The constructor compares the callbacks with
+    those of the other processes; collective.
+    """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
+        packages = {type(callback).__module__.split(".")[0] for callback in callbacks}
+        has_foreign = not packages <= {"transformers", "hf_infcl"}
+        self._differ = any(has for (has,) in Processes().agree([has_foreign]))
+
+    @contextmanager
+    def shared(self, control: TrainerControl) -> Iterator[None]:
+        """The context in which Trainer does what was asked for; collective."""
+        asked = self._differ and _share(control)
+        yield
+        if asked:  # a callback may ask for the end after an evaluation
+            _share(control)
+
+
+def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) -> None:
+    """Puts the weights to train, or those to evaluate and save, into the model: schedule-free optimizers have both."""
+    if callable(switch := getattr(optimizer, mode, None)):
+        switch()
+
+
+@contextmanager
+def replaced(trainer: object, **values: object) -> Iterator[None]:
+    """The context in which Trainer's methods find these values in attributes of a trainer."""
+    before = {name: getattr(trainer, name) for name in values}
+    for name, value in values.items():
+        setattr(trainer, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(trainer, name, value)
+
+
+def _share(control: TrainerControl) -> bool:
+    """Whether anything was asked for."""
+    asked = Processes().agree([getattr(control, name) for name in DECISIONS])
+    for name, votes in zip(DECISIONS, zip(*asked, strict=True), strict=True):
+        setattr(control, name, any(votes))
+    return any(map(any, asked))

@@ -1,0 +1,413 @@
+"""Files and messages that this package adds to those of Trainer when a model is saved.
+
+The model that a training of `infcl train` starts from, with the adapters that train, and the one that it leaves.
+
+Pushes to the Hub, which Trainer starts in the background, and a resume from what was pushed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from huggingface_hub import HfApi, ModelCard, snapshot_download
+from huggingface_hub.errors import HFValidationError
+from torch import Tensor, nn
+from transformers import ProcessorMixin, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.utils import logging
+
+from ..data import ContrastiveCollator
+from ..files.text import without_secrets
+from ..files.whole import give_usual_modes
+from ..models.adapters import add_beside_adapters, has_adapters, merge_adapters, resize_images, with_adapters
+from ..models.dual_encoder import DualEncoder
+from ..models.open_clip import Loaded, load, open_clip_config, save_open_clip, write_sentence_files
+from ..models.pretrained import base_of_adapters
+from ..models.sharding import is_sharded, stock_shapes
+from ..options.arguments import InfCLTrainingArguments
+from ..options.commands import LoraOptions, TrainedModelOptions
+from ..processes.collectives import Processes
+from .checkpoints import Checkpoint, Checkpoints
+
+STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
+_SINCE_LOG = "loss_since_log"
+
+
+def save_weights(
+    encoder: DualEncoder,
+    args: InfCLTrainingArguments,
+    output_dir: str | None,
+    state_dict: dict[str, Tensor] | None,
+    save: Callable[[str | None, dict[str, Tensor] | None], None],
+    processor: object,
+    repository: str | None,
+    collator: object,
+) -> None:
+    """Saves weights in the shapes of transformers, on each machine if asked for, and what Trainer does not save.
+
+    That is what trains beside adapters, the other formats of ``save_formats`` and, for a `ContrastiveCollator`, which
+    knows how captions are padded, the files by which sentence-transformers loads the folder.
+
+    Args:
+        output_dir: the folder; None for that of ``args``.
+        state_dict: the weights; None for those of the model.
+        processor: the processor that it saves as well, or None.
+        repository: the repository of the Hub that the model is pushed to, or None.
+    """
+    model = encoder.model
+    # At the begin of a training, Trainer replaces the token at which the text tower takes its output in the config by
+    # the tokenizer's, after the tower was built. A tower loaded with that one would take it at another position.
+    trained = getattr(getattr(encoder.base, "text_model", None), "eos_token_id", None)
+    if trained is not None and hasattr(encoder.base, "config"):
+        encoder.base.config.text_config.eos_token_id = trained
+    if state_dict is not None:
+        state_dict = stock_shapes(encoder, state_dict)
+    if args.save_on_each_node:
+        # transformers' own method lets only process 0 write, but each machine needs a copy.
+        model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        save(output_dir, None if state_dict is None else dict(state_dict))  # transformers empties it
+    finally:
+        vars(model).pop("should_save_on_this_rank", None)
+    if args.should_save:
+        folder = str(args.output_dir if output_dir is None else output_dir)
+        add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
+        if "open_clip" in args.save_formats:
+            save_open_clip(folder, encoder.base, processor, repository=repository or ".", state_dict=state_dict)
+        give_usual_modes(folder)
+        if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
+            more = collator.text_options | {"matryoshka_dims": args.matryoshka_dims}
+            write_sentence_files(folder, model.config.model_type, collator.processor, **more)
+
+
+def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, processor: ProcessorMixin | None) -> None:
+    """Raises a ValueError if OpenCLIP has no such model, or would prepare its inputs otherwise.
+
+    ``model`` is None if ``model_init`` creates it. ``processor`` is saved beside the model.
+    """
+    if "open_clip" not in args.save_formats:
+        return
+    if model is None or processor is None:
+        raise ValueError(
+            f"save_formats has open_clip, which needs the {'model, not model_init' if model is None else 'processor'}"
+            ": OpenCLIP's config holds sizes of the model, and how its images and captions are prepared."
+        )
+    if has_adapters(model):
+        raise ValueError(
+            "save_formats has open_clip, and OpenCLIP loads no adapters. Train with the format transformers, merge the "
+            "adapters (--lora_merge), and write the other format with `infcl convert FOLDER FOLDER --to open_clip`."
+        )
+    open_clip_config(model.config, processor)
+
+
+def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator) -> Checkpoints:
+    """The checkpoints that a training writes."""
+    return Checkpoints(
+        completes=args.should_save,
+        flushes=args.local_process_index == 0,
+        ends_on_failure=is_sharded(accelerator),
+    )
+
+
+def write_checkpoint(
+    save: Callable[[], None],
+    state: TrainerState,
+    args: InfCLTrainingArguments,
+    states: Mapping[str, object],
+    checkpoint: Checkpoint,
+) -> None:
+    """Writes Trainer's checkpoint and the ``states`` of the extensions of the step, equal on all processes.
+
+    Meanwhile Trainer does not look for the best checkpoint: it would wait for the other processes, and look in the
+    partial folder. Its folder is noted afterwards.
+    """
+    best_step, state.best_global_step = state.best_global_step, None
+    try:
+        save()
+    finally:
+        state.best_global_step = best_step
+    if best_step and args.save_strategy != SaveStrategy.NO:
+        best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")
+        if best == checkpoint.folder or best.is_dir():
+            state.best_model_checkpoint = str(best)
+        if args.should_save:
+            state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
+    if states and args.should_save:
+        torch.save(dict(states), checkpoint.partial / STATES_NAME)
+
+
+def read_states(checkpoint: str | None) -> dict[str, Any]:
+    """The states of the step's extensions in a checkpoint, by their names; empty if it has none."""
+    path = Path(checkpoint or "", STATES_NAME)
+    return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+
+
+def keep_losses_since_log(trainer: Any) -> None:
+    """Puts the sum of the losses since the last log, and the step of that, into what checkpoints keep of a state."""
+    trainer.state.stateful_callbacks[_SINCE_LOG] = [trainer._tr_loss.item(), trainer._globalstep_last_logged]
+
+
+def go_on_with_losses(trainer: Any) -> None:
+    """Lets the first log of a resumed training have the mean loss of all steps since the last log before it."""
+    if _SINCE_LOG in trainer.state.stateful_callbacks:
+        loss, trainer._globalstep_last_logged = trainer.state.stateful_callbacks.pop(_SINCE_LOG)
+        trainer._tr_loss += loss
+        trainer._total_loss_scalar -= loss  # of which the mean of this training's own steps is made at its end
+
+
+def saves_shards(accelerator: Accelerator) -> bool:
+    """Whether FSDP2 writes checkpoints in shards, without weights that ``from_pretrained`` could load."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
+
+
+def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLTrainingArguments) -> Loaded:
+    """Loads the model of a training with its adapters, or with new ones if they are asked for.
+
+    Whatever is new is drawn from ``args.seed``, alike on all processes.
+
+    Raises:
+        ValueError: the model cannot be loaded, or its adapters and the options do not go together.
+    """
+    loaded = load(
+        options.model,
+        options.open_clip_model,
+        merges=False,
+        new_weights=options.new_weights or (),
+        seed=args.seed,
+        tokenizer=options.tokenizer,
+    )
+    has_own, rank = has_adapters(loaded.model), lora.lora_rank
+    if lora.lora_merge and rank is None and not has_own:
+        raise ValueError(
+            "--lora_merge merges the adapters of --lora_rank, which is not given, or those of the model, which has "
+            "none. Pass --lora_rank as well, or omit --lora_merge."
+        )
+    if lora.lora_logit_scale and rank is None:
+        raise ValueError("--lora_logit_scale is for new adapters. Pass --lora_rank as well, or omit it.")
+    if has_own and rank is not None:
+        raise ValueError(
+            f"{options.model} holds adapters, and --lora_rank {rank} would add new ones. To train those that it holds, "
+            "omit --lora_rank, or the recipe that sets it. To train new ones, merge the others into their model first: "
+            f"infcl convert {options.model} MERGED, and then --model MERGED."
+        )
+    if options.new_weights and (has_own or rank is not None):
+        raise ValueError(
+            f"--new_weights {' '.join(options.new_weights)} would stay as they are drawn, because only adapters train, "
+            "and the adapter's file would not hold them. Train the whole model first, without adapters."
+        )
+    if loaded.conversion and rank is not None and not lora.lora_merge:
+        raise ValueError(
+            f"--lora_rank would save an adapter of {options.model}, which peft cannot load, since it is in OpenCLIP's "
+            "format. Write it in the other format first with `infcl convert`, or pass --lora_merge."
+        )
+    if rank is not None:
+        size, merged = args.image_size, lora.lora_merge
+        adapted = with_adapters(loaded.model, rank, lora.lora_targets, size, seed=args.seed, merged=merged)
+        if lora.lora_logit_scale:
+            for parameter in DualEncoder(adapted).temperature_parameters:
+                parameter.requires_grad_(True)
+        return loaded._replace(model=adapted)
+    if has_own and lora.lora_merge and args.image_size is not None:
+        resize_images(DualEncoder(loaded.model.get_base_model()), args.image_size)
+    return loaded
+
+
+def merge_into_start(options: TrainedModelOptions, args: InfCLTrainingArguments) -> None:
+    """Replaces the adapters in ``output_dir`` by the whole model."""
+    start = options.model if options.open_clip_model else base_of_adapters(options.model) or options.model
+    whole = load(start, options.open_clip_model, tokenizer=options.tokenizer)
+    merge_adapters(Path(str(args.output_dir)), whole.model, args.image_size)
+
+
+LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
+NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
+
+logger = logging.get_logger(__name__)
+
+
+class Pushes:
+    """The pushes that Trainer starts while it trains; one that fails is logged, and does not end the training.
+
+    Trainer uploads ``output_dir`` itself, into which the next push copies the model, and files must not change while
+    they are uploaded. A save therefore starts no push while an earlier one runs or, with ``hub_always_push``, waits for
+    that one.
+    """
+
+    def __init__(self, args: InfCLTrainingArguments) -> None:
+        self._args = args
+        self._jobs: dict[Future[Any], Path] = {}  # of the last push, with its checkpoint
+
+    def uploading(self) -> list[Path]:
+        """The checkpoint whose push runs now, if any."""
+        return [checkpoint for job, checkpoint in self._jobs.items() if not job.done()]
+
+    def finish(self) -> float:
+        """Waits for the push that runs: a later training could replace the files that it reads.
+
+        Returns:
+            The seconds of the wait, which are no part of the training's time.
+        """
+        begin = time.monotonic()
+        if self.uploading():
+            logger.info("Waiting for the push to the Hub, which may take some minutes.")
+            wait(self._jobs)
+        return time.monotonic() - begin
+
+    def push_checkpoint(
+        self,
+        checkpoint: Path,
+        step: int,
+        push: Callable[[str], Sequence[Future[Any]]],
+        save: Callable[[], None] | None = None,
+    ) -> None:
+        """Pushes the model of a checkpoint and, if ``hub_strategy`` asks for it, the checkpoint.
+
+        Args:
+            push: as Trainer's method, which copies transformers' files of the model; returns the jobs of the push.
+            save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
+        """
+        args = self._args
+        if args.hub_strategy == HubStrategy.END:
+            return
+        if args.hub_always_push:
+            self.finish()
+        starts = not self.uploading()
+        if save is not None:
+            starts = bool(Processes().agree([starts])[0][0])  # only the main process knows
+            if starts:
+                save()
+        if args.process_index > 0 or not starts:
+            return
+        try:
+            for path in checkpoint.glob("open_clip_*"):
+                shutil.copy(path, str(args.output_dir))
+            self._jobs = dict.fromkeys(push(str(checkpoint)), checkpoint)
+        except Exception as error:  # a full disk is reported differently by files, torch.save and tokenizers
+            logger.error(f"The push of step {step} could not start: {cause(error)}.")
+            return
+        for job in self._jobs:
+            job.add_done_callback(partial(_report_failure, step))
+
+    def push_output_dir(self, repository: str | None, message: str, delete: tuple[str, ...]) -> None:
+        """Pushes the current ``output_dir`` without its checkpoints in one commit, after the push that runs.
+
+        Args:
+            delete: patterns of files that the commit removes from the repository.
+
+        Raises:
+            OSError: on the main process, if the push has failed; the message contains the reason.
+        """
+        args, folder = self._args, str(self._args.output_dir)
+        if args.process_index > 0:
+            return
+        assert repository is not None
+        self.finish()
+        try:
+            HfApi().upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                commit_message=message,
+                token=args.hub_token,
+                revision=args.hub_revision,
+                ignore_patterns=list(NOT_PUSHED),
+                delete_patterns=list(delete) or None,
+            )
+        except Exception as error:  # of the Hub's client, of its HTTP library or of the file system
+            options = [f"--exclude '{pattern}'" for pattern in NOT_PUSHED]
+            if args.hub_revision is not None:
+                options.append(f"--revision {args.hub_revision}")
+            raise OSError(
+                f"{folder} could not be pushed to {repository}: {cause(error)}. It is complete on this machine; push "
+                f"it with `hf upload {repository} {folder} . {' '.join(options)}`."
+            ) from error
+
+
+def _report_failure(step: int, job: Future[Any]) -> None:
+    if not job.cancelled() and (error := job.exception()) is not None:
+        logger.error(f"The push of step {step} has failed: {cause(error)}. The next save pushes again.")
+
+
+@contextmanager
+def errors_of_repository(args: InfCLTrainingArguments) -> Iterator[None]:
+    """Within the context, an error while a repository is created becomes an OSError that says what to do.
+
+    The Hub may be unreachable, or reject the token or the name. Trainer's constructor creates the repository, so this
+    is reported before the first step.
+    """
+    try:
+        yield
+    except Exception as error:  # of the Hub's client or of its HTTP library
+        name = args.hub_model_id or Path(str(args.output_dir)).absolute().name
+        cure = (
+            "Name another one with hub_model_id."
+            if isinstance(error, HFValidationError)
+            else "Check the network and the token (hub_token, or that of `hf auth login`), or train without "
+            f"push_to_hub and push later with `hf upload {name} {args.output_dir} .`."
+        )
+        raise OSError(
+            f"The repository {name} of the Hub could not be created or found: {cause(error)}. {cure}"
+        ) from error
+
+
+def create_branch(args: InfCLTrainingArguments, repository: str | None, token: str | None) -> None:
+    """Creates the branch ``hub_revision`` if this option is set, unless the branch exists; on the main process."""
+    branch = args.hub_revision
+    if branch is not None and not branch.startswith("refs/") and args.process_index == 0:
+        assert repository is not None
+        HfApi().create_branch(repository, branch=branch, token=token or args.hub_token, exist_ok=True)
+
+
+def has_own_card(output_dir: str) -> bool:
+    """Whether the folder has a card that `hf_infcl.card` updates."""
+    card = Path(output_dir, "README.md")
+    return card.is_file() and "hf_infcl" in (ModelCard.load(card).data.tags or [])
+
+
+def checkpoint_of_hub_if_named(
+    resumes: str | bool | None, args: InfCLTrainingArguments, repository: str | None
+) -> str | bool | None:
+    """Returns ``resumes``, or for ``last-checkpoint`` its folder, which is downloaded once per machine; collective.
+
+    Raises:
+        ValueError: on every process, if no repository is named, it has no such folder, or it is unreachable.
+    """
+    if resumes != LAST_CHECKPOINT:
+        return resumes
+    processes, folder, problem = Processes(), "", ""
+    # A folder of this name is taken if every process finds it, so that all go the same way.
+    if all(here for (here,) in processes.agree([Path(LAST_CHECKPOINT).is_dir()])):
+        return resumes
+    repository = processes.gather_objects(repository or args.hub_model_id or "")[0]
+    if not repository:
+        problem = f"{LAST_CHECKPOINT} is in a repository on the Hub: name the repository with hub_model_id."
+    elif args.local_process_index == 0:
+        try:
+            token, revision = args.hub_token, args.hub_revision
+            # By its hash, because an older snapshot of the branch may lie in the cache.
+            newest = HfApi().model_info(repository, revision=revision, token=token).sha
+            snapshot = snapshot_download(
+                repository, revision=newest, token=token, allow_patterns=f"{LAST_CHECKPOINT}/*"
+            )
+            folder = str(Path(snapshot, LAST_CHECKPOINT))
+            if not Path(folder).is_dir():
+                problem = f'{repository} has no {LAST_CHECKPOINT}, which hub_strategy="checkpoint" pushes.'
+        except Exception as error:  # as above
+            problem = f"{LAST_CHECKPOINT} of {repository} could not be downloaded: {cause(error)}."
+    if problems := [text for text in processes.gather_objects(problem) if text]:
+        raise ValueError(problems[0])
+    return processes.gather_objects(folder)[0]
+
+
+def cause(error: BaseException) -> str:
+    """The error in one line, as a part of a sentence, without the signatures of the URLs that the Hub hands out."""
+    return f"{type(error).__name__}: {' '.join(without_secrets(str(error)).split())}".rstrip(".")

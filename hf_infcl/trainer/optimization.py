@@ -1,0 +1,261 @@
+"""Creates the optimizer and its schedule, and refuses options that they do not take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.utils import logging
+
+from ..models.dual_encoder import DualEncoder
+from ..optim import MuonAdamW, parameter_groups
+from ..optim.groups import divided, matching, table_of_groups
+from ..options.arguments import InfCLTrainingArguments
+from ..options.contrastive import muon_settings
+from ..options.declaring import spelled
+from ..options.record import options_of_optimizer, options_of_schedule
+from ..processes.collectives import Processes
+from ..step.extensions import term_parameters
+from ..step.terms import Context
+from .model_files import cause
+
+ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_MUON_RATE = 4.0  # the ratio of Muon's rate to AdamW's; see the guide to the trainer for what was measured
+_HIGHEST_MUON_RATE = 0.1  # that is probably meant
+
+logger = logging.get_logger(__name__)
+
+
+class Optimization:
+    """The optimizer of a training and its schedule: creates them, and knows where they come from."""
+
+    def __init__(self, args: InfCLTrainingArguments) -> None:
+        self._args = args
+        # Whether Trainer created them from the arguments. Otherwise they were passed.
+        self.creates_optimizer = self.creates_scheduler = False
+        self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optim`
+        # Both, and their options before their first step, for the record of a checkpoint.
+        self._described: list[tuple[object, dict[str, Any]]] = [(None, {}), (None, {})]
+
+    def optimizer(
+        self,
+        context: Context,
+        user_optimizer: torch.optim.Optimizer | None,
+        create: Callable[[], torch.optim.Optimizer],
+        *,
+        decaying: Callable[[nn.Module], list[str]],
+        settings_for: Callable[[InfCLTrainingArguments], object] | None,
+        resumes: bool,
+    ) -> torch.optim.Optimizer:
+        """The ``user_optimizer`` that was passed, or Trainer's or Muon with the learning rates that the options set.
+
+        Args:
+            decaying: returns the names of the parameters that decay.
+            settings_for: as for `check_optimizer_options`; None if the class of the optimizer was passed.
+            resumes: whether the training goes on from a checkpoint.
+
+        Raises:
+            ValueError: no parameter would be trained, or the optimizer does not take its options.
+        """
+        encoder, args, accelerator = context.encoder, self._args, context.accelerator
+        model = encoder.model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
+                "the parameters to train, and freeze at most one tower."
+            )
+        is_muon = user_optimizer is None and args.optimizer == "muon"
+        beside = term_parameters(context.extensions)
+        known = [] if user_optimizer is None else [p for group in user_optimizer.param_groups for p in group["params"]]
+        if user_optimizer is not None and not set(beside) <= set(known):
+            raise ValueError(
+                "An optimizer was passed, but terms of the loss have parameters besides the model's, such as the "
+                "linear map to a teacher of another width, which it does not update. Let the trainer create the "
+                "optimizer."
+            )
+        if is_muon:
+            optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
+            start = getattr(getattr(model, "config", None), "_name_or_path", "")
+            if start and not resumes and not encoder.looks_random():  # Muon is for random weights
+                logger.warning(
+                    f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, "
+                    "compare the result with that of AdamW, which others found better (arXiv 2605.10468)."
+                )
+        else:
+            with errors_of_options(args, "optim", "optim_args", "optimizer"):
+                optimizer = create()
+        if user_optimizer is None:
+            self.creates_optimizer = settings_for is not None
+            if settings_for is not None and not is_muon:
+                check_optimizer_options(args, settings_for)
+            self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
+        return optimizer
+
+    def scheduler(
+        self, optimizer: Optimizer | None, schedule: LRScheduler | None, make: Callable[[], LRScheduler]
+    ) -> LRScheduler:
+        """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
+
+        Raises:
+            ValueError: the schedule does not take its options.
+        """
+        args = self._args
+        self.creates_scheduler = self.creates_scheduler or schedule is None
+        with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
+            schedule = make()
+        of_both = (getattr(optimizer, "optimizer", optimizer), options_of_optimizer), (schedule, options_of_schedule)
+        for i, (one, options_of) in enumerate(of_both):
+            if self._described[i][0] is not one:  # otherwise an earlier training has progressed in it
+                self._described[i] = one, options_of(one)
+        return schedule
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of both, for the record of a checkpoint."""
+        return self._described[0][1] | self._described[1][1]
+
+
+@contextmanager
+def errors_of_options(args: InfCLTrainingArguments, kind: str, further: str, made: str) -> Iterator[None]:
+    """Within the context, an error of a constructor becomes a ValueError that names the options ``kind``, ``further``.
+
+    The former selects the class of what is ``made``, and the latter has its settings.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{kind}={spelled(getattr(args, kind))!r} with {further}={getattr(args, further)!r} makes no {made}: "
+            f"{cause(error)}."
+        ) from error
+
+
+def check_optimizer_options(
+    args: InfCLTrainingArguments, optimizer_for: Callable[[InfCLTrainingArguments], object]
+) -> None:
+    """Refuses options that the optimizer does not accept; transformers ignores them silently.
+
+    These are names in ``args.optim_args``, and Adam's options that differ from their defaults. An optimizer accepts an
+    option if its settings change with the value of that option, or an error occurs. Optimizers for
+    ``optim_target_modules`` are not checked, because their settings hold parameters of the model.
+
+    Args:
+        optimizer_for: returns the class and the settings of the optimizer for some arguments.
+
+    Raises:
+        ValueError: there are such options; the message lists them.
+    """
+    if args.optim_target_modules is not None:
+        return
+
+    def settings(**changes: object) -> Any:
+        variant = copy.copy(args)
+        vars(variant).update(changes)
+        return optimizer_for(variant)
+
+    optimizer = spelled(args.optim)
+    defaults = {option.name: option.default for option in fields(args) if option.name in ADAM_OPTIONS}
+    changed = [name for name, default in defaults.items() if getattr(args, name) != default]
+    if unused := [name for name in changed if settings(**{name: defaults[name]}) == settings()]:
+        raise ValueError(
+            f"{' and '.join(f'{name}={getattr(args, name)}' for name in unused)} would have no effect, because "
+            f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer."
+        )
+    without, ignored = settings(optim_args=None), []
+    for pair in (args.optim_args or "").replace(" ", "").split(","):
+        name, _, _ = pair.partition("=")
+        # An accepted name changes the settings, or its value cannot be converted.
+        with suppress(AttributeError, TypeError, ValueError):
+            if name and settings(optim_args=f"{name}=?") == without:
+                ignored.append(name)
+    if ignored:
+        raise ValueError(
+            f"optim={optimizer!r} does not take {', '.join(ignored)} from optim_args={args.optim_args!r}: "
+            "transformers would ignore this. Remove it; Adam's options are the arguments adam_beta1, adam_beta2, "
+            "adam_epsilon and weight_decay."
+        )
+
+
+def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
+    """The parameters among those that Trainer would let decay that are matrices, tables or convolutions.
+
+    ``exempt`` are regular expressions that match parts of the names of further parameters that do not decay.
+
+    Raises:
+        ValueError: a pattern is no regular expression, or matches no name.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    exempted = matching(trained, "no_decay_parameters", exempt)
+    return [name for name in names if name in trained and trained[name].ndim > 1 and name not in exempted]
+
+
+def _create_muon(
+    encoder: DualEncoder, args: InfCLTrainingArguments, decaying: Collection[str], accelerator: Accelerator
+) -> MuonAdamW:
+    """The optimizer of ``optimizer="muon"``. Raises as `parameter_groups` does.
+
+    Processes that hold equal parameters share the matrices among themselves.
+    """
+    rate = _MUON_RATE * args.learning_rate if args.muon_learning_rate is None else args.muon_learning_rate
+    if rate > _HIGHEST_MUON_RATE:
+        logger.warning(
+            f"Muon's learning rate of {rate:g} changes every matrix by a large part of itself in each step. Rates "
+            "from 0.001 to 0.01 are usual; muon_learning_rate sets it."
+        )
+    groups = parameter_groups(
+        encoder.model,
+        learning_rate=args.learning_rate,
+        muon_learning_rate=rate,
+        weight_decay=args.weight_decay,
+        decaying=decaying,
+        to_muon=args.muon_parameters or (),
+        to_adamw=args.adamw_parameters or (),
+    )
+    return MuonAdamW(
+        groups,
+        args.learning_rate,
+        args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=spelled(args.optim) == "adamw_torch_fused",
+        processes=None if accelerator.distributed_type == DistributedType.FSDP else Processes(),
+        **muon_settings(args.optim_args),
+    )
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer,
+    encoder: DualEncoder,
+    args: InfCLTrainingArguments,
+    beside: Sequence[nn.Parameter] = (),
+) -> str:
+    """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
+
+    What trains ``beside`` the model forms a separate group.
+    """
+    trained = [parameter for parameter in encoder.temperature_parameters if parameter.requires_grad]
+    if args.logit_scale_learning_rate is not None and trained:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if all(p is not t for t in trained)]
+        rate = args.logit_scale_learning_rate
+        optimizer.add_param_group({"params": trained, "weight_decay": 0.0, "lr": rate, "name": "temperature"})
+    rates = {"image": args.image_learning_rate, "text": args.text_learning_rate}
+    if set(rates.values()) != {None}:
+        towers: dict[nn.Parameter, tuple[str, float]] = {}
+        for side, modules in encoder.parts(named=True).items():
+            factor = 1.0 if (own := rates[side]) is None else own / args.learning_rate
+            trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+            towers |= dict.fromkeys(trained, (f"{side} tower", factor))
+        optimizer.param_groups[:] = divided(optimizer.param_groups, towers)
+    if beside:
+        optimizer.add_param_group({"params": list(beside), "weight_decay": 0.0, "name": "beside the model"})
+    return table_of_groups(optimizer.param_groups, type(optimizer).__name__)

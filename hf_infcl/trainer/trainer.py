@@ -1,0 +1,443 @@
+"""`InfCLTrainer`: one optimizer step is one contrastive batch. Trainer's methods that differ call the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers import trainer as trainer_of_transformers
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from ..data.collator import normalised
+from ..data.replay import is_own
+from ..data.store import check_has_rows
+from ..evaluation import Found
+from ..models.dual_encoder import DualEncoder
+from ..options.arguments import InfCLTrainingArguments
+from ..options.record import RunRecord
+from ..processes.collectives import gather_rows
+from ..processes.lock import locked
+from ..processes.signals import AskedToEndError, Interruptions, Preempted
+from ..quality.feature_cache import with_cached_features
+from ..quality.teachers import make_teachers
+from ..step.extensions import term_parameters
+from ..step.micro_batches import find_micro_batches, recorded, run_repeating
+from ..step.step import WindowStep
+from ..step.terms import Context, Start
+from . import loaders
+from . import model_files as files
+from . import model_files as pushes
+from .checkpoints import rotate
+from .construction import check_overrides, checked_arguments, make_collator, prepare_model
+from .evaluating import Evaluator, check_metric_of_training, checked_metrics
+from .loaders import CaptionNotices
+from .loop_events import Decisions, Progress, add_own_callbacks, replaced, saved_early, switch_weights, trained_seconds
+from .optimization import Optimization, decaying
+from .resuming import Resumption, make_resumption, make_run
+from .training_data import TrainingData
+
+
+class InfCLTrainer(Trainer):
+    """A `transformers.Trainer` in which each optimizer step minimises the loss of one global contrastive batch.
+
+    However the batch is split, the gradient of every parameter, including logit_scale and logit_bias, equals the
+    gradient of one process that holds the whole batch. `WindowStep.run` is the step.
+
+    Args:
+        model: a dual encoder of transformers (see `hf_infcl.models.dual_encoder`). Frozen parameters stay frozen.
+        args: `InfCLTrainingArguments`.
+        train_dataset: items for the data collator. The trainer draws only full global batches, reshuffled each epoch.
+            An IterableDataset needs ``max_steps`` and captions in lists, an `ImageTextStream` also takes epochs.
+        eval_dataset: an `ImageTextDataset` (global contrastive loss and retrieval), a `ZeroShotDataset`
+            (classification), or a dict of them.
+        data_collator: returns batches for the model, optionally with ``pair_ids`` [b] int64; by default a
+            `ContrastiveCollator` over ``processing_class``. ``caption_image`` [texts] int64 is the index of each text's
+            image, -1 for a text that belongs to no image; without it, text i belongs to image i.
+        **kwargs: ``replay_dataset``, old pairs to mix into every global batch: an `ImageTextStream` or a dataset with a
+            length (see `hf_infcl.data.replay.Replayed`, which then is the attribute ``train_dataset``);
+            ``extensions`` of the step (see `hf_infcl.step.extensions`); and the other arguments of
+            `transformers.Trainer`, of which ``compute_metrics`` receives what `Evaluator.embed` describes.
+
+    Attributes:
+        context, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
+        checkpoints, resumption, interruptions: what it wrote, what it came from; signals and lost processes.
+        found: ranks or scores of the last evaluation of each set, by the prefix of its metrics, such as ``eval_pairs``.
+        caption_notices: notices about the captions of the datasets that were trained on or evaluated.
+
+    Raises:
+        ValueError: see `checked_arguments`, `prepare_model` and `check_overrides`.
+    """
+
+    args: InfCLTrainingArguments
+    _start: Start | None = None
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: InfCLTrainingArguments | None = None,
+        data_collator: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        args = InfCLTrainingArguments() if args is None else args
+        kwargs = checked_arguments(model, args, data_collator, kwargs)
+        check_overrides(type(self), InfCLTrainer)
+        self.resumption, self.interruptions, self.caption_notices = Resumption(), Interruptions(), CaptionNotices()
+        self.found: dict[str, Found | None] = {}
+        self._evaluating: Evaluator | None = None
+        self._pushes, self.optimization = pushes.Pushes(args), Optimization(args)
+        self._extensions = tuple(kwargs.pop("extensions", ()))
+        super().__init__(model, args, data_collator, **kwargs)
+        if model is not None:  # otherwise `call_model_init` has prepared it
+            self._start = prepare_model(self.model, args, self.accelerator)
+        self.data_collator = make_collator(self.model, self.processing_class, data_collator, self.data_collator, args)
+        self._extensions += make_teachers(self.context, remakes_model=model is None)
+        add_own_callbacks(self.callback_handler, args, self._begin_training)
+        self.checkpoints = files.make_checkpoints(args, self.accelerator)
+        self._begin_training()
+
+    # ---- The life of a training ----
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: object = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """Trains like Trainer, but resumes only from complete checkpoints (see `hf_infcl.trainer.checkpoints`).
+
+        A complete run trains and saves nothing, and evaluates only what a signal cut off. When any process receives
+        SIGTERM, SIGUSR1 or SIGINT (Ctrl-C), all processes finish the step and save a checkpoint.
+
+        Args:
+            resume_from_checkpoint: the folder of a checkpoint; True for the newest complete one in ``output_dir``;
+                ``"auto"`` for the newest complete one, or a new start if there is no checkpoint; ``"last-checkpoint"``
+                for the one that ``hub_strategy="checkpoint"`` has pushed to ``hub_model_id``.
+
+        Raises:
+            ValueError: in addition to Trainer's reasons, there is no such checkpoint, or `make_resumption` refuses it
+                or the processes; another run is training in ``output_dir``, or it is not writable.
+            OtherRankFailedError: another process failed. If it has ended or hangs, the message states its last phase.
+            Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
+        """
+        if self.compute_metrics is None and type(self).evaluate is Trainer.evaluate:
+            check_metric_of_training(self.args, self.eval_dataset)
+        shared = self.args.save_strategy != "no" and not self.args.save_only_model
+        alone = locked(str(self.args.output_dir), locks=self.args.should_save, shared=shared)
+        with alone, self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
+            self.resumption = make_resumption(self.context, resume_from_checkpoint, self.hub_model_id)
+            self._decisions = Decisions(self.callback_handler.callbacks)
+            self.checkpoints = files.make_checkpoints(self.args, self.accelerator)
+            with self.interruptions.phases.naming_lost_processes():
+                try:
+                    return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
+                except AskedToEndError as asked:  # between two steps, on all processes alike
+                    raise self._saved_early(asked.number, trial) from None
+                finally:
+                    self.window_step.close()
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        batches = partial(loaders.checked_batches, self.get_train_dataloader, self.context.equal_ids)
+        find_micro_batches(self.context, self.resumption.record, batches)  # checkpointing is on
+        self._train_batch_size = self.args.per_device_train_batch_size
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
+        """Creates the parts that live as long as a training."""
+        args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
+        self.training_data = TrainingData(loader, args, record, self.data_collator)
+        self.progress = Progress(self.state.global_step, args.global_batch_size, trained_seconds(self.state))
+        hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
+        self.window_step = WindowStep(self.context, self.model_wrapped, record, steps=self.state.max_steps, **hooks)
+        self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
+        files.go_on_with_losses(self)
+        if loader is not None and self.is_world_process_zero():
+            self.caption_notices.was_told = record is not None
+            self.caption_notices.look_at_all(self.context, self.eval_dataset)
+        return self.window_step, self.training_data, self.progress
+
+    def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: Any) -> None:
+        if not self.resumption.ends_with_evaluation(self, self._decisions, epoch, kwargs):
+            trained = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
+            windows = trained // self.args.gradient_accumulation_steps
+            self.training_data.begin_epoch(epoch, windows, self.window_step.skipped_rows)
+            super()._run_epoch(model, epoch, *args, **kwargs)
+            self.interruptions.agree()  # a signal may have come in the last step
+
+    def _saved_early(self, number: int, trial: object) -> Preempted:
+        save = partial(self._save_checkpoint, self.model_wrapped, trial)
+        tell = partial(self.callback_handler.on_save, self.args, self.state, self.control)
+        return saved_early(number, self.state, self.checkpoints, trained=self.steps_trained > 0, saves=(save, tell))
+
+    @property
+    def steps_trained(self) -> int:
+        """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
+        return self.state.global_step - self.progress.first_step
+
+    @property
+    def samples_seen(self) -> int:
+        """The pairs trained so far."""
+        return self.state.global_step * self.args.global_batch_size
+
+    # ---- The model, its optimizer and its schedule ----
+
+    @cached_property
+    def dual_encoder(self) -> DualEncoder:
+        """The unwrapped model as two towers and a temperature."""
+        return DualEncoder(self.accelerator.unwrap_model(self.model), dims=self.args.dims)
+
+    @property
+    def context(self) -> Context:
+        """What the parts have in common."""
+        data, equal_ids = self.train_dataset, loaders.needed_ids(self.args, self.train_dataset)
+        of_data: Any = self._start, data, self.data_collator, self._extensions, loaders.rows_of(data)
+        return Context(self.dual_encoder, self.accelerator, self.args, equal_ids, self._prepare_inputs, *of_data)
+
+    def call_model_init(self, trial: object = None) -> Any:
+        model = super().call_model_init(trial)
+        vars(self).pop("dual_encoder", None)  # of the model before
+        self._start = prepare_model(model, self.args, self.accelerator)
+        return model
+
+    def _hp_search_setup(self, trial: object) -> None:
+        super()._hp_search_setup(trial)
+        self.args.check()  # the trial has changed them
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Trainer's names without vectors and scalars: as in CLIP, only matrices decay, and never logit_scale."""
+        return decaying(model, super().get_decay_parameter_names(model), self.args.no_decay_parameters or ())
+
+    def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
+        """Trainer's optimizer or Muon, with the rates of the options of this package."""
+        self.optimizer = self.optimization.optimizer(
+            *(self.context, self.optimizer, partial(super().create_optimizer, *args, **kwargs)),
+            decaying=self.get_decay_parameter_names,
+            settings_for=self.get_optimizer_cls_and_kwargs if self.optimizer_cls_and_kwargs is None else None,
+            resumes=self.resumption.checkpoint is not None,
+        )
+        return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
+        create = partial(super().create_scheduler, *args, **kwargs)
+        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.resumption.check_optimizer(self.optimization.options)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"The optimizer's state in {checkpoint} does not fit this run ({error}). Start anew from its weights: "
+                f"--model {checkpoint}"
+            ) from error
+
+    # ---- Data ----
+
+    def get_train_dataloader(self) -> DataLoader:
+        """A new training loader, which begins where the training does, and may be looked into."""
+        collator = loaders.training_collator(self.data_collator, self.args)
+        pairs = with_cached_features(replace(self.context, collator=collator), self.interruptions)
+        if pairs is None:
+            return super().get_train_dataloader()  # which raises
+        if not is_own(pairs):
+            collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+            return loaders.loader_of_stream(pairs, collate, self.context)
+        if hasattr(pairs, "remove_columns"):  # a table of datasets
+            pairs = self._remove_unused_columns(pairs, "training")
+        elif not isinstance(pairs, IterableDataset):
+            collator = self._get_collator_with_removed_columns(collator, "training")
+        collate = loaders.TrainingCollator(collator, self.context)
+        return loaders.TrainingLoader(pairs, collate, self.args, self.resumption.record)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        loaders.add_used_columns(self._signature_columns, self.data_collator)
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
+        """Trainer's loader of an evaluation."""
+        check_has_rows(dataset)
+        rows = loaders.without_epochs(dataset)
+        return loaders.with_lasting_workers(super()._get_dataloader(rows, *args, **kwargs))
+
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
+        return loaders.values_of_loop(args, dataloader, super().set_initial_training_values(args, dataloader))
+
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        """The number of completed epochs, and of trained micro-batches of the next one."""
+        # Trainer takes shares of the training (logging_steps=0.01), and micro-batches that were found, for changes.
+        # Those of intervals are told by `first_position`, and the micro-batch decides nothing.
+        with replaced(trainer_of_transformers, compare_trainer_and_checkpoint_args=lambda *_: None):
+            counted = super()._init_training_state(*args)
+        return self.resumption.first_position(self.state, self.args, args[:3], counted)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        # No forward may run here, because on resume Trainer restores the random state after this call.
+        asked: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
+        equal_ids = self.window_step.context.equal_ids
+        self.training_data.fetch(*asked, equal_ids=equal_ids, interruptions=self.interruptions)
+        return self.training_data.batches_of_loop(), None
+
+    def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        """Moves a batch to the device and normalises uint8 images there."""
+        return normalised(super()._prepare_inputs(inputs), self.data_collator, self._prepare_input)
+
+    # ---- The step ----
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`."""
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        switch_weights(self.optimizer, "train")
+        return run_repeating(self.window_step, model, self.training_data.window, self.state.global_step)
+
+    def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
+        return self.progress.operations(inputs, super().floating_point_ops)
+
+    def _clip_grad_norm(self, model: nn.Module, *args: Any) -> Any:
+        return super()._clip_grad_norm(self._with_terms(model), *args)
+
+    def _get_grad_norm(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_grad_norm(self._with_terms(model), *args, **kwargs)
+
+    def _with_terms(self, model: nn.Module) -> nn.Module:
+        """The model with what terms train beside it: the gradients of all have one norm."""
+        beside = term_parameters(self.window_step.extensions)
+        return nn.ParameterList([*model.parameters(), *beside]) if beside else model
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # With callbacks from elsewhere, the exchange has to wait for the reduction of the gradients.
+        with self.training_data.wait.stopped(), self._decisions.shared(self.control):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds `WindowStep.logs`, `Progress.logs` and `TrainingData.logs` to the logs of the training; collective."""
+        if "loss" in logs:
+            logs |= self.window_step.logs(logs) | self.progress.logs(self.state.global_step, self.args.device)
+            logs |= self.training_data.logs()
+        logs |= self.progress.rate(logs, self.state.global_step)
+        super().log(logs, start_time)
+
+    # ---- Evaluations ----
+
+    @property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self.context, self.processing_class, self.caption_notices, self.state)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: object = None
+    ) -> tuple[None, Any, Any]:
+        """The embeddings and labels of this process's rows; see `Evaluator.embed`."""
+        predictions, labels = (self._evaluating or self._evaluator).embed(inputs)
+        self.interruptions.end_batch()
+        return None, predictions, labels
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Computes the same exact metrics of the whole set on every process; see `Evaluator.run`."""
+        self.gather_function, evaluator, loop = gather_rows, self._evaluator, super().evaluation_loop
+        compute = None if self.compute_metrics is None else partial(checked_metrics, self.compute_metrics)
+        more: Any = description, False, ignore_keys, metric_key_prefix
+        with replaced(self, compute_metrics=compute, _evaluating=evaluator):
+            output = evaluator.run(lambda batches: loop(batches, *more), dataloader, metric_key_prefix)
+        self.found[metric_key_prefix] = evaluator.found
+        return output
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.interruptions.evaluation(self.state.global_step, self.control):
+            return super()._evaluate(*args, **kwargs)
+
+    # ---- Checkpoints ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        """Writes Trainer's checkpoint completely or not at all, removes old ones and pushes it; collective."""
+        args, state, output_dir = self.args, self.state, super()._get_output_dir(trial)
+        self.interruptions.phases.enter("saving", state.global_step)
+        files.keep_losses_since_log(self)
+        record = RunRecord(
+            make_run(self.context),
+            **self.training_data.position(),
+            **self.window_step.checks.skipped.record(),
+            processes=args.world_size,
+            only_model=args.save_only_model,
+            optimizer=self.optimization.options,
+            micro_batches=recorded(args),
+        )
+        save, best_before = partial(super()._save_checkpoint, model, trial), state.best_model_checkpoint
+        write = partial(files.write_checkpoint, save, state, args, self.window_step.state_dict())
+        saved = self.checkpoints.save(output_dir, state.global_step, record, write)
+        if saved is None:
+            state.best_model_checkpoint = best_before
+            return
+        best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
+        if args.should_save:
+            rotate(output_dir, args.save_total_limit, [saved.folder, *self._pushes.uploading(), *best])
+        if args.push_to_hub:  # last, as the Hub's client looks into all folders
+            self._push_from_checkpoint(str(saved.folder))
+
+    def _get_output_dir(self, trial: object) -> str:
+        return self.checkpoints.partial_dir or super()._get_output_dir(trial)
+
+    def _load_best_model(self) -> None:
+        switch_weights(self.optimizer, "eval")  # before the weights change
+        super()._load_best_model()
+
+    def _finalize_training(self, trial: object, samples: int, start_time: float) -> TrainOutput:
+        # It removes all checkpoints but the best with save_total_limit=1.
+        return super()._finalize_training(trial, samples, start_time + self._pushes.finish())
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""
+        switch_weights(self.optimizer, "eval")
+        in_shards = files.saves_shards(self.accelerator) and not self.checkpoints.partial_dir
+        state = self.accelerator.get_state_dict(self.model) if in_shards else None
+        if state is not None and self.args.should_save:
+            self._save(output_dir, state)
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call and output_dir is None:
+            for callback in self.callback_handler.callbacks:
+                if hasattr(callback, "on_model_saved"):  # an event that Trainer does not have
+                    callback.on_model_saved(self.args, self.state, self.control)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        extras = self.processing_class, self.hub_model_id if self.args.push_to_hub else None, self.data_collator
+        files.save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *extras)
+
+    def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Creates the repository and the branch ``hub_revision``; see `pushes.errors_of_repository`."""
+        with pushes.errors_of_repository(self.args):
+            super().init_hf_repo(token, *args, **kwargs)
+            pushes.create_branch(self.args, self.hub_model_id, token)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
+        if self.checkpoints.partial_dir is None:  # the checkpoint is complete
+            save = partial(self.save_model, _internal_call=True) if files.saves_shards(self.accelerator) else None
+            self._pushes.push_checkpoint(Path(checkpoint_folder), self.state.global_step, self._start_push, save)
+
+    def _start_push(self, checkpoint_folder: str) -> list[Future[Any]]:
+        super()._push_from_checkpoint(checkpoint_folder)
+        push: Any = self.push_in_progress
+        return push.jobs
+
+    def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
+        """Pushes the current ``output_dir`` without its checkpoints; see `Pushes.push_output_dir`."""
+        if self.hub_model_id is None:  # without push_to_hub
+            self.init_hf_repo()
+        self._pushes.push_output_dir(self.hub_model_id, message, delete)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.card` updates."""
+        if not pushes.has_own_card(str(self.args.output_dir)):
+            super().create_model_card(*args, **kwargs)

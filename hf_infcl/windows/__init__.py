@@ -1,1 +1,0 @@
-"""The step: the gradient of one window, and whether its numbers are finite."""
