@@ -2,12 +2,14 @@
 
 import ast
 import dataclasses
+import functools
 import math
 import re
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import jinja2
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,12 @@ LABELLED = Evaluation(
     "someone/labelled", True, "validation", 300, "zero_shot", ZERO_SHOT, ["a photo of a {}."], ["cat", "dog"]
 )
 RETRIEVAL = Evaluation("someone/pairs", True, "test", 1000, "pairs", PAIRS)
+
+
+@pytest.fixture(autouse=True)
+def strict_template(monkeypatch):
+    """A name that the template of the card has wrong is an error here; in a training it would be an empty place."""
+    monkeypatch.setattr(jinja2, "Template", functools.partial(jinja2.Template, undefined=jinja2.StrictUndefined))
 
 
 def facts(**changes: Any) -> TrainingFacts:
