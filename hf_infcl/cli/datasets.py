@@ -122,7 +122,7 @@ def _old_pairs(spec: SetSpec, columns: ColumnOptions, options: dict[str, Any]) -
 
 def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[str, Any]:
     return {
-        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "seed": args.seed_of_data,
         "on_bad_sample": data.on_bad_sample,
         "augmentation": data.augmentation,
         "min_side": data.min_side,

@@ -10,20 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..data.replay import Replayed
 from ..evaluation.metrics import METRICS, metrics_of_kind
 from ..files.text import counted
 from ..options.arguments import InfCLTrainingArguments
-from ..options.combinations import check_command
-from ..options.commands import OF_PAIRS, DataOptions, EvaluationOptions, GuardOptions, StartOptions
+from ..options.commands import OF_PAIRS, EvaluationOptions, GuardOptions, StartOptions
 from ..options.declaring import spelled
 from ..options.files import FILES
 from ..step.micro_batches import memory_is_known
 from ..trainer.evaluating import check_metric, use_of_metric
-from ..trainer.optimization import check_optimizer_options
 from .benchmark_names import benchmark_key, expanded
 from .datasets import guard_names
 
@@ -86,21 +83,6 @@ def check_best_metric(namespace: argparse.Namespace) -> None:
         )
     possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
     check_metric(namespace.metric_for_best_model, possible, use)
-
-
-def check_training(
-    data: DataOptions,
-    evaluation: EvaluationOptions,
-    keep: StartOptions,
-    args: InfCLTrainingArguments,
-    *,
-    of_optimizer: bool,
-) -> None:
-    """Raises a ValueError if options of a training contradict each other; ``of_optimizer`` checks the optimizer too."""
-    check_command(data, args)
-    check_average(keep, evaluation, args)
-    if of_optimizer and args.optimizer is None:
-        check_optimizer_options(args, Trainer.get_optimizer_cls_and_kwargs)
 
 
 def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCLTrainingArguments) -> float | None:

@@ -196,6 +196,7 @@ class Parser(HfArgumentParser):
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
         self._typed: set[str] = set()  # those on the command line
+        self.chosen: dict[str, Any] = {}  # what `intervals` has chosen for a training
         for action in self._actions:
             action.required = action.required and action.dest not in optional
             if isinstance(action, argparse._StoreFalseAction):  # --no_NAME, which is --NAME false
@@ -313,11 +314,14 @@ class Parser(HfArgumentParser):
     def _built(self, namespace: argparse.Namespace, user_options: set[str] | None, computes: bool) -> tuple[Any, ...]:
         from ..data.sets import STATED, read_sets
         from ..options.arguments import InfCLTrainingArguments
-        from .defaults import check_best_metric, check_training, intervals
+        from ..options.combinations import check_command
+        from ..trainer.optimization import check_optimizer_options
+        from .defaults import check_average, check_best_metric, intervals
 
         for role in STATED:
             read_sets(role, getattr(namespace, role, None))
-        values = vars(namespace) | ({} if user_options is None else intervals(namespace, user_options))
+        self.chosen = {} if user_options is None else intervals(namespace, user_options)
+        values = vars(namespace) | self.chosen
         if user_options is not None:
             check_best_metric(argparse.Namespace(**values))
         values |= {} if computes else OF_COMPUTING
@@ -331,7 +335,10 @@ class Parser(HfArgumentParser):
             check_values(options)
         if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
-            check_training(data, evaluation, keep, args, of_optimizer=computes)
+            check_command(data, args)
+            check_average(keep, evaluation, args)
+            if computes and args.optimizer is None:
+                check_optimizer_options(args, transformers.Trainer.get_optimizer_cls_and_kwargs)
         return tuple(built)
 
     @cached_property

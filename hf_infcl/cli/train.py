@@ -32,7 +32,7 @@ from ..trainer.trainer import InfCLTrainer
 from ..trainer.with_start import average_with_start, checkpoint_of_end, main_weights
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
-from .defaults import check_average, check_embedded, intervals, print_choices
+from .defaults import check_average, check_embedded, print_choices
 from .description import (
     EarlierDeleted,
     check_output_folder,
@@ -53,7 +53,6 @@ from .score import ledger_lines, write_ledger_of_training
 def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
-    vars(namespace).update(chosen := intervals(namespace, user_options))
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
         alpha = check_average(keep, evaluation, args)
@@ -92,7 +91,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             average = functools.partial(average_with_start, trainer, main_weights(trainer), gains, guards, **how)
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
-        print_choices(args, chosen, trainer.train_dataset)
+        print_choices(args, parser.chosen, trainer.train_dataset)
         for line in (*describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets)):
             print(line)
         with mistakes_in_one_line(parser.prog, of_libraries=True):
