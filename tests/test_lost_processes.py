@@ -222,7 +222,7 @@ def test_a_process_that_has_ended_its_training_is_not_lost(rank, world_size):
                 assert enough.wait(60)
         if rank == 1:
             Processes().gather_objects("rank 1 has left")
-    assert not of_training.told
+    assert not of_training.logged
 
 
 @on_ranks(2)
@@ -272,10 +272,10 @@ def rank_is_stopped(rank: int, world_size: int) -> set[str]:
             Processes().gather_objects("both are in their phases")
             of_training._timeout = 0.5  # from here on, since rank 1 may come late
             end = time.monotonic() + 60
-            while rank == 0 and not of_training.told and time.monotonic() < end:
+            while rank == 0 and not of_training.logged and time.monotonic() < end:
                 threading.Event().wait(0.05)
             Processes().gather_objects("rank 0 has told")
-    return of_training.told
+    return of_training.logged
 
 
 def test_a_process_that_hangs_is_named_before_the_timeout(ranks):

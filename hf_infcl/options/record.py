@@ -109,7 +109,7 @@ def options_of_arguments(args: InfCLTrainingArguments, mixed_precision: str) -> 
     return as_json(options)
 
 
-def options_of_data(parts: Sequence[Any], collator: object) -> dict[str, Any]:
+def options_of_data(parts: Sequence[Any], collator: Any) -> dict[str, Any]:
     """The options of the training set's parts that have a property ``options``, and of the collator, as JSON values."""
     described = [part.options for part in parts if isinstance(getattr(part, "options", None), Mapping)]
     options: dict[str, Any] = {}

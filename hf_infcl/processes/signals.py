@@ -57,7 +57,7 @@ class Phases:
         timeout: the timeout of the group's collectives, in seconds.
 
     Attributes:
-        told: the errors that were logged.
+        logged: the errors that were.
     """
 
     def __init__(self, timeout: float = math.inf) -> None:
@@ -65,7 +65,7 @@ class Phases:
         self._timeout, self._progressed = timeout, time.monotonic()
         self._rank, self._world_size = processes.rank, processes.world_size
         self._left = threading.Event()
-        self.told: set[str] = set()
+        self.logged: set[str] = set()
         self._reachable = processes.world_size > 1  # whether the store answers
         self._store: Any = None
         if processes.world_size > 1:
@@ -100,10 +100,10 @@ class Phases:
         """Records that this process does not hang."""
         self._progressed = time.monotonic()
 
-    def tell(self, message: str) -> None:
+    def log_once(self, message: str) -> None:
         """Logs an error, unless the same one was logged before."""
-        if message not in self.told:
-            self.told.add(message)
+        if message not in self.logged:
+            self.logged.add(message)
             logger.error(message)
 
     @contextmanager
@@ -115,7 +115,7 @@ class Phases:
             if not is_lost_connection(error):
                 raise
             message = self.describe_lost()
-            self.tell(message)
+            self.log_once(message)
             raise OtherRankFailedError(message) from error
 
     def describe_lost(self) -> str:
@@ -171,7 +171,7 @@ class Phases:
                     # It may be ending for the same reason, or about to receive the reason from the lost process.
                     if self._left.wait(POLL):
                         return
-                    self.tell(" ".join(map(self._of_lost, lost)))
+                    self.log_once(" ".join(map(self._of_lost, lost)))
                     self._end_if_stuck()
                     return
                 idle = time.monotonic() - self._progressed
@@ -209,7 +209,7 @@ class Phases:
         places = [self._read(f"place/{rank}") for rank in range(self._world_size)]
         lost = [self._of_lost(rank) for rank, place in enumerate(places) if place is None]
         idle = f"This process has made no progress for {seconds:.0f} of the {self._timeout:g} seconds of ddp_timeout."
-        self.tell(" ".join([idle, *lost, f"Places: {by_rank([place or '' for place in places])}."]))
+        self.log_once(" ".join([idle, *lost, f"Places: {by_rank([place or '' for place in places])}."]))
 
 
 def _process(stated: str) -> psutil.Process | None:
@@ -309,8 +309,8 @@ class _Handler:
         ctypes.CDLL(None).sigaction(self._number, self._action, None)
 
 
-class AskedToEndError(Exception):
-    """A signal has asked for the end of the training in a place where it cannot be saved.
+class EndRequestedError(Exception):
+    """A signal has requested the end of the training in a place where it cannot be saved.
 
     Args:
         number: the signal's.
@@ -389,18 +389,18 @@ class Interruptions:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal has asked this process to end, which may also have ended its workers."""
+        """Whether a signal has requested the end of this process, which may also have ended its workers."""
         return bool(self._preemption.signal)
 
     def agree(self, numbers: Sequence[float] = ()) -> list[list[float]]:
         """`Processes.agree` between two steps.
 
         Raises:
-            AskedToEndError: on all processes, if any has received a signal to end.
+            EndRequestedError: on all processes, if any has received a signal to end.
         """
         agreed = Processes().agree([self._preemption.signal, *numbers])
         if signals := {int(number) for number, *_ in agreed if number}:
-            raise AskedToEndError(max(signals))
+            raise EndRequestedError(max(signals))
         return [values for _, *values in agreed]
 
     @contextmanager
@@ -415,7 +415,7 @@ class Interruptions:
         self._evaluates = True
         try:
             yield
-        except AskedToEndError:
+        except EndRequestedError:
             control.should_evaluate = True
             raise
         finally:
@@ -425,7 +425,7 @@ class Interruptions:
         """Notes that a batch of an evaluation is done; collective.
 
         Raises:
-            AskedToEndError: as `agree`, in an evaluation between two steps.
+            EndRequestedError: as `agree`, in an evaluation between two steps.
         """
         self.phases.note_progress()
         if self._evaluates:

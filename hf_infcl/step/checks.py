@@ -202,7 +202,7 @@ def describe_rows(finite: Sequence[Tensor], sizes: Sequence[Sequence[int]], rows
         finite: for images and texts, whether the values of each row are finite, [rows of the window] bool.
         sizes: for images and texts, the number of rows in each micro-batch.
         rows_of_dataset: the rows of the training set for places (micro-batch, row); empty if they are not known. It is
-            not asked for texts that are more than the images: several captions or negative ones.
+            not called for texts that are more than the images: several captions or negative ones.
 
     Returns:
         The same on every process, such as ``rank 1: image embeddings of micro-batch 0, row 3 (17 of the training

@@ -64,11 +64,7 @@ Attempt = Callable[[Trial], tuple[int, int]]
 
 def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
     """What a checkpoint says of the division of the global batch, so that a resumed run has the same; collective."""
-    return {
-        **{name: getattr(args, name) for name in _FOUND},
-        "passed": list(args.passed),
-        "machines": _machines(args),
-    }
+    return {**{name: getattr(args, name) for name in _FOUND}, "passed": list(args.passed), "machines": _machines(args)}
 
 
 def memory_is_known(device: torch.device) -> bool:
@@ -472,7 +468,7 @@ def _fitting(context: Context, window: Window) -> int:
     release_memory()
     pairs = args.global_batch_size // args.world_size
     possible = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]
-    with suppress(Exception):  # the error that is told is that of the step
+    with suppress(Exception):  # the error that is raised is that of the step
         trials = Trials(context, batch)
         with alone():
             return largest_that_fits(trials, Trial(0), "micro_batch", of_use(possible, pairs))

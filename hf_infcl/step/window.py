@@ -204,13 +204,7 @@ class WindowLoss:
     # arXiv 2205.13147).
     prefixes: Sequence[int] = ()
 
-    def of(
-        self,
-        window: Window,
-        features: Features,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None,
-    ) -> Tensor:
+    def of(self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
         """The loss of the selected pairs of all windows, the same on every process; collective.
 
         Args:

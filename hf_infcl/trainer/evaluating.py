@@ -349,8 +349,8 @@ class Evaluator:
         self.found = ranks = evaluation.pair_ranks(images, texts, text_image, ids)
         every = evaluation.recall_ceilings(ids, ranks.text_image, len(images), KS)
         ceilings = {name: value for name, value in every.items() if value < 1}
-        told = any(f"{self._prefix}_{name}" in entry for name in ceilings for entry in self._logged)
-        if ceilings and not told and self._accelerator.is_main_process:
+        was_logged = any(f"{self._prefix}_{name}" in entry for name in ceilings for entry in self._logged)
+        if ceilings and not was_logged and self._accelerator.is_main_process:
             highest = ", ".join(f"{name.removesuffix(CEILING)} {value:.2%}" for name, value in ceilings.items())
             logger.warning_once(
                 f"Some captions of {self._prefix}_*, as the model reads them, belong to several images, so some "

@@ -233,8 +233,8 @@ def add_own_callbacks(
         return
     for place, callback in enumerate(handler.callbacks):
         if type(callback) is EarlyStoppingCallback:  # which knows neither several evaluation sets nor resumes
-            asked = callback.early_stopping_patience, callback.early_stopping_threshold
-            handler.callbacks[place] = EarlyStopping(*asked)
+            limits = callback.early_stopping_patience, callback.early_stopping_threshold
+            handler.callbacks[place] = EarlyStopping(*limits)
 
 
 class CompleteWindows(TrainerCallback):
@@ -252,7 +252,7 @@ class CompleteWindows(TrainerCallback):
         self._training_stop |= control.should_training_stop
         control.should_epoch_stop = control.should_training_stop = False
 
-    on_substep_end = on_step_begin  # what was asked for within the window waits as well
+    on_substep_end = on_step_begin  # requests within the window wait as well
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         control.should_epoch_stop |= self._epoch_stop
@@ -294,10 +294,10 @@ class Decisions:
 
     @contextmanager
     def shared(self, control: TrainerControl) -> Iterator[None]:
-        """The context in which Trainer does what was asked for; collective."""
-        asked = self._differ and _share(control)
+        """The context in which Trainer does what callbacks request; collective."""
+        requested = self._differ and _share(control)
         yield
-        if asked:  # a callback may ask for the end after an evaluation
+        if requested:  # a callback may request the end after an evaluation
             _share(control)
 
 
@@ -321,8 +321,8 @@ def replaced(trainer: object, **values: object) -> Iterator[None]:
 
 
 def _share(control: TrainerControl) -> bool:
-    """Whether anything was asked for."""
-    asked = Processes().agree([getattr(control, name) for name in DECISIONS])
-    for name, votes in zip(DECISIONS, zip(*asked, strict=True), strict=True):
+    """Whether anything was requested."""
+    requested = Processes().agree([getattr(control, name) for name in DECISIONS])
+    for name, votes in zip(DECISIONS, zip(*requested, strict=True), strict=True):
         setattr(control, name, any(votes))
-    return any(map(any, asked))
+    return any(map(any, requested))

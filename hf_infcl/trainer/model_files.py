@@ -112,9 +112,7 @@ def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, process
 def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator) -> Checkpoints:
     """The checkpoints that a training writes."""
     return Checkpoints(
-        completes=args.should_save,
-        flushes=args.local_process_index == 0,
-        ends_on_failure=is_sharded(accelerator),
+        completes=args.should_save, flushes=args.local_process_index == 0, ends_on_failure=is_sharded(accelerator)
     )
 
 

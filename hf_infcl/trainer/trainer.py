@@ -25,7 +25,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.collectives import gather_rows
 from ..processes.lock import locked
-from ..processes.signals import AskedToEndError, Interruptions, Preempted
+from ..processes.signals import EndRequestedError, Interruptions, Preempted
 from ..quality.feature_cache import with_cached_features
 from ..quality.teachers import make_teachers
 from ..step.extensions import term_parameters
@@ -135,8 +135,8 @@ class InfCLTrainer(Trainer):
             with self.interruptions.phases.naming_lost_processes():
                 try:
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
-                except AskedToEndError as asked:  # between two steps, on all processes alike
-                    raise self._saved_early(asked.number, trial) from None
+                except EndRequestedError as requested:  # between two steps, on all processes alike
+                    raise self._saved_early(requested.number, trial) from None
                 finally:
                     self.window_step.close()
 
@@ -269,16 +269,16 @@ class InfCLTrainer(Trainer):
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
         # Trainer takes shares of the training (logging_steps=0.01), and micro-batches that were found, for changes.
-        # Those of intervals are told by `first_position`, and the micro-batch decides nothing.
+        # `first_position` warns of those of intervals, and the micro-batch decides nothing.
         with replaced(trainer_of_transformers, compare_trainer_and_checkpoint_args=lambda *_: None):
             counted = super()._init_training_state(*args)
         return self.resumption.first_position(self.state, self.args, args[:3], counted)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.
-        asked: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
+        source: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
         equal_ids = self.window_step.context.equal_ids
-        self.training_data.fetch(*asked, equal_ids=equal_ids, interruptions=self.interruptions)
+        self.training_data.fetch(*source, equal_ids=equal_ids, interruptions=self.interruptions)
         return self.training_data.batches_of_loop(), None
 
     def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:

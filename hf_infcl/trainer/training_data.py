@@ -85,7 +85,7 @@ class TrainingData:
         Raises:
             ValueError: the collator returns batches that cannot be trained on; the stream is shorter than a global
                 batch.
-            AskedToEndError: any process has received a signal to end.
+            EndRequestedError: any process has received a signal to end.
         """
         interruptions.phases.enter("loading data", step)
         self.window, self._loaded = Window([]), []  # the batches of the last one take memory
