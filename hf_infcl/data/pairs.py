@@ -185,7 +185,6 @@ class ImageTextDataset(PairSource, ImageDataset):
 
     _LACKS = "column {1!r}: no {0}"
     whole: ImageTextDataset | None = None  # with `numbers`, the table from which the rows were selected
-    places_of_whole = False  # whether the items have the places of the whole table's
 
     def __init__(
         self,
@@ -296,7 +295,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         except ValueError as error:
             raise self._bad_sample(row, str(error)) from error
         if self._number is not None:
-            item["place"] = (self._number, str(self.number(row) if self.places_of_whole else row))
+            item["place"] = (self._number, str(self.number(row)))
         return item
 
     @property

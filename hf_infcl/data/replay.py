@@ -21,7 +21,7 @@ from ..options.arguments import InfCLTrainingArguments
 from . import ImageTextStream
 from .collator import DataCollator
 from .pairs import as_pair_id
-from .store import SizedDataset, gives, has_epochs, keyed_rows, read_rows, set_epoch
+from .store import SizedDataset, gives, has_epochs, keyed_rows, set_epoch
 from .stream_batches import MicroBatches, ReadItems, Share
 
 
@@ -86,7 +86,8 @@ class TableRows(MicroBatches):
     def _items(self, dataset: SizedDataset, number: int) -> list[Any]:
         rows, (epoch, _) = self._rows(number), self._place(number)
         set_epoch(dataset, epoch)
-        items = read_rows(dataset, rows)
+        several = getattr(dataset, "__getitems__", None)
+        items = several(rows) if callable(several) else [dataset[row] for row in rows]
         for key, make in self._filled.items():
             places = (f"row {row} of {'old' if self._share.is_old else 'new'} pairs" for row in rows)
             items = [{**item, key: make(place)} for item, place in zip(items, places, strict=True)]

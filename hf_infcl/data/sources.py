@@ -104,7 +104,8 @@ class TableSource(Dataset[Item]):
         if error := find_error(value):
             what = f"Row {row} of the data is bad: {error}. Repair or drop it, or pass --on_bad_sample skip."
             raise BadSampleError(what, error)
-        item: Item = {"row": row, "key": str(row), "name": str(row)}
+        key = str(row if self._images is None else self._images.number(row))
+        item: Item = {"row": row, "key": key, "name": key}
         if self._key_column:
             item["name"] = str(value[self._key_column])
         if self._caption_column:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from torch.utils.data import IterableDataset, Subset
 
-from ..files.whole import describe, written_whole
+from ..files.whole import describe, give_usual_modes, written_whole
 
 NO_KEY = -1
 
@@ -59,12 +59,6 @@ class KeyedRows(PlainRows):
 
     def __getitems__(self, rows: list[int]) -> list[KeyedItem]:
         return keyed_rows(super().__getitems__(rows), rows)
-
-
-def read_rows(dataset: SizedDataset, rows: Sequence[int]) -> Any:
-    """The items of some rows."""
-    several = getattr(dataset, "__getitems__", None)
-    return several(rows) if callable(several) else [dataset[row] for row in rows]
 
 
 def keyed_rows(items: Sequence[object], rows: Sequence[int]) -> list[KeyedItem]:
@@ -226,7 +220,7 @@ class Store:
             for row in np.flatnonzero(known):
                 values[row] = self._part(int(places[row]) >> 32)[int(places[row]) & _ROW]
         except (IndexError, ValueError) as error:
-            raise ValueError(f"{self._damaged} ({error}). Compute them again.") from error
+            raise self._damaged(error) from error
         return values, known
 
     def _look_up(self, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -241,7 +235,7 @@ class Store:
         if self._index is None:
             index = self._mapped(self._index_path)
             if index.shape != (2, index.shape[-1]):
-                raise ValueError(f"{self._damaged} (an index of the shape {list(index.shape)}). Compute them again.")
+                raise self._damaged(f"an index of the shape {list(index.shape)}")
             self._index = index
         return self._index
 
@@ -267,14 +261,59 @@ class Store:
 
     def _mapped(self, path: Path) -> np.ndarray:
         try:
-            mapped: np.ndarray = np.load(path, mmap_mode="r")
+            return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
         except (EOFError, OSError, ValueError) as error:
-            raise ValueError(f"{self._damaged} ({error}). Compute them again.") from error
-        return mapped
+            raise self._damaged(error) from error
 
-    @property
-    def _damaged(self) -> str:
-        return f"The files of {self.name} in {self.folder} are damaged"
+    def _damaged(self, why: object) -> ValueError:
+        return ValueError(f"The files of {self.name} in {self.folder} are damaged ({why}). Compute them again.")
+
+
+class PartFiles:
+    """Parts in parquet or safetensors, which no training reads."""
+
+    is_finished = True
+
+    def __init__(self, folder: Path, kind: str, parts: int, format: str) -> None:
+        self._paths = [folder / f"{kind}-{part:05}-of-{parts:05}.{format}" for part in range(parts)]
+        formats: dict[str, Callable[..., None]] = {"parquet": _write_parquet, "safetensors": _write_safetensors}
+        self._write = formats[format]
+
+    def lacks(self, part: int) -> bool:
+        return not self._paths[part].exists()
+
+    def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None:
+        with written_whole(self._paths[part]) as partial_path:
+            self._write(partial_path, values, **columns)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+Writer = Store | PartFiles
+
+
+def _write_parquet(path: Path, values: np.ndarray, names: Sequence[str], captions: Sequence[str] | None = None) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, Any] = {"key": names} | ({} if captions is None else {"caption": captions})
+    texts = {name: pa.array(words, pa.string()) for name, words in columns.items()}
+    flat = pa.array(values.reshape(-1), pa.float32())
+    embedding = pa.FixedSizeListArray.from_arrays(flat, max(1, values.shape[1]))
+    pq.write_table(pa.table({**texts, "embedding": embedding}), path)
+
+
+def _write_safetensors(
+    path: Path, values: np.ndarray, names: Sequence[str], captions: Sequence[str] | None = None
+) -> None:
+    from safetensors.numpy import save_file
+
+    columns = {"keys": names} | ({} if captions is None else {"captions": captions})
+    save_file(
+        {"embeddings": values}, path, {name: json.dumps(words, ensure_ascii=False) for name, words in columns.items()}
+    )
+    give_usual_modes(path)
 
 
 def of_caption(key: str, caption: str) -> str:

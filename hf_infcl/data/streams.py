@@ -118,8 +118,15 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         sources = [Url(source) for source in ([sources] if isinstance(sources, str) else sources)]
         if not sources:
             raise ValueError("A stream needs at least one source, got none.")
-        if weights is not None:
-            _check_weights(weights, sources)
+        if weights is not None and len(weights) != len(sources):
+            raise ValueError(
+                f"There are {len(weights)} weights for {len(sources)} sources: {list(weights)}, {sources}."
+            )
+        if wrong := [weight for weight in weights or () if not 0 < weight < math.inf]:
+            raise ValueError(
+                f"Each weight must be a positive number, got {wrong[0]} in {weights}. Leave out sources that are not "
+                "to be drawn."
+            )
         self.sources, self.name = sources, " ".join(sources)
         self.weights = [1.0] if weights is None else [float(weight) for weight in weights]
         self.shuffle_buffer, self.open_shards, self.lanes = shuffle_buffer, open_shards, lanes
@@ -287,16 +294,6 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _check_weights(weights: Sequence[float], sources: Sequence[str]) -> None:
-    if len(weights) != len(sources):
-        raise ValueError(f"There are {len(weights)} weights for {len(sources)} sources: {list(weights)}, {sources}.")
-    if wrong := [weight for weight in weights if not 0 < weight < math.inf]:
-        raise ValueError(
-            f"Each weight must be a positive number, got {wrong[0]} in {list(weights)}. Leave out sources that are not "
-            "to be drawn."
-        )
 
 
 def _leaves_folder(name: str) -> bool:

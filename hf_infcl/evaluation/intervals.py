@@ -41,7 +41,6 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
     """
     size = len(hits[0].right)
     kind, examples = _kinds(hits)
-    numbers = [_Shares(one, examples) for one in hits]
     random = np.random.default_rng(_SEED)
     rows, kinds = max(1, WEIGHTS_NUMEL // size), len(examples)
     blocks = []
@@ -51,7 +50,7 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
         drawn += kinds * np.arange(count)[:, None]
         weights = np.bincount(drawn.ravel(), minlength=count * kinds)
         weights = weights.reshape(count, kinds).astype(np.float64)  # how often images of each kind were drawn
-        blocks.append(np.stack([one.of(weights) for one in numbers]))
+        blocks.append(np.stack([_shares(one, examples, weights) for one in hits]))
     return np.concatenate(blocks, axis=1)
 
 
@@ -69,26 +68,18 @@ def _kinds(hits: Sequence[Hits]) -> tuple[np.ndarray, np.ndarray]:
     return kind, np.unique(kind, return_index=True)[1]
 
 
-class _Shares:
-    """The value of one metric on weighted images, which are those numbered by ``images``."""
-
-    def __init__(self, hits: Hits, images: np.ndarray) -> None:
-        self._parts = [part.cpu().numpy()[images].astype(np.float64) for part in (hits.right, hits.queries)]
-        self._groups = None if hits.groups is None else hits.groups.cpu().numpy()[images]
-        if self._groups is not None:
-            self._order = np.argsort(self._groups, kind="stable")
-            self._starts = np.unique(self._groups[self._order], return_index=True)[1]
-
-    def of(self, weights: np.ndarray) -> np.ndarray:
-        """[resamples] from [resamples, N]."""
-        if self._groups is None:
-            right, queries = (weights @ part for part in self._parts)
-            return np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
-        right, queries = (
-            np.add.reduceat((weights * part)[:, self._order], self._starts, axis=1) for part in self._parts
-        )
-        shares = np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
-        return shares.sum(axis=1) / (queries > 0).sum(axis=1)  # of the groups that were drawn
+def _shares(hits: Hits, images: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The value of one metric [resamples], with weights [resamples, n] of the images of these n numbers."""
+    parts = [part.cpu().numpy()[images].astype(np.float64) for part in (hits.right, hits.queries)]
+    if hits.groups is None:
+        right, queries = (weights @ part for part in parts)
+        return np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
+    groups = hits.groups.cpu().numpy()[images]
+    order = np.argsort(groups, kind="stable")
+    starts = np.unique(groups[order], return_index=True)[1]
+    right, queries = (np.add.reduceat((weights * part)[:, order], starts, axis=1) for part in parts)
+    shares = np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
+    return shares.sum(axis=1) / (queries > 0).sum(axis=1)  # of the groups that were drawn
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from ..data import ContrastiveCollator
 from ..data.sources import Batch, ItemSource, collated
-from ..data.store import Store, of_caption
-from ..files.whole import give_usual_modes, written_whole
+from ..data.store import PartFiles, Store, Writer, of_caption
+from ..files.whole import written_whole
 from ..models.adapters import weight_fingerprint
 from ..options.record import as_json, options_of_model
 from ..processes.collectives import Processes, failures_announced
@@ -31,19 +31,6 @@ from ..step.terms import Context
 logger = logging.get_logger(__name__)
 
 Encode = Callable[[dict[str, Tensor]], Tensor]  # inputs of a model, images or texts, on the device, to rows [n, D]
-
-
-class Writer(Protocol):
-    """What is written in parts, as a `Store` is."""
-
-    @property
-    def is_finished(self) -> bool: ...
-
-    def lacks(self, part: int) -> bool: ...
-
-    def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def compute(
@@ -164,6 +151,7 @@ def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, d
 
 
 RECORD = "embeddings.json"
+_RECORDED = {"data", "fingerprint", "kinds", "model", "parts", "weights"}  # what it has at least
 _DECISIVE = {"fingerprint", "dtype", "dims", "format", "half", "kinds", "parts", "data"}  # the rest is told
 
 
@@ -208,8 +196,8 @@ def embed(
     encoders: dict[str, Encode] = {"images": encoder.encode_images, "texts": encoder.encode_texts}
     writers: dict[str, Writer] = {}
     for kind in source.kinds:
-        is_store = format == "npy"
-        writers[kind] = Store(place, kind, source.parts) if is_store else _Files(place, kind, source.parts, format)
+        parts = place, kind, source.parts
+        writers[kind] = Store(*parts) if format == "npy" else PartFiles(*parts, format)
     return compute(
         source,
         context,
@@ -247,23 +235,33 @@ def described(source: ItemSource, context: Context) -> dict[str, Any]:
 
 def begin(folder: Path, record: Mapping[str, object]) -> None:
     """Writes the record of what is embedded; raises a ValueError if the folder has another one, or a damaged one."""
-    path = folder / RECORD
-    if not path.exists():
+    if (before := read_record(folder)) is None:
         folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as partial_path:
+        with written_whole(folder / RECORD) as partial_path:
             partial_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         return
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        before["fingerprint"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}. Delete {folder}, or choose another --output_dir.") from error
     differing = _differences(before, record)
     if _DECISIVE & {name.partition(" ")[0] for name in differing}:
         # A fingerprint says nothing beside what differs.
         named = {name: told for name, told in differing.items() if name != "fingerprint"} or differing
         shown = "; ".join(f"{name} was {was} and is {now}" for name, (was, now) in named.items())
         raise ValueError(f"{folder} holds other embeddings ({shown}). Choose another --output_dir, or delete this one.")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The record of the embeddings in a folder; None if there is none. A ValueError says that it is damaged."""
+    path = folder / RECORD
+    try:
+        record = dict(json.loads(path.read_text(encoding="utf-8")))
+        if lacking := sorted(_RECORDED - record.keys()):
+            raise ValueError(f"it lacks {', '.join(lacking)}")
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}. Delete {folder}, or choose another folder, and embed the data again."
+        ) from error
+    return record
 
 
 def _differences(before: Mapping[str, object], record: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
@@ -277,48 +275,3 @@ def _differences(before: Mapping[str, object], record: Mapping[str, object]) -> 
         elif was != now:
             differing[name] = was, now
     return differing
-
-
-class _Files:
-    """Parts in parquet or safetensors, which no training reads."""
-
-    is_finished = True
-
-    def __init__(self, folder: Path, kind: str, parts: int, format: str) -> None:
-        self._paths = [folder / f"{kind}-{part:05}-of-{parts:05}.{format}" for part in range(parts)]
-        formats: dict[str, Callable[..., None]] = {"parquet": _write_parquet, "safetensors": _write_safetensors}
-        self._write = formats[format]
-
-    def lacks(self, part: int) -> bool:
-        return not self._paths[part].exists()
-
-    def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None:
-        with written_whole(self._paths[part]) as partial_path:
-            self._write(partial_path, values, **columns)
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-
-def _write_parquet(path: Path, values: np.ndarray, names: Sequence[str], captions: Sequence[str] | None = None) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns: dict[str, Any] = {"key": pa.array(names, pa.string())}
-    if captions is not None:
-        columns["caption"] = pa.array(captions, pa.string())
-    flat = pa.array(values.reshape(-1), pa.float32())
-    columns["embedding"] = pa.FixedSizeListArray.from_arrays(flat, max(1, values.shape[1]))
-    pq.write_table(pa.table(columns), path)
-
-
-def _write_safetensors(
-    path: Path, values: np.ndarray, names: Sequence[str], captions: Sequence[str] | None = None
-) -> None:
-    from safetensors.numpy import save_file
-
-    told = {"keys": json.dumps(names, ensure_ascii=False)}
-    if captions is not None:
-        told["captions"] = json.dumps(captions, ensure_ascii=False)
-    save_file({"embeddings": values}, path, told)
-    give_usual_modes(path)

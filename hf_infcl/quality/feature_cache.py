@@ -52,14 +52,15 @@ class CachedItems(Dataset[dict[str, Any]]):
         return len(self.dataset)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
+        key = str(self.dataset.number(row))
         if self._features is None:
             item = self.dataset[row]
         else:
-            item = {"image_features": _read(self._features, [str(row)])[0]} | self.dataset.without_image(row)
+            item = {"image_features": _read(self._features, [key])[0]} | self.dataset.without_image(row)
         if self._start is None:
             return item
-        captions = [of_caption(str(row), caption) for caption in item["caption"]]
-        both = _read(self._start["images"], [str(row)]), _read(self._start["texts"], captions)
+        captions = [of_caption(key, caption) for caption in item["caption"]]
+        both = _read(self._start["images"], [key]), _read(self._start["texts"], captions)
         return {**item, "at_start": torch.cat(both)}
 
 

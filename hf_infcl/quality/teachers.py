@@ -4,7 +4,6 @@ Makes the term of a training's teacher, and refuses one that could not teach exa
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,12 +30,11 @@ from ..options.contrastive import ContrastiveOptions
 from ..step.extensions import LossTerm, of_kind
 from ..step.grad_cache import Features
 from ..step.terms import OF_TEACHER, Context, TeacherDistance
-from .embedding import RECORD, described, embed
+from .embedding import RECORD, described, embed, read_record
 
 logger = logging.getLogger(__name__)
 
 _KINDS = {"image": "images", "text": "texts"}
-_RECORDED = {"data", "fingerprint", "kinds", "model", "parts", "weights"}  # what the record of a folder has at least
 
 
 def embedding_folders(folder: str) -> list[str]:
@@ -54,23 +52,16 @@ class StoredEmbeddings:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        try:  # what was embedded, with which model
-            self.record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
+        if (record := read_record(self.folder)) is None:
             raise ValueError(
                 f"{folder} has no {RECORD}, so it holds no embeddings of `infcl embed`. Was it moved or deleted?"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{self.folder / RECORD} is damaged ({error}). Embed the data again.") from error
-        if not isinstance(self.record, dict):
-            raise ValueError(f"{self.folder / RECORD} is damaged: it holds no mapping. Embed the data again.")
+            )
+        self.record = record  # what was embedded, with which model
         if self.record.get("format") != "npy":
             raise ValueError(
                 f"The embeddings in {folder} are in the format {self.record.get('format')!r}, in which a training "
                 "cannot look up single ones. Write them with `infcl embed --format npy`, the default."
             )
-        if lacking := sorted(_RECORDED - self.record.keys()):
-            raise ValueError(f"{self.folder / RECORD} is damaged: it lacks {', '.join(lacking)}. Embed the data again.")
         self.stores = {kind: Store(self.folder, kind, self.record["parts"]) for kind in self.record["kinds"]}
         if missing := [kind for kind, store in self.stores.items() if not store.is_finished]:
             raise ValueError(
@@ -231,11 +222,10 @@ class _DataSet:
             )
         if isinstance(part, ImageTextDataset):
             self._described = described_table(len(part), part, part.captions)
-            part.places_of_whole = False
             if part.whole is not None and all(map(self.difference, opened)):
                 whole = described_table(len(part.whole), part.whole, part.whole.captions)
                 if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
-                    self._described, part.places_of_whole = whole, True
+                    self._described = whole
         else:
             self._described = described_shards(part)
         self.stored = next((stored for stored in opened if not self.difference(stored)), None)
@@ -273,10 +263,9 @@ class _DataSet:
 def _rows_without_captions(part: ImageTextDataset, stored: StoredEmbeddings) -> int:
     """The number of rows of a table that have a caption without an embedding. A million captions take six seconds."""
     table, first, lacking = part.table.select_columns([part.caption_column]).with_format(None), 0, 0
-    numbers = part.numbers if part.places_of_whole and part.numbers is not None else np.arange(len(part))
     for batch in table.iter(10_000):
         captions = [usable_captions(value) for value in batch[part.caption_column]]
-        keys = [of_caption(str(numbers[first + n]), c) for n, several in enumerate(captions) for c in several]
+        keys = [of_caption(str(part.number(first + n)), c) for n, several in enumerate(captions) for c in several]
         row_of_each = np.repeat(np.arange(len(captions)), list(map(len, captions)))
         lacking += len(np.unique(row_of_each[stored.stores["texts"].missing(keys)]))
         first += len(captions)
