@@ -989,7 +989,7 @@ def test_options_are_read_and_helps_are_printed_without_torch():
     code = """
 import contextlib, sys
 sys.modules["torch"] = None  # importing it raises ImportError
-from hf_infcl.tools.cli import main
+from hf_infcl.cli import main
 for words in (["train", "--help"], ["evaluate", "--help", "all"], ["train", "--modle", "m"],
               ["train", "--model", "m", "--dataset", "d", "--max_steps", "many"], ["card", "--help"],
               ["average", "--help"], ["convert", "--help"]):

@@ -117,9 +117,9 @@ needs_triton = ("hf_infcl.kernels.triton_", "hf_infcl.kernels.hopper_", "hf_infc
 for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
     if not module.name.startswith(needs_triton) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-from hf_infcl.tools.cli.commands import PARSERS
+from hf_infcl.cli.commands import PARSERS
 assert PARSERS["train"]().read(["--recipe", "finetune_keep"])[0].replay_share == 0.5
-from hf_infcl.tools.cli import main
+from hf_infcl.cli import main
 main(words=["--version"])
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

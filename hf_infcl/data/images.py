@@ -122,7 +122,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.split = None if dataset.split is None else str(dataset.split)
         self.name = f"the dataset with columns {dataset.column_names}"  # in messages about a bad row
         self.source = ""  # what a `SetSpec` opened it from
-        self.benchmark: Any = None  # the files of a named benchmark (`hf_infcl.tools.benchmarks`)
+        self.benchmark: Any = None  # the files of a named benchmark (`hf_infcl.cli.benchmarks`)
         self.image_column = image_column
 
     def __len__(self) -> int:

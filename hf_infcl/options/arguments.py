@@ -119,7 +119,7 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
         passed: ``per_device_train_batch_size``, ``gradient_accumulation_steps``, ``texts_at_once`` and
             ``retain_graphs`` as the user passed them, or None. The options themselves change to the values that the
             search chooses.
-        chosen: the values that `hf_infcl.micro_batches` chose for the last training, by the names of the options.
+        chosen: the values that the search of the micro-batch chose for the last training, by the names of the options.
         largest_micro_batch: the most pairs of a micro-batch, once a step has run out of memory.
 
     Raises:
