@@ -1,6 +1,4 @@
-"""What a training has gained and what it has cost, in one score for each set that was measured before and after it.
-
-What makes it doubtful that a training has taught its model anything: the first sentence of the card."""
+"""What a training has gained and what it has cost, set by set, and what makes it doubtful that it taught anything."""
 
 from __future__ import annotations
 

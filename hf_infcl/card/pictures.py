@@ -1,6 +1,4 @@
-"""Draws the curves of a run: its losses, accuracies and recalls over the optimizer steps.
-
-Draws evaluation images with their captions and those that the model finds for them."""
+"""Draws the curves of a run over its steps, and evaluation images with the captions that the model finds for them."""
 
 from __future__ import annotations
 

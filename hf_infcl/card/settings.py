@@ -1,12 +1,8 @@
-"""The Markdown of cards, in which the text of others is only shown: names of classes and data sets, prompts, licences.
+"""The rows of a card on optimizer, learning rate, seed and precision, and the Markdown in which cards show any text.
 
-Such text begins neither HTML, links or pictures, nor new lines, and leaves a table whole, whatever it holds.
-
-
-The rows of a card on optimizer, learning rate, seed and precision, read from the trainer and what it trains with.
-
-The arguments alone do not decide: an optimizer may have been passed to the trainer, and
-`accelerate launch` may have chosen the precision.
+The arguments alone do not decide about the rows: an optimizer may have been passed to the trainer, and `accelerate
+launch` may have chosen the precision. Text of others, such as names of classes and data sets, prompts and licences,
+begins neither HTML, links or pictures, nor new lines, and leaves a table whole, whatever it holds.
 """
 
 from __future__ import annotations

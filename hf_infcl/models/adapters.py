@@ -1,6 +1,4 @@
-"""Images of another size than those that the image tower was trained on: its position embeddings are interpolated.
-
-LoRA adapters of the package peft."""
+"""LoRA adapters of the package peft, and position embeddings that are interpolated for images of another size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A common view of the supported model classes: embeddings, temperature, objective and towers.
-
-Random patches of the images are left out in training, so that the image tower computes less."""
+"""A common view of the supported model classes: embeddings, temperature, objective, towers, and patches left out."""
 
 from __future__ import annotations
 

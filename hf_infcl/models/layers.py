@@ -1,16 +1,13 @@
-"""How deep a parameter is in its tower, by which the first layers are frozen.
+"""Layers of towers: which of the first are frozen, forwards in bf16, and fused layers.
 
-Forwards in bf16 of a model whose weights are fp32: what ``bf16_activations`` does in place of autocast.
+Forwards in bf16 of a model whose weights are fp32 are what ``bf16_activations`` does in place of autocast. Each reads
+copies of the weights that are rounded to bf16. The casts are a part of its graph, so a backward adds its gradient to
+that of the weights themselves in fp32, micro-batch by micro-batch. The optimizer, clipping, averages, checkpoints and
+the processes' exchange thus see the same tensors as under autocast.
 
-Each forward reads copies of the weights that are rounded to bf16. The casts are a part of its graph, so a backward adds
-its gradient to that of the weights themselves in fp32, micro-batch by micro-batch. The optimizer, clipping, averages,
-checkpoints and the processes' exchange thus see the same tensors as under autocast.
-
-
-Layers that take fewer passes over memory than those of transformers, and keep fewer tensors for their backward.
-
-An eager step of a ViT-B/16 spends two fifths of its time on operators that read and write activations and compute next
-to nothing. Two changes, which leave the mathematics alone, save half of that:
+Fused layers take fewer passes over memory than those of transformers, and keep fewer tensors for their backward. An
+eager step of a ViT-B/16 spends two fifths of its time on operators that read and write activations and compute next to
+nothing. Two changes, which leave the mathematics alone, save half of that:
 
 - QuickGELU, the activation of OpenAI's CLIP models, is one kernel instead of three, and in the backward one instead of
   five; its input alone is kept.

@@ -1,6 +1,4 @@
-"""Which models are dual encoders, and all facts that differ between their types and those of their towers.
-
-At which token a causal text tower takes the embedding of a text, and texts that get one embedding by that."""
+"""Which models are dual encoders, all facts that differ between their types, and at which token they read a text."""
 
 from __future__ import annotations
 

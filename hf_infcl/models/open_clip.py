@@ -1,8 +1,4 @@
-"""Models of OpenCLIP as models of transformers, and back; models of transformers for sentence-transformers.
-
-The files by which sentence-transformers loads a dual encoder of transformers, and encodes to its embeddings.
-
-Loads the model of a name, in either format, and converts one into the other where both have the same embeddings."""
+"""Loads a model of either format and converts one into the other, with the files for sentence-transformers."""
 
 from __future__ import annotations
 

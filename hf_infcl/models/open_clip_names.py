@@ -1,8 +1,4 @@
-"""OpenCLIP's preparation of images and texts in transformers' processors, and the other way round.
-
-What OpenCLIP and transformers call the sizes and functions of a model: tables that are read in both directions.
-
-Models of OpenCLIP as models of transformers and back, by a table of the names of their tensors."""
+"""What OpenCLIP and transformers call the tensors, sizes and preparation of a model: tables read in both ways."""
 
 from __future__ import annotations
 

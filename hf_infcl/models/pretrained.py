@@ -1,6 +1,4 @@
-"""Folders, files and Hub repositories that hold models of OpenCLIP, and why a checkpoint cannot be loaded.
-
-Complete models of transformers, and adapters of peft with the model under them.
+"""Reads complete models of transformers and of OpenCLIP, and adapters with the model under them, or says why not.
 
 transformers fills what a checkpoint lacks at random, or leaves it as it lies in memory, such as a logit_scale, and only
 warns. Here such a checkpoint is refused, unless a training asks for new weights.

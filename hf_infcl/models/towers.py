@@ -1,6 +1,4 @@
-"""Outputs of towers that are kept instead of being computed again.
-
-A dual encoder of any two modules."""
+"""A dual encoder of any two modules, and outputs of towers that are kept instead of being computed again."""
 
 from __future__ import annotations
 
