@@ -51,7 +51,7 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
     functions: tuple[Any, ...] = (code, escaped, literal, row, line, cell, counted, explained, words_of_scores)
     return ModelCard.from_template(
         data,
-        template_str=resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8"),
+        template_str=resources.files(__package__).joinpath("template.jinja").read_text(encoding="utf-8"),
         **{one.__name__: one for one in functions},
         place=_place,
         facts=facts,
