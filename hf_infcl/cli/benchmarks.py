@@ -12,7 +12,9 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -25,17 +27,8 @@ from ..files.hub import hub_answers, hub_asked_once
 from ..shards.layout import IMAGE_EXTENSIONS, DamagedShardError
 from ..shards.opening import existing_paths_are_literal
 from ..shards.readers import Columns, TarReader
-from .benchmark_names import (
-    BENCHMARKS,
-    GROUPS,
-    MAIN_METRICS,
-    SUGARCREPE,
-    SUGARCREPE_PP,
-    XM3600,
-    benchmark_key,
-    expanded,
-    folder_name,
-)
+from . import benchmark_names as known
+from .benchmark_names import benchmark_key, expanded, folder_name
 
 OWNER = "clip-benchmark"
 _DIGITS = 18  # of a number in a file that anyone may have written
@@ -99,7 +92,7 @@ def benchmark_files(name: str, folder: str | None) -> Files:
     The ``folder`` holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
     client keeps the files in its cache and needs no network once they are there.
     """
-    on_hub = name in BENCHMARKS
+    on_hub = name in known.BENCHMARKS
     repository = name if "/" in name and not on_hub else f"{OWNER}/{folder_name(name)}"
     if folder is not None:
         local = Path(folder, folder_name(name)).resolve()
@@ -237,9 +230,11 @@ def benchmark_sets(
                 raise ValueError(
                     f"Its metrics would have the names eval_{key}_... of another set's. Measure both by two commands."
                 )
-            files = _OF_FILES.get(name, benchmark_files)(name, folder)
-            rows = _OF_ROWS.get(name, _rows)(files)
-            dataset = _make_set(files, rows if select is None else select(rows))
+            family = name.partition("/")[0] if name in known.BENCHMARKS else ""
+            find, read, make = _FAMILIES.get(family, (benchmark_files, _rows, None))
+            rows = read(files := find(name, folder))
+            rows = rows if select is None else select(rows)
+            dataset = _make_set(files, rows) if make is None else make(rows)
         except ValueError as error:
             raise ValueError(f"The benchmark {name}: {error}") from error
         dataset.name = f"the benchmark {name} ({files.dataset} at {files.revision[:23]})"
@@ -249,10 +244,6 @@ def benchmark_sets(
 
 
 def _make_set(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroShotDataset:
-    if files.name in (*SUGARCREPE, *SUGARCREPE_PP):
-        return CaptionChoiceDataset(rows, right=1 if files.name in SUGARCREPE else 2)
-    if files.name in XM3600:
-        return ImageTextDataset(rows, caption_column="captions", all_captions=True)
     if files.kind == "retrieval":
         return ImageTextDataset(rows, all_captions=True)
     templates = files.lines("zeroshot_classification_templates.txt")
@@ -340,8 +331,13 @@ def _sugarcrepe(captions: str, revision: str) -> Iterator[dict[str, object]]:
         }
 
 
-_OF_FILES = dict.fromkeys((*SUGARCREPE, *SUGARCREPE_PP), sugarcrepe_files) | dict.fromkeys(XM3600, xm3600_files)
-_OF_ROWS = dict.fromkeys((*SUGARCREPE, *SUGARCREPE_PP), _choices) | dict.fromkeys(XM3600, _tables)
+# By the beginnings of their names: what finds the files, what reads their rows, and what makes a set of these.
+_FAMILIES: dict[str, tuple[Callable[[str, str | None], Files], Callable[[Files], datasets.Dataset], Callable[..., Any]]]
+_FAMILIES = {
+    "sugarcrepe": (sugarcrepe_files, _choices, CaptionChoiceDataset),
+    "sugarcrepe++": (sugarcrepe_files, _choices, partial(CaptionChoiceDataset, right=2)),
+    "xm3600": (xm3600_files, _tables, partial(ImageTextDataset, caption_column="captions", all_captions=True)),
+}
 
 
 def scores(metrics: Mapping[str, float], sets: Mapping[str, ImageDataset]) -> dict[str, tuple[str, float]]:
@@ -352,7 +348,7 @@ def scores(metrics: Mapping[str, float], sets: Mapping[str, ImageDataset]) -> di
     results = {}
     for key, dataset in sets.items():
         if (files := getattr(dataset, "benchmark", None)) is not None:
-            names = MAIN_METRICS.get(files.name, SCORES[getattr(dataset, "kind", "pairs")])
+            names = known.MAIN_METRICS.get(files.name, SCORES[getattr(dataset, "kind", "pairs")])
             values = [metrics[f"eval_{key}_{name}"] for name in names]
             words = "mean recall@1" if len(names) > 1 else METRICS[names[0]].words
             results[files.name] = words, sum(values) / len(values)
@@ -364,8 +360,9 @@ def means_of_groups(
 ) -> dict[str, float]:
     """``eval_mean_{group}``: the mean score of each group that was named."""
     values = {name: value for name, (_, value) in scores(metrics, sets).items()}
-    groups = [name for name in dict.fromkeys(named or ()) if name in GROUPS]
-    return {f"eval_mean_{benchmark_key(g)}": sum(values[n] for n in GROUPS[g]) / len(GROUPS[g]) for g in groups}
+    groups = [name for name in dict.fromkeys(named or ()) if name in known.GROUPS]
+    means = {name: [values[one] for one in known.GROUPS[name]] for name in groups}
+    return {f"eval_mean_{benchmark_key(name)}": sum(of_group) / len(of_group) for name, of_group in means.items()}
 
 
 def lines_of_scores(

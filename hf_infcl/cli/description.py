@@ -21,17 +21,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
+from ..card import facts
 from ..card.callback import CURVES_FILE
-from ..card.facts import (
-    FACTS_FILE,
-    Evaluation,
-    Source,
-    TrainingFacts,
-    content_of,
-    source_name,
-    training_facts,
-    with_texts,
-)
 from ..card.pictures import PICTURES_FILE
 from ..card.settings import code, escaped, joined
 from ..data import ImageTextDataset
@@ -56,7 +47,7 @@ def describe_run(
     data: DataOptions,
     columns: ColumnOptions,
     conversion: Sequence[str] = (),
-) -> functools.partial[TrainingFacts]:
+) -> functools.partial[facts.TrainingFacts]:
     """`training_facts` with the facts that the options and the trainer know, and what `load` said of a conversion."""
     trained: Any = trainer.train_dataset
     pairs = trained.datasets[0] if isinstance(trained, Replayed) else trained
@@ -72,13 +63,13 @@ def describe_run(
         settings["pairs excluded before"] = joined(excluded)
     settings["image preprocessing"] = collator.image_backend
     return functools.partial(
-        training_facts,
+        facts.training_facts,
         trainer,
         model_class=type(encoder.base).__name__,
         start=(base or model.model).removeprefix("hf-hub:"),
         random_start=encoder.looks_random(),
         sources=describe_sources(data),
-        content=content_of(pairs),
+        content=facts.content_of(pairs),
         replay_sources=[_source(spec, "train") for spec in read_sets("replay_dataset", data.replay_dataset)],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=getattr(pairs, "pair_id_column", columns.pair_id_column),
@@ -93,12 +84,12 @@ def trained_part(model: nn.Module, start: str) -> tuple[dict[str, str], str | No
         return {}, None
     words, base = words_of_adapters(model), base_of_adapters(start)
     layers, alpha = layers_of_adapters(model)
-    rows = {"trained weights": words if base is None else f"{words}, those of {source_name(start)[0]}"}
+    rows = {"trained weights": words if base is None else f"{words}, those of {facts.source_name(start)[0]}"}
     rows["layers with adapters"] = joined(list(map(code, layers))) + (f"; alpha {alpha:g}" if alpha else "")
     return rows, base
 
 
-def describe_sources(options: DataOptions) -> list[Source]:
+def describe_sources(options: DataOptions) -> list[facts.Source]:
     """The training data for the card, with the licences that the Hub states."""
     weights = mixture_weights(options)
     shares = [None] * len(options.dataset) if weights is None else [weight / sum(weights) for weight in weights]
@@ -106,9 +97,9 @@ def describe_sources(options: DataOptions) -> list[Source]:
     return [_source(spec, options.split, share) for spec, share in zip(specs, shares, strict=True)]
 
 
-def _source(spec: SetSpec, split: str, share: float | None = None) -> Source:
-    name, is_on_hub = source_name(spec.path)
-    return Source(name, is_on_hub, spec.split or split, _licence(name) if is_on_hub else None, share)
+def _source(spec: SetSpec, split: str, share: float | None = None) -> facts.Source:
+    name, is_on_hub = facts.source_name(spec.path)
+    return facts.Source(name, is_on_hub, spec.split or split, _licence(name) if is_on_hub else None, share)
 
 
 def _licence(dataset: str) -> str | None:
@@ -122,19 +113,19 @@ def _licence(dataset: str) -> str | None:
     return licence_of(card)
 
 
-def describe_evaluations(datasets: Mapping[str, ImageDataset]) -> list[Evaluation]:
+def describe_evaluations(datasets: Mapping[str, ImageDataset]) -> list[facts.Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""
     entries = []
     for key, dataset in datasets.items():
         files = dataset.benchmark
-        (name, on_hub) = source_name(dataset.source) if files is None else (files.dataset, files.on_hub)
+        (name, on_hub) = facts.source_name(dataset.source) if files is None else (files.dataset, files.on_hub)
         split, revision = (dataset.split or "test", None) if files is None else ("test", files.revision)
         is_guard = key.startswith("guard")
-        entries.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision))
-    return with_texts(entries, datasets)
+        entries.append(facts.Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision))
+    return facts.with_texts(entries, datasets)
 
 
-RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, PICTURES_FILE)
+RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", facts.FACTS_FILE, CURVES_FILE, PICTURES_FILE)
 LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written only at the end of a run
 
 

@@ -30,18 +30,10 @@ from ..trainer.loop_events import measured_last
 from ..trainer.model_files import merge_into_start, model_to_train
 from ..trainer.trainer import InfCLTrainer
 from ..trainer.with_start import average_with_start, checkpoint_of_end, main_weights
+from . import description
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
 from .defaults import check_average, check_embedded, print_choices
-from .description import (
-    EarlierDeleted,
-    check_output_folder,
-    describe_run,
-    earlier_results,
-    has_results,
-    overlaps,
-    weights_of_other_kind,
-)
 from .dry_run import dry_run, write_nothing
 from .launched import leave, mistakes_in_one_line
 from .models import write_averages
@@ -56,8 +48,8 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
         alpha = check_average(keep, evaluation, args)
-        check_output_folder(args.output_dir, model_options, data, evaluation, keep)
-        earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
+        description.check_output_folder(args.output_dir, model_options, data, evaluation, keep)
+        earlier = description.earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if data.dry_run:
             write_nothing(args)
         elif earlier and not data.overwrite_output_dir:
@@ -92,7 +84,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         print_choices(args, parser.chosen, trainer.train_dataset)
-        for line in (*describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets)):
+        for line in (*describe_sets(eval_datasets), *description.overlaps(train_dataset, eval_datasets)):
             print(line)
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             for line in short_check(trainer, train_dataset, data):
@@ -103,10 +95,12 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         dry_run(trainer, parser.prog)
         return
     if data.overwrite_output_dir:
-        trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
+        trainer.add_callback(
+            description.EarlierDeleted([*earlier, *description.weights_of_other_kind(Path(args.output_dir), adapted)])
+        )
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_options, data, columns, conversion)
+    describe = description.describe_run(trainer, model_options, data, columns, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
     ProgressPrinter(trainer)
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
@@ -116,7 +110,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         except Preempted as ended:
             leave(trainer, int(ended.code or 0))
             raise
-    if trainer.steps_trained == 0 and has_results(trainer):
+    if trainer.steps_trained == 0 and description.has_results(trainer):
         if trainer.is_world_process_zero():
             print(f"The model, its card and its results in {args.output_dir} stay unchanged.")
         leave(trainer)

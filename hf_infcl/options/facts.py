@@ -14,12 +14,7 @@ from dataclasses import MISSING, Field, fields, make_dataclass
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import (
-    Any,
-    ClassVar,
-    Literal,  # noqa: F401
-    Protocol,
-)
+from typing import Any, ClassVar, Literal, Protocol  # noqa: F401  # types in the file are Literal
 
 from .contrastive import ContrastiveOptions
 from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, declared_facts, field_of, holds, refuse, spelled
