@@ -1,9 +1,11 @@
 """Images on their way to the model: decoding, the uint8 transform, which matches transformers' own, augmentation."""
 
+import contextlib
 import io
 import itertools
 import math
 import struct
+import warnings
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -16,14 +18,20 @@ import transformers
 from datasets import Dataset
 from helpers.pictures import captioned, file_of, picture
 from helpers.processors import clip_processor, siglip2_processor, siglip_processor
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 from torch.utils.data import DataLoader
+from transformers.image_transforms import convert_to_rgb
 
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data import images as decoding
 from hf_infcl.data.images import decode_rgb
 from hf_infcl.data.streams import ImageTextStream
 from hf_infcl.data.transforms import ImageTransform, augment
+from hf_infcl.models.model_types import to_rgb, transparency
+
+# Opaque, half transparent and fully transparent pixels of many colours.
+TRANSPARENT = np.random.default_rng(0).integers(0, 256, (20, 24, 4), dtype=np.uint8)
+TRANSPARENT[:8, :, 3], TRANSPARENT[8:12, :, 3] = 0, 255
 
 
 def pattern(height: int, width: int) -> np.ndarray:
@@ -75,11 +83,70 @@ class TestDecoding:
         assert self.rgb(Image.fromarray(grey), tmp_path, name)[0, :, 0].tolist() == [0, 1, 128, 255]
 
     @pytest.mark.filterwarnings("error")
-    @pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
-    def test_transparency_is_dropped(self, tmp_path, mode):
-        colours = np.array([[[10, 10, 10, 0], [200, 200, 200, 128]]], np.uint8)
-        image = Image.fromarray(colours).convert(mode)
-        assert self.rgb(image, tmp_path, "transparent.png").tolist() == colours[..., :3].tolist()
+    @pytest.mark.parametrize("mode", sorted({*Image.MODES} - {"La"} - {m for m in Image.MODES if m[0] in "FI"}))
+    def test_every_mode_is_what_the_installed_processor_makes_of_it(self, mode):
+        """To the bit, in fp32, for PIL images of this mode and for files that hold it."""
+        image, processor = Image.fromarray(TRANSPARENT), clip_processor().image_processor
+        if mode == "LAB":
+            image = Image.merge("LAB", image.split()[:3])
+        elif mode != "RGBA":
+            image = image.convert({"PA": "LA", "RGBa": "RGBA"}.get(mode, "RGB")).convert(mode)
+
+        def of(pixels: Image.Image | np.ndarray) -> torch.Tensor:
+            return processor(pixels, return_tensors="pt")["pixel_values"]
+
+        assert torch.equal(of(to_rgb(image)), of(image))
+        for form in ("PNG", "TIFF", "GIF", "WEBP"):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # it cannot hold this mode
+                file = file_of(image, form)
+                assert torch.equal(of(decode_rgb(file)), of(Image.open(io.BytesIO(file)))), form
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("mode", ["P", "L", "RGB", "1"])
+    def test_a_colour_that_is_transparent_is_what_the_installed_processor_makes_of_it(self, mode):
+        image = Image.fromarray(TRANSPARENT[..., :3]).convert(mode)
+        clear = 0 if mode == "1" else image.getpixel((1, 1))
+        file = file_of(image, "PNG", transparency=clear if mode != "P" else bytes([0, 100, 255] * 85))
+        opened = Image.open(io.BytesIO(file))
+        assert "transparency" in opened.info
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = convert_to_rgb(opened, return_numpy=True)
+        assert np.array_equal(decode_rgb(file), expected)
+        assert not np.array_equal(decode_rgb(file_of(image, "PNG")), expected)
+
+    def test_16_bit_grey_with_a_transparent_value(self):
+        grey = Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16))
+        assert decode_rgb(file_of(grey, "PNG", transparency=0x8000))[0, :, 0].tolist() == [0, 255, 255]
+
+    def test_the_release_decides_what_becomes_of_transparency(self, monkeypatch):
+        assert transparency().startswith("laid on white")
+        file = file_of(Image.fromarray(TRANSPARENT), "PNG")
+        monkeypatch.setattr("transformers.image_transforms.convert_to_rgb", lambda image: image.convert("RGB"))
+        assert np.array_equal(decode_rgb(file), TRANSPARENT[..., :3])
+        assert transparency.__wrapped__().startswith("dropped")
+
+    def test_32_bit_integers_have_no_known_range(self):
+        file = file_of(Image.fromarray(np.full((2, 2), 70_000, np.int32)), "TIFF")
+        with pytest.raises(ValueError, match="its pixels are 32-bit integers, whose range is not known"):
+            decode_rgb(file)
+
+    def test_grey_of_a_pgm_with_16_bits(self):
+        assert decode_rgb(b"P5 2 1 65535\n\x80\x00\xff\xff")[0, :, 0].tolist() == [128, 255]
+
+    @pytest.mark.parametrize("what", ["text", "compressed text", "profile", "a wrong checksum"])
+    def test_what_is_not_pixels_does_not_decide(self, what):
+        info, image = PngImagePlugin.PngInfo(), picture(3)
+        if "text" in what:
+            for number in range(70 if what == "text" else 1):
+                info.add_itxt(str(number), "a" * 2_000_000, zip="compressed" in what)
+        file = file_of(image, "PNG", pnginfo=info, icc_profile=bytes(2_000_000) if what == "profile" else None)
+        bad = struct.pack(">I", 2) + b"tEXtab" + bytes(4)
+        if what == "a wrong checksum":
+            file = file[:33] + bad + file[33:]
+        with pytest.raises((ValueError, OSError, SyntaxError)):
+            Image.open(io.BytesIO(file)).load()
+        assert np.array_equal(decode_rgb(file), np.asarray(image))
 
     @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
     def test_every_orientation_is_that_of_pil(self, form):

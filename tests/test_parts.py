@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from hf_infcl.data import ImageTextStream
 from hf_infcl.loss import reference
 from hf_infcl.models.dual_encoder import DualEncoder
+from hf_infcl.models.model_types import transparency
 from hf_infcl.options.record import RECORD_NAME, RunRecord
 from hf_infcl.step.terms import Context
 from hf_infcl.trainer import loop_events as progress
@@ -102,6 +103,16 @@ def test_a_run_resumes_from_its_own_checkpoint_only(checkpoint, monkeypatch):
     assert "was written by 2 processes, but this run has 4" in said[0]
     with pytest.raises(ValueError, match="holds no position in a stream"):
         Resumption(checkpoint).check(RUN, ImageTextStream.__new__(ImageTextStream), 2)
+
+
+def test_a_resume_under_another_rule_of_transparency_says_so(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(resuming.logger, "warning", said.append)
+    for rule, lines in ((transparency(), 0), ("dropped", 1)):
+        RunRecord(RUN | {"transparency of images": rule}, position=8).write(tmp_path)
+        Resumption(str(tmp_path)).check(RUN, None, 1)
+        assert len(said) == lines
+    assert f"transparency of images was dropped. With this release of transformers it is {transparency()}" in said[0]
 
 
 def test_a_record_of_another_version_says_so(checkpoint):

@@ -175,6 +175,18 @@ def test_an_evaluation_says_if_its_loss_is_not_that_of_the_training(tmp_path):
     assert "which had no --pair_id_column." in told
 
 
+def test_an_evaluation_under_another_rule_of_transparency_says_so(tmp_path):
+    rows = datasets.Dataset.from_dict({"image": ["a.png"] * 8, "caption": ["a"] * 8})
+    trainer: Any = trainer_for(tmp_path / "run", data=ImageTextDataset(rows))
+    rule = training_settings(trainer)["transparency of images"]
+    assert rule.startswith("laid on white")
+    line = f"In the training, transparency of images was dropped. Here it is {rule}"
+    for before, told in ((rule, []), ("dropped", [line])):
+        facts(settings={"transparency of images": before}).save(tmp_path)
+        lines = [*other_loss(trainer, str(tmp_path), None)]
+        assert [line.partition(": transparent")[0] for line in lines] == told
+
+
 def test_the_augmentation_is_that_of_the_training_set(tmp_path):
     trainer: Any = trainer_for(tmp_path)
     assert "augmentation" not in training_settings(trainer), "it is not known of other datasets"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.replay import Replayed
 from ..files.text import counted
+from ..models.model_types import transparency
 from ..optim.groups import words_of_groups
 from ..options.combinations import WITHOUT_WARM_UP
 from ..options.declaring import spelled
@@ -85,9 +86,12 @@ def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
         else:
             rows[row] = f"{value:g}"
     pairs: Any = trainer.train_dataset
-    options = getattr(pairs.datasets[0] if isinstance(pairs, Replayed) else pairs, "options", {})
+    pairs = pairs.datasets[0] if isinstance(pairs, Replayed) else pairs
+    options = getattr(pairs, "options", {})
     if (augmentation := options.get("augmentation")) is not None:
         rows["augmentation"] = getattr(augmentation, "__name__", str(augmentation))
+    if hasattr(pairs, "image_column"):
+        rows["transparency of images"] = transparency()
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
     begun = getattr(trainer, "window_step", None)

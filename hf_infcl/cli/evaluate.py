@@ -18,7 +18,7 @@ from ..data import ImageTextDataset, ZeroShotDataset
 from ..evaluation import Difference, Found, differences
 from ..files.text import counted
 from ..models.dual_encoder import DualEncoder
-from ..models.model_types import check_type_of_config
+from ..models.model_types import check_type_of_config, transparency
 from ..models.open_clip import load, load_config
 from ..options.commands import EvaluationOptions
 from ..trainer.trainer import InfCLTrainer
@@ -32,7 +32,7 @@ OF_ONE_MODEL = ("open_clip_model", "tokenizer", "eval_pictures")  # options that
 
 
 def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str]:
-    """A line if the loss of pairs is computed otherwise than in the training whose record is in the model's folder."""
+    """Lines on what differs, in the loss of pairs or in images, from the training whose record is in the folder."""
     ids = getattr(pairs, "pair_id_column", None)
     with suppress(ValueError):  # a model from elsewhere has no record
         facts = facts_of_model(model)
@@ -44,6 +44,8 @@ def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str
         if other and pairs is not None:
             had = " and ".join(other)
             yield f"The loss of pairs is not that of the training, which had {had}. Recalls are the same."
+        if (before := facts.settings.get("transparency of images", now := transparency())) != now:
+            yield f"In the training, transparency of images was {before}. Here it is {now}: transparent images change."
 
 
 def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..models.model_types import fit_tokenizer, pads_texts, reads_padding, text_positions
+from ..models.model_types import fit_tokenizer, pads_texts, reads_padding, text_positions, to_rgb
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def _check_kinds(items: Sequence[Mapping[str, object]]) -> None:
 def _as_array(image: object) -> np.ndarray | None:
     """RGB as uint8 [H, W, 3], from a PIL image or such an array; None for anything else."""
     if isinstance(image, Image.Image):
-        return np.array(image.convert("RGB"))
+        return to_rgb(image)
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3:
         return image
     return None

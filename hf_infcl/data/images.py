@@ -10,7 +10,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -19,6 +19,7 @@ import torch
 from PIL import ExifTags, Image
 
 from ..files.text import ERRORS, Url, in_brackets, without_secrets
+from ..models.model_types import to_rgb
 from ..shards.layout import is_member, member_file, member_size, read_member
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ _UPRIGHT = {
 _PLAIN = (0xE0, 0xFE, 0xDB, 0xC4, 0xDD)
 _SIZE = (0xC0, 0xC1, 0xC2)  # the size in a baseline, extended or progressive JPEG
 _PIXELS = 0xDA
+_PNG = b"\x89PNG\r\n\x1a\n"
+_OF_16_BITS = "PNG", "PPM"  # formats whose grey of 16 bits PIL may open as integers of 32
 
 
 class BadSampleError(ValueError):
@@ -255,8 +258,8 @@ def _metadata_above(dataset: datasets.Dataset) -> str:
 def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
     """The pixels of an image file as uint8 [H, W, 3]: RGB, turned upright by the orientation in its EXIF data.
 
-    Transparency is dropped, as in CLIP's own preprocessing; 16-bit grey keeps its high byte. With the extra `fast`
-    simplejpeg decodes most JPEGs, to the same pixels as PIL.
+    Transparency is treated as by `to_rgb`; 16-bit grey keeps its high byte. With the extra `fast` simplejpeg decodes
+    most JPEGs, to the same pixels as PIL.
 
     Args:
         min_side: as in `ImageTextDataset`.
@@ -264,6 +267,17 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
     Raises:
         Exception: the file is broken. Decoders raise OSError, SyntaxError, struct.error and more.
     """
+    try:
+        return _decoded(encoded, min_side)
+    except Exception:
+        pixels = _only_pixels(encoded)  # PIL refuses a large colour profile or text, and faults in them
+        if len(pixels) < len(encoded):
+            with suppress(Exception):
+                return _decoded(pixels, min_side)
+        raise
+
+
+def _decoded(encoded: bytes, min_side: int | None) -> np.ndarray:
     is_plain = simplejpeg is not None and min_side is None and _is_plain_jpeg(encoded)
     if is_plain and (pixels := _decode_jpeg(encoded)) is not None:
         return pixels
@@ -277,16 +291,33 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
     is_upright = is_jpeg and _orientation(image) not in _UPRIGHT
     if is_upright and (pixels := _decode_jpeg(encoded, *image.size)) is not None:
         return pixels
-    if image.mode == "F":
-        raise ValueError("its pixels are floating point numbers, whose range is not known")
+    if image.mode == "F" or (image.mode == "I" and image.format not in _OF_16_BITS):
+        kind = "floating point numbers" if image.mode == "F" else "32-bit integers"
+        raise ValueError(f"its pixels are {kind}, whose range is not known")
     image.load()  # which turns a TIFF already
     if (turn := _UPRIGHT.get(_orientation(image))) is not None:
         image = image.transpose(turn)  # ImageOps.exif_transpose also writes the EXIF data, which may be odd
     if image.mode.startswith("I"):  # 16-bit grey, which PIL clips to 255; take the high byte, as it does for colour
-        image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
-    elif "transparency" in image.info:  # a palette: PIL warns unless it goes by way of RGBA
+        grey, clear = np.asarray(image), image.info.get("transparency")
+        image = Image.fromarray((grey.clip(0, 2**16 - 1) >> 8).astype(np.uint8))
+        if isinstance(clear, int):
+            image.putalpha(Image.fromarray((grey != clear).astype(np.uint8) * 255))
+    elif image.info.get("transparency") is not None:  # a palette: PIL warns unless it goes by way of RGBA
         image = image.convert("RGBA")
-    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    return to_rgb(image)
+
+
+def _only_pixels(encoded: bytes) -> bytes:
+    """A PNG without what decides neither about its pixels nor about its orientation; other files as they are."""
+    if not encoded.startswith(_PNG):
+        return encoded
+    parts, at = [_PNG], len(_PNG)
+    while at + 8 <= len(encoded):
+        end, name = at + 12 + int.from_bytes(encoded[at : at + 4], "big"), encoded[at + 4 : at + 8]
+        if name[:1].isupper() or name in (b"tRNS", b"eXIf"):
+            parts.append(encoded[at:end])
+        at = end
+    return b"".join(parts)
 
 
 def _is_plain_jpeg(encoded: bytes) -> bool:

@@ -24,6 +24,7 @@ from ..data.sources import Batch, ItemSource, collated
 from ..data.store import PartFiles, Store, Writer, of_caption
 from ..files.whole import written_whole
 from ..models.adapters import weight_fingerprint
+from ..models.model_types import transparency
 from ..options.record import as_json, options_of_model
 from ..processes.collectives import Processes, failures_announced
 from ..step.terms import Context
@@ -139,7 +140,7 @@ def _compute_part(
 
 def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
     """A hash, 32 hexadecimal digits, of all that what a model returns for data of this fingerprint depends on."""
-    digest = hashlib.sha256(f"3 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
+    digest = hashlib.sha256(f"3 {type(tower).__name__} {dtype} {collator.image_backend} {transparency()}\n".encode())
     # The config has what the weights do not show, and the printed modules show what was changed after loading.
     digest.update(f"{json.dumps(options_of_model(tower), sort_keys=True)} {tower}\n".encode())
     digest.update(collator.processor.image_processor.to_json_string().encode())

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ..data.replay import Replayed, is_own
 from ..data.store import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..files.text import counted
+from ..models.model_types import transparency
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled
 from ..options.facts import facts_by_name
@@ -34,6 +35,8 @@ from .model_files import checkpoint_of_hub_if_named
 
 logger = logging.get_logger(__name__)
 
+_TRANSPARENCY = "transparency of images"
+
 
 def make_run(context: Context) -> dict[str, Any]:
     """The properties of a training that a checkpoint must share to be resumed, as JSON values."""
@@ -51,6 +54,7 @@ def make_run(context: Context) -> dict[str, Any]:
         "content": content_fingerprint(data),
         "equal_ids": context.equal_ids,
         "optimizer": f"{optimizer} of {trained:,} parameters",
+        _TRANSPARENCY: transparency(),
     }
     options = {
         **options_of_arguments(args, context.accelerator.mixed_precision),
@@ -142,7 +146,13 @@ class Resumption:
                 "of this run."
             )
         else:
-            self._refuse(record.run, run)
+            before = dict(record.run)
+            if (rule := before.pop(_TRANSPARENCY, transparency())) != transparency():  # most images have none
+                logger.warning(
+                    f"In {checkpoint}, transparency of images was {rule}. With this release of transformers it is "
+                    f"{transparency()}: transparent images change."
+                )
+            self._refuse(before, run)
         if isinstance(data, IterableDataset) and is_own(data) and not (record and record.stream):
             raise ValueError(
                 f"{checkpoint} holds no position in a stream, because it was not written by a training on such data. "
