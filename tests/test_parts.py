@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_infcl.data import ImageTextStream
+from hf_infcl.data import ImageTextStream, transparency
 from hf_infcl.loss import reference
 from hf_infcl.models.dual_encoder import DualEncoder
-from hf_infcl.models.model_types import transparency
 from hf_infcl.options.record import RECORD_NAME, RunRecord
 from hf_infcl.step.terms import Context
 from hf_infcl.trainer import loop_events as progress

@@ -13,9 +13,9 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..data import transparency
 from ..data.replay import Replayed
 from ..files.text import counted
-from ..models.model_types import transparency
 from ..optim.groups import words_of_groups
 from ..options.combinations import WITHOUT_WARM_UP
 from ..options.declaring import spelled

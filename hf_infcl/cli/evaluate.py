@@ -14,11 +14,11 @@ from ..card.facts import facts_of_model
 from ..card.pictures import PicturesCallback
 from ..card.settings import precision
 from ..card.telling import make_rows, quieten, table_lines
-from ..data import ImageTextDataset, ZeroShotDataset
+from ..data import ImageTextDataset, ZeroShotDataset, transparency
 from ..evaluation import Difference, Found, differences
 from ..files.text import counted
 from ..models.dual_encoder import DualEncoder
-from ..models.model_types import check_type_of_config, transparency
+from ..models.model_types import check_type_of_config
 from ..models.open_clip import load, load_config
 from ..options.commands import EvaluationOptions
 from ..trainer.trainer import InfCLTrainer

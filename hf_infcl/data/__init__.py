@@ -1,6 +1,7 @@
 """Opens datasets, decodes images, draws captions and collates batches."""
 
 from .collator import ContrastiveCollator
+from .images import transparency as transparency
 from .labelled import ZeroShotDataset, captions_of_classes
 from .pairs import ImageTextDataset, caption_pair_id
 from .streams import ImageTextStream

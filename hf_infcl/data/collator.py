@@ -14,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ..models.model_types import fit_tokenizer, pads_texts, reads_padding, text_positions, to_rgb
+from ..models.model_types import fit_tokenizer, pads_texts, reads_padding, text_positions
+from .images import to_rgb
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:

@@ -5,12 +5,14 @@ The columns of a table that hold images, captions and classes, where their usual
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -19,7 +21,6 @@ import torch
 from PIL import ExifTags, Image
 
 from ..files.text import ERRORS, Url, in_brackets, without_secrets
-from ..models.model_types import to_rgb
 from ..shards.layout import is_member, member_file, member_size, read_member
 
 if TYPE_CHECKING:
@@ -275,6 +276,29 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
             with suppress(Exception):
                 return _decoded(pixels, min_side)
         raise
+
+
+def to_rgb(image: Image.Image) -> np.ndarray:
+    """RGB as uint8 [H, W, 3], as the image processors of the installed transformers make it of a PIL image.
+
+    Releases differ in transparency, see `transparency`.
+    """
+    if image.mode == "RGB" and image.info.get("transparency") is None:
+        return np.array(image)
+    from transformers.image_transforms import convert_to_rgb  # fails with a torchvision of another torch
+
+    options = {"return_numpy": True} if "return_numpy" in inspect.signature(convert_to_rgb).parameters else {}
+    return np.array(convert_to_rgb(image, **options))
+
+
+@cache
+def transparency() -> str:
+    """What becomes of transparent pixels with the installed release of transformers, for records and cards."""
+    colour = 0, 64, 128
+    made = tuple(to_rgb(Image.new("RGBA", (1, 1), (*colour, 0)))[0, 0].tolist())
+    white = "laid on white, as by transformers from 5.23 on; earlier releases and OpenCLIP drop it"
+    dropped = "dropped, as by OpenCLIP; transformers from 5.23 on lays it on white"
+    return {(255, 255, 255): white, colour: dropped}.get(made, f"laid on {made}")
 
 
 def _decoded(encoded: bytes, min_side: int | None) -> np.ndarray:

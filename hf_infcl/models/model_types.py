@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from PIL import Image
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -171,29 +167,6 @@ def text_positions(config: PretrainedConfig | None) -> int | None:
     if rows is None or getattr(text, "model_type", None) not in _LIKE_ROBERTA:
         return rows
     return rows - 1 - (text.pad_token_id or 0)
-
-
-def to_rgb(image: Image.Image) -> np.ndarray:
-    """RGB as uint8 [H, W, 3], as the image processors of the installed transformers make it of a PIL image.
-
-    Releases differ in transparency, see `transparency`.
-    """
-    if image.mode == "RGB" and image.info.get("transparency") is None:
-        return np.array(image)
-    from transformers.image_transforms import convert_to_rgb  # fails with a torchvision of another torch
-
-    options = {"return_numpy": True} if "return_numpy" in inspect.signature(convert_to_rgb).parameters else {}
-    return np.array(convert_to_rgb(image, **options))
-
-
-@cache
-def transparency() -> str:
-    """What becomes of transparent pixels with the installed release of transformers, for records and cards."""
-    colour = 0, 64, 128
-    made = tuple(to_rgb(Image.new("RGBA", (1, 1), (*colour, 0)))[0, 0].tolist())
-    white = "laid on white, as by transformers from 5.23 on; earlier releases and OpenCLIP drop it"
-    dropped = "dropped, as by OpenCLIP; transformers from 5.23 on lays it on white"
-    return {(255, 255, 255): white, colour: dropped}.get(made, f"laid on {made}")
 
 
 LOOKED_AT = 10_000  # texts

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from ..data import ContrastiveCollator
+from ..data import ContrastiveCollator, transparency
 from ..data.sources import Batch, ItemSource, collated
 from ..data.store import PartFiles, Store, Writer, of_caption
 from ..files.whole import written_whole
 from ..models.adapters import weight_fingerprint
-from ..models.model_types import transparency
 from ..options.record import as_json, options_of_model
 from ..processes.collectives import Processes, failures_announced
 from ..step.terms import Context

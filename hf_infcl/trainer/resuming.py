@@ -11,10 +11,10 @@ from transformers import TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from ..data import transparency
 from ..data.replay import Replayed, is_own
 from ..data.store import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..files.text import counted
-from ..models.model_types import transparency
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled
 from ..options.facts import facts_by_name
