@@ -145,6 +145,28 @@ class TestLoadPairs:
         assert rows.column_names == ["filepath", "title, my"]
         assert rows["title, my"][:] == captions
 
+    @pytest.mark.parametrize("name", ["train.csv", "train.tsv", "metadata.csv"])
+    @pytest.mark.parametrize("line", [2, 4])
+    def test_rows_wider_than_the_header_are_refused(self, tmp_path, name, line):
+        """Of a row with a comma in its caption, pandas reads the first columns as an index, or no more."""
+        mark, column = "\t" if name.endswith(".tsv") else ",", "file_name" if name == "metadata.csv" else "image"
+        rows = [f"{column}{mark}caption", *(f"{number}.png{mark}a cat" for number in range(4))]
+        rows[line - 1] += f" red{mark} and a dog"
+        (tmp_path / name).write_text("\n".join(rows))
+        for number in range(4):
+            picture(number).save(tmp_path / f"{number}.png")
+        told = (
+            rf"line {line} of '.*{name}' has more values than the header has names \(2\)\. Write captions with commas"
+        )
+        with pytest.raises(ValueError, match=told):
+            load_pairs(str(tmp_path), split="train")
+
+    def test_a_wide_row_far_down_a_csv_is_refused(self, tmp_path):
+        rows = ["image,caption", *["0.png,a cat"] * 8000, "0.png,a cat, and a dog"]
+        (tmp_path / "train.csv").write_text("\n".join(rows))
+        with pytest.raises(ValueError, match=r"line 8002, saw 3.*Write captions with commas in double quotes"):
+            load_pairs(str(tmp_path), split="train")
+
     def test_separators_that_differ_or_cannot_be_used_are_named(self, tmp_path):
         for name, text in (("a/train.csv", "x,caption\n1,a"), ("a/test.csv", "x;caption\n1;a")):
             (tmp_path / "a").mkdir(exist_ok=True)

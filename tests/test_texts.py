@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers
+from hf_infcl.data.pairs import usable_captions
 from hf_infcl.models.counting import count_operations
 from hf_infcl.models.dual_encoder import IMAGE_FEATURES, NO_TEXTS, TEXT_INPUTS, DualEncoder
 from hf_infcl.step.window import Window, deal_texts
@@ -343,3 +344,19 @@ def test_the_tower_computes_less_for_shorter_captions():
     cut = count_operations(encoder, batch | {name: batch[name][:, :tokens] for name in ("input_ids", "attention_mask")})
     assert cut[0] == whole[0]
     assert cut[1].forward < 0.6 * whole[1].forward
+
+
+@pytest.mark.parametrize(
+    ("text", "captions"),
+    [
+        ('["a red", "b red"]', ["a red", "b red"]),
+        ("['a red', \"b's\", None]", ["a red", "b's"]),
+        ('["caf\\u00e9", null]', ["café"]),
+        ("[a red fox]", ["[a red fox]"]),
+        ("[1, 2]", ["[1, 2]"]),
+        ("[]", []),
+        ("[sic] he said", ["[sic] he said"]),
+    ],
+)
+def test_a_list_that_is_stored_as_text_is_a_list(text, captions):
+    assert usable_captions(text) == captions

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import hashlib
+import json
 import math
 import random
 import unicodedata
 from collections.abc import Mapping
+from contextlib import suppress
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -336,15 +339,26 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
     """The captions in a value of the caption column that have a visible character and are valid Unicode.
 
     Spaces, control characters and direction marks are not visible. JSON can contain halves of surrogate pairs, which no
-    tokenizer accepts.
+    tokenizer accepts. A list that a table holds as text, in JSON or as Python prints it, is read as a list.
 
     Raises:
         ValueError: the value is neither a string nor a list of strings and Nones.
     """
-    captions = [value] if isinstance(value, str) else [] if value is None else value
+    captions = _as_list(value) if isinstance(value, str) else [] if value is None else value
     if not isinstance(captions, list) or not all(isinstance(caption, (str, NoneType)) for caption in captions):
         raise ValueError(f"the caption {shortened(value)} is neither a string nor a list of strings")
     return [caption for caption in captions if caption and _is_visible(caption) and is_unicode(caption)]
+
+
+def _as_list(text: str) -> Any:
+    """The list of strings that a text writes out, or else the text alone."""
+    if text[:1] == "[" and text.rstrip()[-1:] == "]":
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                captions = read(text)
+                if all(isinstance(caption, (str, NoneType)) for caption in captions):
+                    return captions
+    return [text]
 
 
 def _is_visible(text: str) -> bool:

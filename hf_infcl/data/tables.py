@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import datasets
 
 _PROBED = 2**16  # bytes of a CSV file whose rows show the separator
+_QUOTE = 'Write captions with commas in double quotes: "a cat, and a dog".'
 _LOOKED_FOR, _LOOKED_FOR_REMOTELY = 10_000, 10  # images whose relative paths are tried
 _LOOKED_AT = 100  # files that may lie beside images
 
@@ -143,6 +144,8 @@ def _not_loaded(source: str, split: str, error: BaseException | str) -> str:
     told = f"The split {split!r} of {source!r} cannot be loaded: {error}"
     if re.search(r"changed from (string to array|array to string)", told):
         told += ". Where some rows have a list, such as several captions, write a list in every row."
+    if "Error tokenizing data" in told:  # of pandas, which names the line
+        told += f". {_QUOTE}"
     return told
 
 
@@ -220,16 +223,20 @@ def _separator(files: Sequence[str]) -> str | None:
             with open_shard(file, buffer=_PROBED) as opened:
                 text = opened.read(_PROBED).decode("utf-8-sig", "replace")
             whole = text if len(text) < _PROBED else text[: text.rfind("\n") + 1]
-            widths = {
-                separator: [
-                    len(row) for row in csv.reader(io.StringIO(whole, newline=None), delimiter=separator) if row
-                ]
-                for separator in ("\t,;|" if file.lower().endswith(".tsv") else ",\t;|")
-            }
-            several = [separator for separator, width in widths.items() if width and width[0] > 1]
-            even = [separator for separator in several if len(set(widths[separator])) == 1]
+            found: dict[str, dict[int, int]] = {}  # by the separator and the line, the number of values
+            for separator in "\t,;|" if file.lower().endswith(".tsv") else ",\t;|":
+                reader = csv.reader(io.StringIO(whole, newline=None), delimiter=separator)
+                found[separator] = dict((reader.line_num, len(row)) for row in reader if row)
+            several = [one for one, widths in found.items() if next(iter(widths.values()), 0) > 1]
+            even = [one for one in several if len({*found[one].values()}) == 1]
             for separator in [*even, *several][:1]:
                 examples.setdefault(separator, file)
+                header, *_ = found[separator].values()
+                if wide := [line for line, width in found[separator].items() if width > header]:
+                    raise ValueError(  # pandas would take the first columns for an index
+                        f"line {wide[0]} of {Url(file)!r} has more values than the header has names ({header}). "
+                        f"{_QUOTE}"
+                    )
     if len(examples) > 1:
         (one, first), (other, second), *_ = examples.items()
         raise ValueError(f"{first} separates the columns by {one!r}, and {second} by {other!r}. Write all with commas.")
