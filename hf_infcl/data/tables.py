@@ -226,7 +226,8 @@ def _separator(files: Sequence[str]) -> str | None:
             found: dict[str, dict[int, int]] = {}  # by the separator and the line, the number of values
             for separator in "\t,;|" if file.lower().endswith(".tsv") else ",\t;|":
                 reader = csv.reader(io.StringIO(whole, newline=None), delimiter=separator)
-                found[separator] = dict((reader.line_num, len(row)) for row in reader if row)
+                rows = [(reader.line_num, len(row)) for row in reader if row]
+                found[separator] = dict(rows)
             several = [one for one, widths in found.items() if next(iter(widths.values()), 0) > 1]
             even = [one for one in several if len({*found[one].values()}) == 1]
             for separator in [*even, *several][:1]:
