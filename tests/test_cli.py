@@ -1069,7 +1069,38 @@ def test_helps_name_the_choices_of_our_own_options():
 def test_names_of_other_programs_lead_to_ours():
     known = helps_of(PARSERS["train"]()).keys()
     assert not ELSEWHERE.keys() & known
-    assert set(ELSEWHERE.values()) <= known
+    for name, ours in ELSEWHERE.items():
+        assert ours.startswith("Omit it: ") or re.match(r"--(\w+)", ours)[1] in known, name
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        *(("--train_file f", "Did you mean --dataset?"), ("--validation_file f", "Did you mean --eval_dataset?")),
+        *(("--model_name_or_path m", "Did you mean --model?"), ("--max_seq_length 9", "mean --max_text_tokens?")),
+        *(("--train-data f", "Did you mean --dataset?"), ("--csv-img-key f", "Did you mean --image_column?")),
+        *(("--lock-image", "Did you mean --freeze image?"), ("--siglip", "Did you mean --objective sigmoid?")),
+        *(("--pretrained m", "Did you mean --model?"), ("--aug-cfg x", "Did you mean --augmentation?")),
+        *(("--local-loss", "Omit it: every strategy gives the"), ("--token x", "Omit it: HF_TOKEN in the environment")),
+        ("--mini_batch_size 64", "Did you mean --global_batch_size, and the micro-batch that fits is found?"),
+        ("--max_train_samples 9", "Did you mean --split 'train[:1000]'?"),
+    ],
+)
+def test_names_of_peers_are_known_before_similar_ones(theirs, ours, capsys):
+    assert ours in mistake(capsys, "train", *theirs.split())
+
+
+def test_the_guide_s_table_for_openclip_is_that_of_the_command():
+    guide = (ROOT / "hf_infcl/trainer/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`--.*?) \| (.*) \|$", guide.partition("## Switching from OpenCLIP")[2], re.MULTILINE)
+    known = helps_of(PARSERS["train"]()).keys() | {"batch_size", "name"}
+    assert len(rows) > 10
+    for left, right in rows:
+        for name in re.findall(r"--([a-z-]+)", left):
+            written = ELSEWHERE.get(name.replace("-", "_"), "")
+            assert written or name.replace("-", "_") in known, name
+            if written.startswith("--") and name != "dataset-type":  # of which only one type has an option
+                assert written.split()[0] in right, name
 
 
 def test_the_command_alone_lists_its_commands(capsys):

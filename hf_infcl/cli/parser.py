@@ -83,20 +83,64 @@ def instead_of_several(option: str) -> str:
     return f" Join several columns into one of lists: {joined} in Python." if option.endswith("caption_column") else ""
 
 
-# What other programs call an option whose name has no word in common with theirs.
-ELSEWHERE = {
-    "accum_freq": "gradient_accumulation_steps",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "epochs": "num_train_epochs",
-    "eps": "adam_epsilon",
-    "lr": "learning_rate",
-    "precision": "bf16",
-    "resume": "resume_from_checkpoint",
-    "warmup": "warmup_steps",
-    "wd": "weight_decay",
-    "workers": "dataloader_num_workers",
+# What is written here for the options of transformers' run_clip.py, of OpenCLIP and of sentence-transformers.
+_OURS = {
+    "--model": "model_name_or_path config_name pretrained",
+    "--tokenizer": "tokenizer_name",
+    "--dataset": "train_file train_data data_dir",
+    "--dataset_name": "dataset_config_name",
+    "--dataset_weights": "train_data_upsampling_factors",
+    "--split 'train[:1000]'": "max_train_samples",
+    "--samples_per_epoch": "train_num_samples",
+    "--eval_dataset": "validation_file val_data test_file",
+    "--eval_dataset 'NAME?split=test[:1000]'": "max_eval_samples val_num_samples",
+    "--zero_shot_dataset": "imagenet_val imagenet_v2",
+    "--streaming": "dataset_type",
+    "--image_column": "csv_img_key",
+    "--caption_column": "csv_caption_key",
+    "--max_text_tokens": "max_seq_length",
+    "--freeze image": "freeze_vision_model lock_image",
+    "--freeze text": "freeze_text_model lock_text",
+    "--freeze_layers": "lock_image_unlocked_groups lock_text_unlocked_layers",
+    "--objective sigmoid": "siglip",
+    "--global_batch_size, and the micro-batch that fits is found": "mini_batch_size",
+    "--gradient_accumulation_steps": "accum_freq",
+    "--gradient_checkpointing": "grad_checkpointing",
+    "--torch_compile": "torchcompile",
+    "--image_size": "force_image_size",
+    "--patch_dropout": "force_patch_dropout",
+    "--augmentation": "aug_cfg",
+    "--optimizer muon": "opt",
+    "--learning_rate": "lr",
+    "--adam_beta1": "beta1",
+    "--adam_beta2": "beta2",
+    "--adam_epsilon": "eps",
+    "--weight_decay": "wd",
+    "--warmup_steps": "warmup",
+    "--lr_scheduler_type": "lr_scheduler",
+    "--lr_scheduler_type constant": "skip_scheduler",
+    "--max_grad_norm": "grad_clip_norm",
+    "--num_train_epochs": "epochs",
+    "--bf16": "precision",
+    "--save_strategy epoch": "save_frequency",
+    "--eval_strategy epoch": "val_frequency zeroshot_frequency",
+    "--logging_steps": "log_every_n_steps",
+    "--save_total_limit 1": "delete_previous_checkpoint",
+    "--output_dir": "logs",
+    "--resume_from_checkpoint": "resume",
+    "--dataloader_num_workers": "workers preprocessing_num_workers",
+    "--ddp_backend": "dist_backend",
+    "--pair_id_column": "batch_sampler",
+    "--teacher": "distill_model distill_pretrained",
+    "Omit it: every strategy gives the gradient of the global batch.": "local_loss gather_with_grad loss_dist_impl "
+    "gather_across_devices",
+    "Omit it: the model's logit_scale is trained.": "scale",
+    "Omit it: the separator of a CSV is found.": "csv_separator",
+    "Omit it: HF_TOKEN in the environment, or `hf auth login`, gives the token.": "token",
+    "Omit it: HF_HOME in the environment names the folder.": "cache_dir",
+    "Omit it: models with code of their own are built in Python.": "trust_remote_code",
 }
+ELSEWHERE = {name: ours for ours, names in _OURS.items() for name in names.split()}
 # What was an option, by the end of its name, and now stands behind the name of each set.
 _OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")
 
@@ -397,6 +441,11 @@ class Parser(HfArgumentParser):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
         similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
+        ours = ELSEWHERE.get(name, "")
+        if not ours.startswith("--"):
+            hint = ours or hint
+        elif ours.removeprefix("--").split()[0].strip(",") in self._kinds:
+            hint = f"Did you mean {ours}?"
         if self._meanings:
             hint += f" Before the options stand {' '.join(map(str.upper, self._meanings))}."
         raise ValueError(f"There is no option --{name}. {hint}")
@@ -443,9 +492,7 @@ def _among(action: argparse.Action) -> str:
 
 
 def _similar(name: str, known: Collection[str]) -> list[str]:
-    """The options that may be meant: known by this name elsewhere, or with all words of the name, or spelt alike."""
-    if ELSEWHERE.get(name) in known:
-        return [ELSEWHERE[name]]
+    """The options that may be meant: with all words of the name, or spelt alike."""
     fuller = sorted(k for k in known if set(name.split("_")) <= set(k.split("_")))
     return fuller if 0 < len(fuller) < 5 else difflib.get_close_matches(name, known, n=1)
 
