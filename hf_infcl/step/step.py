@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from transformers.utils import logging
 
 from ..loss import OBJECTIVES
-from ..models.sharding import failures_announced_unless_sharded, is_sharded
+from ..models.sharding import is_sharded
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases
@@ -120,11 +120,10 @@ class WindowStep:
         of_terms = term_parameters(self.extensions)
         # Whether all processes repeat the step if memory runs out on one of them.
         together = self.repeats and bool(window.loaded) and args.world_size > 1
-        announced = partial(failures_announced_unless_sharded, accelerator)
         self.may_repeat = self.repeats
         model.train()  # once, as the mode must be the same in both passes
         encoder.eval_frozen_parts()
-        with announced(repeats=together):
+        with self._announced(repeats=together):
             for extension in self.extensions:
                 extension.begin_window(window, step)
         wrapper.begin_window()
@@ -147,7 +146,7 @@ class WindowStep:
         accelerator.gradient_state._set_sync_gradients(count == 1)
         with wrapper.gradient_sync(count == 1):
             # The other processes learn of an error here when they exchange the inputs of the loss.
-            with announced(repeats=together), record_function("infcl: first pass"):
+            with self._announced(repeats=together), record_function("infcl: first pass"):
                 for batch in window.batches if self.windows == 0 else ():
                     encoder.check_texts(batch)
                 encoded = passes.encode()
@@ -160,7 +159,7 @@ class WindowStep:
             if self._selections and not window.is_selected:
                 Processes().agree([])  # where an error of the first pass of another process arrives
                 self.may_repeat = False
-                with announced():
+                with self._announced():
                     window.selected, window.is_selected = self._select(window, features), True
             del encoded, features  # they take the memory of the whole window
             # ---- The terms and the contrastive loss, and the gradient of the features ----
@@ -191,7 +190,7 @@ class WindowStep:
                             accelerator.backward(surrogate)
                         del surrogate  # and its graph
                     checks.check_gradient(model, passes, window, step, last=last)
-            with announced(repeats=repeats):
+            with self._announced(repeats=repeats):
                 for observer in () if checks.skipped.skipping else self._observers:
                     observer.after_backward(index, scale)
             window.release(index)
@@ -212,12 +211,16 @@ class WindowStep:
         self.windows += 1
         self._term_values, self._has_cycles = window.term_values, False
         self.graphs.end_window()
-        with announced():
+        with self._announced():
             for observer in self._observers:
                 observer.end_window(window, scale)
         if self._awaits_observers:
             Processes().agree([])  # where an error of another process arrives, before anything else is exchanged
         return loss.float()
+
+    def _announced(self, *, repeats: bool = False) -> AbstractContextManager[None]:
+        """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
+        return failures_announced(repeats=repeats) if self.repeats else nullcontext()
 
     def _encode(self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]] | None) -> Features:
         """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
@@ -278,7 +281,7 @@ class WindowStep:
         temperature, in_order = self.context.encoder.scale_and_bias(parameters), window.in_order(features)
         values = []
         # The other processes learn of an error here when they exchange the inputs of the loss.
-        with failures_announced_unless_sharded(self.context.accelerator, repeats=together):
+        with self._announced(repeats=together):
             for number, term in enumerate(self._terms):
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
                 values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))
@@ -335,7 +338,7 @@ class WindowStep:
         """Those of the extensions and of the checks, which read Trainer's; terms, logit_scale and bias; collective."""
         metrics: dict[str, float] = {}
         for extension in self.extensions:
-            with failures_announced_unless_sharded(self.context.accelerator):
+            with self._announced():
                 metrics |= {name: float(value) for name, value in extension.logs().items()}  # JSON has no tensors
             if extension in self.context.extensions:
                 Processes().agree([])  # as at the end of a window
