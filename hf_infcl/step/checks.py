@@ -167,7 +167,10 @@ class NumberChecks:
         gradients = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
         places = describe_rows(window.in_order(finite_rows(gradients)), window.sizes, self._rows_of_dataset)
         places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
-        parameters = of_all_ranks(parameters_not_finite(self._encoder.model))
+        named = {n: p.grad for n, p in self._encoder.model.named_parameters() if p.grad is not None}
+        local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in named.items()}
+        bad = [name for name, gradient in local.items() if not gradient.isfinite().all()]
+        parameters = of_all_ranks(listed(bad, _MOST_NAMES))  # the first ones on each process
         of_terms = not all_finite([p.grad for p in self._of_terms if p.grad is not None])
         self.skipped.refuse(
             f"The gradient of the global batch after step {step} is not finite: "
@@ -231,14 +234,6 @@ def all_finite(gradients: Sequence[Tensor]) -> Tensor:
         norm_of_shards: Any = nn.utils.get_total_norm(sharded)
         norm = norm + norm_of_shards.full_tensor()
     return norm.isfinite()
-
-
-def parameters_not_finite(model: nn.Module) -> str:
-    """The first parameters whose gradient on this process is not finite, and the number of others."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-    names = [name for name, gradient in local.items() if not gradient.isfinite().all()]
-    return listed(names, _MOST_NAMES)
 
 
 def of_all_ranks(text: str) -> str:

@@ -122,8 +122,13 @@ def find_micro_batches(
     tries_graphs = args.retain_graphs == "auto" and not args.torch_compile
     if not (args.divides_by_itself or args.texts_at_once == "auto" or tries_graphs):
         return
-    with failures_announced():
-        batch = _first_batch(context, batches_of)
+    # A worker loads a batch where the training has workers: a generator of the dataset's own then stays where it was.
+    workers, args.dataloader_num_workers = args.dataloader_num_workers, min(1, args.dataloader_num_workers)
+    try:
+        with failures_announced(), random_state_kept(args.device):
+            batch: Any = next(iter(batches_of()), None)
+    finally:
+        args.dataloader_num_workers = workers
     if not all(read for (read,) in Processes().agree([batch is not None])):  # which the training will say
         return
     with failures_announced():
@@ -343,20 +348,6 @@ def release_memory() -> None:
 # ---- What is not tried ----
 
 
-def _first_batch(context: Context, batches_of: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Any:
-    """A batch of the training; None if there is none.
-
-    A worker loads it where the training has workers: a generator of the dataset's own then stays where it was.
-    """
-    args = context.args
-    workers, args.dataloader_num_workers = args.dataloader_num_workers, min(1, args.dataloader_num_workers)
-    try:
-        with random_state_kept(args.device):
-            return next(iter(batches_of()), None)
-    finally:
-        args.dataloader_num_workers = workers
-
-
 def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
     """Takes the division of the checkpoint, if it is of the same options and machines; collective."""
     # Every process calls `_machines`, since all of them have the record or none.
@@ -453,23 +444,16 @@ def _advise(context: Context, number: int, window: Window) -> None:
             f"Pass global_batch_size={args.global_batch_size} in place of {sizes}: it finds the micro-batch that fits, "
             "and repeats such a step with smaller ones."
         )
-        if fits := _fitting(context, window):
-            accumulation = args.global_batch_size // args.world_size // fits
-            what = f"{fits} and {accumulation} would fit as {sizes}, with the same result. {what}"
+        # The most pairs of a smaller micro-batch that fits on this process, if it can be tried.
+        batch = next((one for one in window.batches if "pixel_values" in one), None)  # others were released
+        if batch is not None and memory_is_known(args.device) and not is_sharded(context.accelerator):
+            release_memory()
+            of_process = args.global_batch_size // args.world_size
+            smaller = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]
+            with suppress(Exception):  # the error that is raised is that of the step
+                trials, tried = Trials(context, batch), of_use(smaller, of_process)
+                with alone():
+                    fits = largest_that_fits(trials, Trial(0), "micro_batch", tried)
+                if fits:
+                    what = f"{fits} and {of_process // fits} would fit as {sizes}, with the same result. {what}"
     logger.error(f"The step after step {number} ran out of memory. {what}")
-
-
-def _fitting(context: Context, window: Window) -> int:
-    """The most pairs of a smaller micro-batch that fits on this process; 0 if none does, or it cannot be tried."""
-    args = context.args
-    batch = next((one for one in window.batches if "pixel_values" in one), None)  # others were released
-    if batch is None or not memory_is_known(args.device) or is_sharded(context.accelerator):
-        return 0
-    release_memory()
-    pairs = args.global_batch_size // args.world_size
-    possible = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]
-    with suppress(Exception):  # the error that is raised is that of the step
-        trials = Trials(context, batch)
-        with alone():
-            return largest_that_fits(trials, Trial(0), "micro_batch", of_use(possible, pairs))
-    return 0

@@ -150,7 +150,12 @@ class WindowStep:
                 for batch in window.batches if self.windows == 0 else ():
                     encoder.check_texts(batch)
                 encoded = passes.encode()
-                _check_rows(window, encoded)
+                rows, expected = list(map(len, encoded)), list(map(sum, window.sizes))
+                if rows != expected:
+                    raise ValueError(
+                        f"The step has {expected[0]} images and {expected[1]} texts, but {rows[0]} and {rows[1]} "
+                        "embeddings. The model, and what changes its inputs, must keep every row."
+                    )
                 features = window.in_order(encoded)
                 for observer in self._observers:
                     observer.after_first_pass(window, features)
@@ -362,16 +367,6 @@ class WindowStep:
         """Leaves the model as it was before the training, but for its weights."""
         for extension in self.extensions:
             extension.close()
-
-
-def _check_rows(window: Window, encoded: Features) -> None:
-    """Raises a ValueError if a change of the inputs, or the model, has left rows out or added some."""
-    rows, expected = list(map(len, encoded)), list(map(sum, window.sizes))
-    if rows != expected:
-        raise ValueError(
-            f"The step has {expected[0]} images and {expected[1]} texts, but {rows[0]} and {rows[1]} embeddings. The "
-            "model, and what changes its inputs, must keep every row."
-        )
 
 
 def _make_extensions(context: Context, steps: int) -> Iterator[Extension]:

@@ -25,7 +25,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from .extensions import Extension, LossTerm, StepChange, StepObserver
 from .grad_cache import Features
-from .window import Window, positive_cosines
+from .window import Window
 
 SIDES = ("image", "text")
 OF_TEACHER = "teacher_"  # what the names of a batch's tensors for the teacher begin with
@@ -219,11 +219,27 @@ class PositiveCosines(StepObserver):
     name = "positive_cosines"
 
     def __init__(self) -> None:
+        # The sums over this process's images, and their numbers, [2, 1] fp32; with replay of all, new and old, [2, 3].
         self._of_window: Tensor | None = None
         self._of_trained: Tensor | None = None
 
     def after_first_pass(self, window: Window, features: Features) -> None:
-        self._of_window = positive_cosines(window, features)
+        images, texts = (rows.float() for rows in features)  # a model of one's own may return both dtypes
+        caption_image, replayed = window.caption_image(), window.replayed()
+        if caption_image is None:
+            cosines = torch.linalg.vecdot(images, texts)
+        else:  # of each image the mean over its captions
+            captions = (caption_image >= 0).nonzero().flatten()
+            image_of_each = caption_image[captions]
+            shares = 1 / torch.bincount(image_of_each, minlength=len(images))[image_of_each]
+            of_images, of_texts = (places.to(images.device) for places in (image_of_each, captions))
+            cosines_of_captions = torch.linalg.vecdot(images[of_images], texts[of_texts]) * shares.to(images.device)
+            cosines = images.new_zeros(len(images)).index_add_(0, of_images, cosines_of_captions)
+        parts = torch.ones(1, len(images))
+        if replayed is not None:
+            parts = torch.stack((parts[0], ~replayed, replayed))
+        parts = parts.to(images.device)
+        self._of_window = torch.stack(((parts * cosines).sum(1), parts.sum(1)))
 
     def end_window(self, window: Window, scale: float) -> None:
         self._of_trained = self._of_window

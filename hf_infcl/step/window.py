@@ -59,7 +59,10 @@ def deal_texts(
     else:
         lengths = torch.full((sum(sizes),), widest)
     order = lengths.argsort(descending=True, stable=True)
-    new_sizes = _put_together(sizes, at_once, last_has_texts=last_has_texts)
+    # The first micro-batches have the texts of all, but for the last one where it keeps its own.
+    head = sizes[:-1] if last_has_texts and at_once > 1 else sizes
+    groups = [sum(head[first : first + at_once]) for first in range(0, len(head), at_once)]
+    new_sizes = [*groups, *[0] * (len(head) - len(groups)), *sizes[len(head) :]]
     parts = order.split(new_sizes)
     shortest = MULTIPLE if sorts else widest  # a tower of unknown padding may take texts of only one length
     longest = [int(lengths[part[0]]) if len(part) else shortest for part in parts]
@@ -77,13 +80,6 @@ def deal_texts(
         if size == 0:
             batch[NO_TEXTS] = True
     return order.argsort()
-
-
-def _put_together(sizes: Sequence[int], at_once: int, *, last_has_texts: bool) -> list[int]:
-    """The texts of each micro-batch: the first ones have those of all, but for the last one where it keeps its own."""
-    head = sizes[:-1] if last_has_texts and at_once > 1 else sizes
-    groups = [sum(head[first : first + at_once]) for first in range(0, len(head), at_once)]
-    return [*groups, *[0] * (len(head) - len(groups)), *sizes[len(head) :]]
 
 
 def widened(tokens: Tensor, length: int, value: int) -> Tensor:
@@ -257,29 +253,6 @@ class WindowLoss:
 def first_dimensions(features: Tensor, width: int) -> Tensor:
     """The first dimensions of features [rows, D], normalised: [rows, width] in their dtype."""
     return F.normalize(features[:, :width].float(), dim=-1).to(features.dtype)
-
-
-def positive_cosines(window: Window, features: Features) -> Tensor:
-    """The sum over this process's images of their mean cosine with their captions, and their number: [2, 1] fp32.
-
-    With replay [2, 3]: all images, the new ones and the old ones.
-    """
-    images, texts = (rows.float() for rows in features)  # a model of one's own may return both dtypes
-    caption_image, replayed = window.caption_image(), window.replayed()
-    if caption_image is None:
-        cosines = torch.linalg.vecdot(images, texts)
-    else:
-        captions = (caption_image >= 0).nonzero().flatten()
-        image_of_each = caption_image[captions]
-        shares = 1 / torch.bincount(image_of_each, minlength=len(images))[image_of_each]
-        of_images, of_texts = (places.to(images.device) for places in (image_of_each, captions))
-        cosines_of_captions = torch.linalg.vecdot(images[of_images], texts[of_texts]) * shares.to(images.device)
-        cosines = images.new_zeros(len(images)).index_add_(0, of_images, cosines_of_captions)
-    parts = torch.ones(1, len(images))
-    if replayed is not None:
-        parts = torch.stack((parts[0], ~replayed, replayed))
-    parts = parts.to(images.device)
-    return torch.stack(((parts * cosines).sum(1), parts.sum(1)))
 
 
 # ---- Batches with some of the images of another one ----
