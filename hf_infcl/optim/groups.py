@@ -15,6 +15,8 @@ EMBEDDINGS, ADAPTERS, VECTORS = "embeddings and convolutions", "adapters", "vect
 BY_MUON = (LAYERS, FUSED)
 
 Group = dict[str, Any]  # the parameters of an optimizer that share settings, as torch holds them
+NAMES = {"muon": "Muon", "adamw": "AdamW"}
+_ALL = "all parameters"  # the name of a group that has none
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,7 @@ def divided(groups: Iterable[Group], parts: Mapping[nn.Parameter, tuple[str, flo
     return [group for _, group in sorted(pairs, key=lambda pair: pair[0] != 1)]
 
 
-NAMES = {"muon": "Muon", "adamw": "AdamW"}
-_ALL = "all parameters"  # the name of a group that has none
+# ---- Groups in words ----
 
 
 def table_of_groups(groups: Iterable[Group], optimizer: str = "AdamW") -> str:

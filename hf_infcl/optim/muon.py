@@ -1,13 +1,9 @@
-"""Orthogonalises stacks of matrices: Muon's iteration.
-
-Which process orthogonalises which matrices, and how all processes get the results.
+"""`MuonAdamW`, an optimizer with groups of two algorithms: Muon's iteration, and which process computes it.
 
 `orthogonalise_alone`, `orthogonalise_shared` and `orthogonalise_sharded` return equal results. They are generators: at
 a ``yield`` a transfer is under way, during which the caller can advance other generators (see `interleaved`). The
 processes exchange bfloat16, the dtype of the iteration, so that nothing is rounded on the way.
-
-
-`MuonAdamW`: an optimizer with groups of two algorithms."""
+"""
 
 from __future__ import annotations
 
@@ -29,6 +25,10 @@ from .groups import Group
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x³ and x⁵: the steepest at zero that stay near one
 STEPS = 5
 EPSILON = 1e-7
+Transfers = Generator[None, None, Tensor]
+Updates = Callable[[slice], Sequence[Tensor]]  # the matrices of a range, [rows, columns] each, or this process's rows
+Orthogonalise = Callable[[Tensor], Tensor]  # [n, rows, columns] to the same in bfloat16
+MOST_VALUES = 2**26  # that a process orthogonalises at a time: each of a few temporary stacks takes 128 MiB in bf16
 
 
 def orthogonalised(stack: Tensor, steps: int = STEPS) -> Tensor:
@@ -54,9 +54,7 @@ def orthogonalised(stack: Tensor, steps: int = STEPS) -> Tensor:
     return X.mT if tall else X
 
 
-Transfers = Generator[None, None, Tensor]
-Updates = Callable[[slice], Sequence[Tensor]]  # the matrices of a range, [rows, columns] each, or this process's rows
-Orthogonalise = Callable[[Tensor], Tensor]  # [n, rows, columns] to the same in bfloat16
+# ---- Which process orthogonalises which matrices, and how all processes get the results ----
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -137,7 +135,7 @@ def orthogonalise_sharded(
     return received.view(ranks * each, height, columns)[:count, :have]
 
 
-MOST_VALUES = 2**26  # that a process orthogonalises at a time: each of a few temporary stacks takes 128 MiB in bf16
+# ---- The optimizer ----
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -1,9 +1,7 @@
-"""The processes that share a batch: their collectives and agreements, and how an error of one reaches the others.
+"""The processes that share a batch: collectives and agreements, errors that reach the others, batches read in step.
 
 A single process is a group of one, so callers need no special case for it.
-
-
-Batches that several processes read in step, and the rows that each of them has found."""
+"""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ Collective = Callable[..., Any]  # collective(group=...): reads and writes tenso
 
 _logger = logging.getLogger(__name__)
 _alone = False  # see `alone`
+_PINNED = 2  # batches that lie ready in pinned memory
 
 
 class OtherRankFailedError(RuntimeError):
@@ -222,6 +221,9 @@ def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist
         gather_into(out, part, group=group)
 
 
+# ---- Errors of one process ----
+
+
 def announce_failure(error: Exception, *, ends: bool = True) -> None:
     """Makes all other processes of the default group stop with this error in their next `Processes.agree`.
 
@@ -278,7 +280,7 @@ def is_lost_connection(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport/" in str(error)
 
 
-_PINNED = 2  # batches that lie ready in pinned memory
+# ---- Rows of all processes, and batches that they read in step ----
 
 
 def gather_rows(tensors: object) -> Any:

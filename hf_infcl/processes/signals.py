@@ -1,12 +1,10 @@
-"""Records the phase of each process of a training, so that an error about a lost process can name its last phase.
+"""What ends a training from outside: processes that are lost, and signals to any of its processes.
 
 A collective of gloo fails when a process has ended or hangs. A collective of NCCL waits for that process in a kernel
 that no signal interrupts, until the launcher or NCCL's own timeout ends the waiting processes, which cannot say for
 which process they waited. Each process therefore has a thread that watches the other processes of its machine, and its
-own progress.
-
-
-What may end a training from outside: signals to any of its processes, and processes that are lost."""
+own progress, and an error about a lost process names its last phase.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +29,20 @@ import torch.distributed as dist
 from . import launcher
 from .collectives import OtherRankFailedError, Processes, by_rank, is_lost_connection
 
-POLL = 1.0  # seconds between two looks at the other processes
+POLL = 1.0  # seconds between two looks at the other processes, or at the launcher
 GRACE = 10.0  # seconds that a process may spend without progress after another was lost; torchrun kills it after 30
 # The shares of the timeout after which a process without progress writes its place into the store, and logs all places.
 SHARE_PLACE_AFTER, LOG_PLACES_AFTER = 0.8, 0.9
 ANSWER = 3.0  # seconds in which a process answers after a failed collective, or counts as lost
 _END = "the end of the training"
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_ECHO = 3.0  # seconds; a launcher passes on a signal that a batch system has already sent to all processes
+
 logger = logging.getLogger(__name__)
+
+
+# ---- Lost processes ----
 
 
 class Phases:
@@ -236,11 +240,7 @@ def current_place() -> str:
     return f"at {Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-logger = logging.getLogger(__name__)
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_POLL = 1.0  # seconds between two looks at the launcher
-_ECHO = 3.0  # seconds; a launcher passes on a signal that a batch system has already sent to all processes
+# ---- Signals ----
 
 
 @contextmanager
@@ -249,7 +249,7 @@ def ended_with_launcher() -> Iterator[None]:
     left = threading.Event()
 
     def watch() -> None:
-        while not left.wait(_POLL):
+        while not left.wait(POLL):
             if launcher.has_gone():
                 logger.error("The launcher ended while its processes formed their group, so this process ends as well.")
                 os._exit(128 + signal.SIGTERM)

@@ -1,10 +1,4 @@
-"""The random generators that forwards draw from: kept, or started from a seed for a while.
-
-Moves the inputs of a window from host memory to the device, one micro-batch ahead of the computation.
-
-For how many micro-batches of a window the autograd graph is kept from the first pass for the second.
-
-Gradient caching: the gradient of a loss over many micro-batches in the activation memory of one.
+"""Gradient caching: the gradient of a loss over many micro-batches in the activation memory of one.
 
 The method is GradCache (arXiv 2101.06983). Each micro-batch has its own random seed, so dropout draws the same masks in
 both passes, and so does everything that draws from the global generators of Python, NumPy or torch. This module only
@@ -26,6 +20,19 @@ from torch import Tensor
 
 from ..processes.collectives import Processes
 from ..refusals import refuse_second_derivative
+
+# Share of the memory that stays free, for texts of other lengths that do not fit into the gaps that earlier ones have
+# left. Where it is not enough, the step is repeated with fewer graphs, or with smaller micro-batches.
+MARGIN = 0.05
+Features = tuple[Tensor, ...]
+MicroBatchT = TypeVar("MicroBatchT")
+_NO_SECOND_DERIVATIVE = (
+    "The gradient of a window of micro-batches cannot be differentiated again, so its backward cannot run with "
+    "create_graph=True. Compute the loss of one large batch for a second derivative."
+)
+
+
+# ---- The random generators that forwards draw from ----
 
 
 @contextmanager
@@ -56,6 +63,9 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002  # it takes 32 bits
         yield
+
+
+# ---- Inputs from host memory, one micro-batch ahead of the computation ----
 
 
 class Fetcher:
@@ -104,9 +114,7 @@ class Fetcher:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-# Share of the memory that stays free, for texts of other lengths that do not fit into the gaps that earlier ones have
-# left. Where it is not enough, the step is repeated with fewer graphs, or with smaller micro-batches.
-MARGIN = 0.05
+# ---- The micro-batches whose graph is kept from the first pass for the second ----
 
 
 class GraphBudget:
@@ -162,13 +170,7 @@ class GraphBudget:
         self._measures = first and self._wanted > 1
 
 
-Features = tuple[Tensor, ...]
-MicroBatchT = TypeVar("MicroBatchT")
-
-_NO_SECOND_DERIVATIVE = (
-    "The gradient of a window of micro-batches cannot be differentiated again, so its backward cannot run with "
-    "create_graph=True. Compute the loss of one large batch for a second derivative."
-)
+# ---- The two passes ----
 
 
 class CachedWindow(Generic[MicroBatchT]):

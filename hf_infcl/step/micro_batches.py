@@ -1,9 +1,7 @@
-"""Finds, before the first step of a training, what its user has not chosen of the division of its global batch.
+"""The division of a global batch into micro-batches: found before the first step, and finer where memory runs out.
 
 Windows of the training are tried with the largest shapes: both passes and the loss, and no update.
-
-
-Repeats a step that runs out of memory with fewer graphs or smaller micro-batches, before anything was updated."""
+"""
 
 from __future__ import annotations
 
@@ -214,6 +212,9 @@ def of_use(sizes: Iterable[int], pairs: int) -> list[int]:
     return [n for n in sizes if n <= ENOUGH or n == pairs <= SINGLE]
 
 
+# ---- Trials ----
+
+
 class Trials:
     """Tries windows on this process alone, whatever the other processes do.
 
@@ -373,6 +374,9 @@ def _machines(args: InfCLTrainingArguments) -> list[str]:
         device = torch.cuda.get_device_properties(args.device)
         description = f"{device.name}, {device.total_memory} bytes"
     return Processes().gather_objects(description)
+
+
+# ---- A step that runs out of memory is repeated before anything was updated ----
 
 
 def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: int) -> Tensor:

@@ -1,8 +1,4 @@
-"""Terms of the loss beside the contrastive one: what the embeddings of each pair are drawn to.
-
-Extensions of the step that only log, gradients of the towers and cosines of positives, or drop patches.
-
-What the parts of a training have in common."""
+"""Parts of the step that options select: terms of the loss, dropped patches, numbers for the logs; their context."""
 
 from __future__ import annotations
 
@@ -53,6 +49,9 @@ class Teacher(Protocol):
     def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Which images and which texts it knows, [images] and [texts] bool: an image with its captions, or neither."""
         ...
+
+
+# ---- Terms of the loss ----
 
 
 class TeacherDistance(LossTerm):
@@ -185,6 +184,9 @@ class KeptFeatures(LossTerm):
         return self._weight * (torch.stack(squares).sum() / len(features[0]))
 
 
+# ---- Observers and changes ----
+
+
 class TowerNorms(StepObserver):
     """The norms of the gradients of the image tower and of the text tower, with their projections.
 
@@ -269,6 +271,9 @@ class DroppedPatches(StepChange):
         if self._dropout is not None:
             self._dropout.remove()
         self._dropout = None
+
+
+# ---- What the parts have in common ----
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""The texts of a window, dealt out to its micro-batches anew: by length, and several micro-batches' texts at once.
-
-One window: the micro-batches of one optimizer step on this process, and the loss of their features."""
+"""One window: the micro-batches of one optimizer step on this process, their texts, and the loss of their features."""
 
 from __future__ import annotations
 
@@ -17,6 +15,11 @@ from ..models.dual_encoder import NO_TEXTS, TEXT_INPUTS, images_of
 from .grad_cache import Features
 
 MULTIPLE = 8  # of tokens to which micro-batches are padded: few shapes, which suit the matrix units
+# What a batch has for each text. Every other tensor has a row for each image.
+_OF_TEXTS = (*TEXT_INPUTS, "start_texts", "teacher_texts", "teacher_known_texts")
+
+
+# ---- Texts, dealt out to the micro-batches anew: by length, and those of several micro-batches at once ----
 
 
 def deal_texts(
@@ -87,8 +90,7 @@ def widened(tokens: Tensor, length: int, value: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, length - tokens.shape[1]), value=value)
 
 
-# What a batch has for each text. Every other tensor has a row for each image.
-_OF_TEXTS = (*TEXT_INPUTS, "start_texts", "teacher_texts", "teacher_known_texts")
+# ---- The window ----
 
 
 @dataclass
@@ -182,6 +184,9 @@ class Window:
             parts.append(torch.where(part < 0, part, part + images))
             images += count
         return torch.cat(parts)
+
+
+# ---- Its loss ----
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ from ..processes.collectives import Processes
 MANIFEST_NAME = "infcl_manifest.json"
 _PARTIAL, _REMOVED = "_partial-", "_removed-"  # Trainer does not regard names that begin with an underscore
 
+# The files of an optimizer, as Trainer and FSDP (in shards) name them.
+_OPTIMIZER_FILES = "optimizer*"
+
 logger = logging.getLogger(__name__)
 
 
@@ -306,10 +309,6 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     if wanted != "auto":
         raise ValueError(f"{output_dir} has no checkpoint to resume from.")
     return None
-
-
-# The files of an optimizer, as Trainer and FSDP (in shards) name them.
-_OPTIMIZER_FILES = "optimizer*"
 
 
 def _not_resumable(checkpoint: str) -> str:

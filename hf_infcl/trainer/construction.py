@@ -1,6 +1,4 @@
-"""Prepares a dual encoder for its training: freezing, the temperature, and warnings about the model's state.
-
-What an `InfCLTrainer` can be constructed from, and what it makes of that."""
+"""What an `InfCLTrainer` can be constructed from, and how it prepares its model."""
 
 from __future__ import annotations
 
@@ -33,7 +31,12 @@ from ..step.terms import Start
 from .loaders import check_data_seed, check_selectable, set_sizes
 from .model_files import check_formats, saves_shards
 
+_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
+
 logger = logging.get_logger(__name__)
+
+
+# ---- The model ----
 
 
 def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Accelerator) -> Start | None:
@@ -146,7 +149,7 @@ def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Acceler
         )
 
 
-_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
+# ---- The other arguments ----
 
 
 def checked_arguments(

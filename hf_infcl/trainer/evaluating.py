@@ -1,11 +1,7 @@
-"""The vectors of the classes of a zero-shot evaluation, from their prompts.
+"""Evaluates a dual encoder on several processes: gathers the embeddings, then computes metrics of the whole set.
 
-The metric of an evaluation by which checkpoints are chosen or the learning rate falls.
-
-Evaluates a dual encoder on several processes: gathers the embeddings, then computes metrics of the whole set.
-
-`Evaluator.run` has the stages: workers load the set, the prompts of its classes are encoded (`prompts`), each batch is
-encoded by `Evaluator.embed`, and from what all batches have given, `Evaluator.metrics` are computed.
+`Evaluator.run` has the stages: workers load the set, the prompts of its classes are encoded (`class_vectors`), each
+batch is encoded by `Evaluator.embed`, and from what all batches have given, `Evaluator.metrics` are computed.
 """
 
 from __future__ import annotations
@@ -42,6 +38,11 @@ from .loaders import CaptionNotices
 from .loop_events import replaced
 
 MOST_PROMPTS = 8  # the most batches of prompts that are encoded at once
+
+logger = logging.get_logger(__name__)
+
+
+# ---- The classes of a zero-shot set ----
 
 
 def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: object) -> Tensor:
@@ -96,6 +97,9 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
     return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))
 
 
+# ---- The metric by which checkpoints are chosen or the learning rate falls ----
+
+
 def use_of_metric(options: Any) -> str | None:
     """The option for which Trainer looks up a metric after every evaluation, or None if there is no such option."""
     schedule = spelled(options.lr_scheduler_type)
@@ -135,7 +139,7 @@ def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
         raise ValueError(f"{looked_up} must be one of {', '.join(names)}, got {name!r}.")
 
 
-logger = logging.get_logger(__name__)
+# ---- The evaluation ----
 
 
 class Evaluator:

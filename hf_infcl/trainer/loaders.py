@@ -1,6 +1,4 @@
-"""Warns about captions of a dataset that the model does not read to their end, or that repeat.
-
-Makes the data loaders of a trainer, and adapts the loaders that Trainer makes for a training."""
+"""Makes the data loaders of a trainer, adapts those that Trainer makes, and warns about the captions of their sets."""
 
 from __future__ import annotations
 
@@ -35,6 +33,12 @@ logger = logging.get_logger(__name__)
 
 _SAMPLED = 10_000  # images whose captions are compared
 _TOKENIZED = 2_000  # captions whose tokens are counted
+# The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
+_OF_TRAINER = ("pair_ids", "caption_image", "skipped")
+_OF_COLLATOR = tuple("image cropped image_features at_start caption negative_captions pair_id skipped label".split())
+
+
+# ---- Captions that are cut or repeated ----
 
 
 @dataclass
@@ -97,9 +101,7 @@ def repeated_captions(sample: list[list[str]]) -> int:
     return sum(any(times[number] > 1 for number in ids_of_image) for ids_of_image in ids)
 
 
-# The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
-_OF_TRAINER = ("pair_ids", "caption_image", "skipped")
-_OF_COLLATOR = tuple("image cropped image_features at_start caption negative_captions pair_id skipped label".split())
+# ---- Loaders ----
 
 
 def add_used_columns(columns: list[str] | None, collator: object) -> None:

@@ -1,8 +1,4 @@
-"""How much a training has trained and how fast, for its logs.
-
-The end of a training: by a signal, by a metric that no longer improves, and its last metrics.
-
-Points of Trainer's loop where it has no method to override, what callbacks ask for, and values that it reads."""
+"""Points of Trainer's loop where it has no method to override: progress, the end, and what callbacks request."""
 
 from __future__ import annotations
 
@@ -29,6 +25,13 @@ from .checkpoints import Checkpoints
 from .training_data import TrainingData
 
 _SECONDS = "train_seconds"
+# The flags of Trainer's control that callbacks can set.
+DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+
+logger = logging.getLogger(__name__)
+
+
+# ---- How much a training has trained, and how fast ----
 
 
 class Progress:
@@ -84,7 +87,7 @@ def trained_seconds(state: TrainerState) -> float:
     return float(kept[_SECONDS] if _SECONDS in kept else next(logged, 0.0))
 
 
-logger = logging.getLogger(__name__)
+# ---- Its end: by a signal, or by a metric that no longer improves ----
 
 
 def saved_early(
@@ -170,8 +173,7 @@ def why_complete(state: TrainerState, max_steps: int, patience: int | None) -> s
     return ""
 
 
-# The flags of Trainer's control that callbacks can set.
-DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+# ---- Callbacks ----
 
 
 class LoopEvents(TrainerCallback):
@@ -299,6 +301,9 @@ class Decisions:
         yield
         if requested:  # a callback may request the end after an evaluation
             _share(control)
+
+
+# ---- Values that Trainer's loop reads ----
 
 
 def switch_weights(optimizer: Optimizer | None, mode: Literal["train", "eval"]) -> None:

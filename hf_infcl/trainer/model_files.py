@@ -1,8 +1,4 @@
-"""Files and messages that this package adds to those of Trainer when a model is saved.
-
-The model that a training of `infcl train` starts from, with the adapters that train, and the one that it leaves.
-
-Pushes to the Hub, which Trainer starts in the background, and a resume from what was pushed."""
+"""Models as files: what is saved beside Trainer's files, what a training starts from, and pushes to the Hub."""
 
 from __future__ import annotations
 
@@ -40,6 +36,13 @@ from .checkpoints import Checkpoint, Checkpoints
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 _SINCE_LOG = "loss_since_log"
+LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
+NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
+
+logger = logging.get_logger(__name__)
+
+
+# ---- Saving ----
 
 
 def save_weights(
@@ -168,6 +171,9 @@ def saves_shards(accelerator: Accelerator) -> bool:
     return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
 
 
+# ---- The model that a training starts from, and the one that it leaves ----
+
+
 def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLTrainingArguments) -> Loaded:
     """Loads the model of a training with its adapters, or with new ones if they are asked for.
 
@@ -227,10 +233,7 @@ def merge_into_start(options: TrainedModelOptions, args: InfCLTrainingArguments)
     merge_adapters(Path(str(args.output_dir)), whole.model, args.image_size)
 
 
-LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
-NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
-
-logger = logging.get_logger(__name__)
+# ---- Pushes to the Hub, which Trainer starts in the background ----
 
 
 class Pushes:
