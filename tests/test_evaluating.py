@@ -488,10 +488,11 @@ def test_short_prompts_are_encoded_several_batches_at_once(tmp_path, monkeypatch
 
 def test_classes_with_equal_prompts_have_equal_vectors(tmp_path, monkeypatch):
     """However their embeddings would be rounded in two batches: here, every row of a forward is another one."""
-    monkeypatch.setattr(prompts, "_encoded", lambda tokens, context: torch.randn(len(tokens["input_ids"]), 8))
     data = labelled(4, 4, ("see {}", "buy {}"))
     data.class_names = ["a", "b", "a", "c"]
     trainer = trainer_for(tmp_path, models.clip(), data_collator=LabelledImages(), per_device_eval_batch_size=3)
+    encoder = trainer.dual_encoder
+    monkeypatch.setattr(encoder, "encode_texts", lambda batch, **_: torch.randn(len(batch["input_ids"]), 8))
     vectors = prompts.class_vectors(data, trainer.context, None)
     assert [[torch.equal(one, other) for other in vectors] for one in vectors[:2]] == [
         [True, False, True, False],

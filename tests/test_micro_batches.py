@@ -531,10 +531,10 @@ def test_a_bad_row_of_a_repeated_step_is_named(tmp_path):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_without_the_one_number_a_step_ends_the_run_and_says_what_would_fit(tmp_path, caplog, monkeypatch, known):
-    monkeypatch.setattr(repeating, "memory_is_known", lambda device: known)
     model = models.clip()
     trainer = trainer_for(tmp_path, model, **{**OPTIONS, **FOURS, "data": models.Pairs(64)})
-    RunsOut(model, 5, images=3)
+    memory = RunsOut(model, 5, images=3)
+    monkeypatch.setattr(repeating, "memory_is_known", lambda device: known and memory.raised > 0)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     sizes = "per_device_train_batch_size and gradient_accumulation_steps"

@@ -319,7 +319,10 @@ def test_another_model_is_named_before_its_processor(tmp_path):
         ({"freeze": "vision"}, "freeze must be one of None, 'image', 'text', got 'vision'"),
         ({"retain_graphs": "all"}, "retain_graphs must be 'auto' or an integer of at least 0, got 'all'"),
         ({"retain_graphs": -1}, "retain_graphs must be 'auto' or an integer of at least 0, got '-1'"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True is not supported: it changes the contrastive batch"),
+        (
+            {"auto_find_batch_size": True},
+            "auto_find_batch_size=True is not supported: it changes the contrastive batch",
+        ),
         ({"ddp_static_graph": True, "gradient_accumulation_steps": 2}, "ddp_static_graph=True .*steps=2"),
         ({"train_sampling_strategy": "group_by_length"}, "'random', 'sequential', got 'group_by_length'"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
