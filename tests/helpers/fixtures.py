@@ -12,7 +12,7 @@ import torch
 from . import interpreted  # noqa: F401 - before Triton is imported
 from .demo import all_digits, copy_rows, made_once
 from .hub import Hub, hub_for_this_process
-from .processes import FreshRanks, Ranks, leave_out_of_collections
+from .processes import FreshRanks, Ranks, leave_out_of_collections, without_tf32
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +26,13 @@ def memory_for_other_tests() -> Iterator[None]:
     """Frees the memory of a GPU that a test has cached, because tests in other processes need it."""
     yield
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    """A training of another test may have enabled TF32 in this process."""
+    yield
+    without_tf32()
 
 
 @pytest.fixture(scope="module")
