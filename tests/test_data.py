@@ -30,6 +30,7 @@ from hf_infcl.data import (
     load_pairs,
 )
 from hf_infcl.data.labelled import captions_of_classes
+from hf_infcl.data.tables import Table
 from hf_infcl.shards.opening import find_shards
 
 
@@ -272,12 +273,32 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=r"'train' of .* lie in several folders.*'a.png'.*absolute paths"):
             load_pairs(str(folder), split="train", image_column="picture")
 
-    @pytest.mark.parametrize("name", ["train.csv", "*.tar", "{00000..00003}.tar"])
+    @pytest.mark.parametrize("name", ["train.txt", "*.tar", "{00000..00003}.tar"])
     def test_files_in_place_of_a_folder_are_told_at_once(self, tmp_path, name, monkeypatch):
         monkeypatch.setattr(datasets, "load_dataset", None)  # it would query the Hub for half a minute
-        (tmp_path / "train.csv").write_text("filepath,title\n")
+        (tmp_path / "train.txt").write_text("a red circle\n")
         with pytest.raises(ValueError, match=r"names files, and a table is loaded from a folder.*--streaming"):
             load_pairs(str(tmp_path / name), split="train")
+
+    @pytest.mark.parametrize("name", ["[x] train.json", "a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.tar"])
+    def test_one_file_is_read_by_its_name(self, tmp_path, name):
+        """Images that lie beside it do not hide it."""
+        kind, paths = name.lower().rpartition(".")[2], ["0.png", "1.png"]
+        for number, path in enumerate(paths):
+            (tmp_path / path).write_bytes(png(number))
+        table = datasets.Dataset.from_dict({"image": paths, "caption": ["a red, round one", "a square"]})
+        if kind == "tar":
+            write_tar(tmp_path / name, [*pair(0), *pair(1)])
+        elif kind == "parquet":
+            table.to_parquet(tmp_path / name)
+        elif kind in ("csv", "tsv"):
+            table.to_csv(tmp_path / name, index=False, sep="\t" if kind == "tsv" else ",")
+        else:
+            table.to_json(tmp_path / name)
+        rows = load_pairs(str(tmp_path / name), split="train")
+        pairs = ImageTextDataset(rows, caption_column="txt" if kind == "tar" else "caption")
+        assert [number_of(pairs[row]) for row in range(2)] == [0, 1]
+        assert Table(str(tmp_path / name)).split_to_evaluate() == "train"
 
     def test_no_data(self, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"There is no dataset at '.*nothing'"):

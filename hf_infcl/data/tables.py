@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..files.hub import not_there
 from ..files.text import Url
 from ..shards.layout import IMAGE_EXTENSIONS, register
-from ..shards.opening import dataset_builder, existing_part, open_shard
+from ..shards.opening import KINDS_OF_FILES, dataset_builder, existing_part, kind_of_file, open_shard
 from ..shards.tar_tables import tar_table
 from .images import EncodedImage, find_column, holds_images, is_value
 
@@ -35,9 +35,10 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
 
     Args:
         source: a folder written by `save_to_disk`, or anything that `datasets.load_dataset` accepts: a Hub id, or a
-            local folder, such as an imagefolder (images beside a `metadata.csv` or `metadata.jsonl` with a `file_name`
-            column), a folder with a `train.csv` whose columns hold image paths and captions, separated by commas, tabs,
-            semicolons or bars, or a folder of tar shards, whose JSON fields become columns.
+            local file of a table or a tar, or a local folder, such as an imagefolder (images beside a `metadata.csv` or
+            `metadata.jsonl` with a `file_name` column), a folder with a `train.csv` whose columns hold image paths and
+            captions, separated by commas, tabs, semicolons or bars, or a folder of tar shards, whose JSON fields become
+            columns.
         split: name of the split, for example "train", or slices such as "train[:10%]".
         name: configuration of the dataset, if it has several.
         image_column: the column of images; if there is no such column, the one of `find_column`, if any. Relative
@@ -46,7 +47,7 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
             the file.
 
     Raises:
-        ValueError: there is nothing to load at `source`, or it is a file or a URL rather than a folder; it has no such
+        ValueError: there is nothing to load at `source`, or it is a URL or another file; it has no such
             split or configuration, in which case the message names the existing ones; or no image is where its relative
             path says.
     """
@@ -70,9 +71,11 @@ class Table:
                 f"{Url(source)!r} is a URL, and a table is loaded from a folder or from the Hub. Shards behind a URL "
                 "can be streamed as training data (--streaming, or ImageTextStream in Python)."
             )
-        if Path(source).is_file() or set(source[len(existing_part(source)) :]) & set("*?{["):
+        is_other = Path(source).is_file() and kind_of_file(source) is None
+        if is_other or set(source[len(existing_part(source)) :]) & set("*?{["):
             raise ValueError(
-                f"{source!r} names files, and a table is loaded from a folder. Name the folder that holds them. "
+                f"{source!r} names files, and a table is loaded from a folder or from one file of "
+                f"{', '.join(KINDS_OF_FILES)}. Name the folder that holds them. "
                 "Training data in tar or parquet shards can be streamed (--streaming, or ImageTextStream in Python)."
             )
         saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
@@ -141,7 +144,7 @@ class Table:
 
 
 def _not_loaded(source: str, split: str, error: BaseException | str) -> str:
-    told = f"The split {split!r} of {source!r} cannot be loaded: {error}"
+    told = f"The split {split!r} of {source!r} cannot be loaded: {str(error).strip()}"
     if re.search(r"changed from (string to array|array to string)", told):
         told += ". Where some rows have a list, such as several captions, write a list in every row."
     if "Error tokenizing data" in told:  # of pandas, which names the line

@@ -172,11 +172,25 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
     return sorted(str(file) for file in files[split])
 
 
+# By the end of a file's name, the builder of `datasets` that reads it.
+KINDS_OF_FILES = {
+    **{".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"},
+    **{".parquet": "parquet", ".tar": "webdataset"},
+}
+
+
+def kind_of_file(path: str) -> str | None:
+    """The builder of `datasets` for one file of data; None for others."""
+    return KINDS_OF_FILES.get(os.path.splitext(path)[1].lower())
+
+
 def dataset_builder(source: str, name: str | None, **options: Any) -> Any:
-    """The `datasets.DatasetBuilder` of a local folder, whose path is taken literally, or of a Hub id."""
+    """The `datasets.DatasetBuilder` of a local folder or file, whose path is taken literally, or of a Hub id."""
     import datasets
 
-    if os.path.isdir(source):
+    if os.path.isfile(source) and (kind := kind_of_file(source)):
+        source, options = kind, {**options, "data_files": os.path.abspath(source)}
+    elif os.path.isdir(source):
         source = os.path.abspath(source)  # the name "csv" alone would be taken for the format
     with existing_paths_are_literal(), hub_asked_once(source):
         return datasets.load_dataset_builder(source, name, **options)
