@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -213,12 +212,19 @@ class PicturesCallback(TrainerCallback):
 
     def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
         """Gives the picture to the trackers that can show it."""
-        for tracker in {"wandb", "trackio", "mlflow"}.intersection(args.report_to or ()):
-            package: Any = importlib.import_module(tracker)
-            if tracker == "mlflow":
-                package.log_artifact(str(path))
-            else:
-                package.log({"pictures": package.Image(str(path))})
+        trackers = args.report_to or ()
+        if "wandb" in trackers:
+            import wandb
+
+            wandb.log({"pictures": wandb.Image(str(path))})
+        if "trackio" in trackers:
+            import trackio
+
+            trackio.log({"pictures": trackio.Image(str(path))})
+        if "mlflow" in trackers:
+            import mlflow
+
+            mlflow.log_artifact(str(path))
         for callback in self._trainer.callback_handler.callbacks:
             if (writer := getattr(callback, "tb_writer", None)) is not None:
                 writer.add_image("pictures", np.asarray(picture), state.global_step, dataformats="HWC")
