@@ -6,9 +6,16 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from hf_infcl.evaluation import ClassRanks, PairRanks, bounds, count_hits, interval, measured, resampled
-from hf_infcl.evaluation.intervals import RESAMPLES, Difference, differences
-from hf_infcl.evaluation.metrics import Hits
+from hf_infcl.evaluation.intervals import (
+    RESAMPLES,
+    Difference,
+    bounds,
+    count_hits,
+    differences,
+    interval,
+    resampled,
+)
+from hf_infcl.evaluation.metrics import ClassRanks, Hits, PairRanks, measured
 
 
 def random(seed: int) -> torch.Generator:

@@ -23,8 +23,8 @@ from helpers.trainers import arguments, parameters, trained, trainer_for
 from torch.utils.data import ChainDataset, DataLoader, Dataset
 from transformers.utils import logging
 
-from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, evaluation
-from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset
+from hf_infcl.evaluation import retrieval_metrics, tasks, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.evaluation.metrics import score
 from hf_infcl.loss import reference
 from hf_infcl.models.dual_encoder import DualEncoder
@@ -606,8 +606,8 @@ def test_texts_are_read_on_the_host(tmp_path):
     data, loader = Captioned(9), trainer.get_eval_dataloader(Captioned(9))
     names = next(iter(loader)).keys()
     read, metrics = [], []
-    apart = evaluation.taken_apart
-    with mock.patch.object(evaluation, "taken_apart", lambda batch: read.append(apart(batch)) or read[-1]):
+    apart = tasks.taken_apart
+    with mock.patch.object(tasks, "taken_apart", lambda batch: read.append(apart(batch)) or read[-1]):
         metrics.append(trainer.evaluation_loop(loader, "Evaluation").metrics)
     assert len(read) == 3
     for batch, texts in read:

@@ -13,17 +13,15 @@ from sklearn.metrics import balanced_accuracy_score
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_infcl.evaluation import (
+from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from hf_infcl.evaluation import tasks as ranking
+from hf_infcl.evaluation.tasks import (
     caption_ids,
     checked_classes,
     group_by_image,
     image_of_captions,
-    retrieval_metrics,
-    zero_shot_classifier,
-    zero_shot_metrics,
+    recall_ceilings,
 )
-from hf_infcl.evaluation import tasks as ranking
-from hf_infcl.evaluation.tasks import recall_ceilings
 
 KS = (1, 2, 5, 10)
 

@@ -14,8 +14,8 @@ from hf_infcl.card import Evaluation, Source
 from hf_infcl.card.cards import model_card
 from hf_infcl.card.facts import TrainingFacts
 from hf_infcl.card.pictures import plot_curves
-from hf_infcl.evaluation import METRICS, retrieval_metrics, zero_shot_metrics
-from hf_infcl.evaluation.metrics import ClassRanks, Metric, PairRanks, metric_named, metrics_of_kind, recalls
+from hf_infcl.evaluation import retrieval_metrics, zero_shot_metrics
+from hf_infcl.evaluation.metrics import METRICS, ClassRanks, Metric, PairRanks, metric_named, metrics_of_kind, recalls
 
 GUIDE = (ROOT / "scripts/README.md").read_text(encoding="utf-8")
 

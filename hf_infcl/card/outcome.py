@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evaluation import Difference
+from ..evaluation.intervals import Difference
 from ..evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
 from ..files.text import counted
 from ..optim.groups import NAMES

@@ -16,7 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..evaluation import Difference
+from ..evaluation.intervals import Difference
 from ..evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, score_if_measured
 
 if TYPE_CHECKING:

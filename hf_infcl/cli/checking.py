@@ -31,9 +31,8 @@ from ..data import ContrastiveCollator, ImageTextStream, ZeroShotDataset, captio
 from ..data.images import BadSampleError, ImageDataset
 from ..data.labelled import NUMBER
 from ..data.pairs import REPEATED, usable_captions
-from ..evaluation import caption_ids
 from ..evaluation.metrics import CEILING
-from ..evaluation.tasks import recall_ceilings
+from ..evaluation.tasks import caption_ids, recall_ceilings
 from ..files.text import counted
 from ..models.model_types import Pooling, SameEmbeddings
 from ..refusals import check_tokens

@@ -15,7 +15,8 @@ from ..card.pictures import PicturesCallback
 from ..card.settings import precision
 from ..card.telling import make_rows, quieten, table_lines
 from ..data import ImageTextDataset, ZeroShotDataset, transparency
-from ..evaluation import Difference, Found, differences
+from ..evaluation.intervals import Difference, differences
+from ..evaluation.metrics import Found
 from ..files.text import counted
 from ..models.dual_encoder import DualEncoder
 from ..models.model_types import check_type_of_config

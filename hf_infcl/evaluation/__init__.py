@@ -1,50 +1,5 @@
 """Zero-shot classification, image-text retrieval and the choice of captions from embeddings."""
 
-from .intervals import Difference, bounds, count_hits, differences, interval, resampled
-from .metrics import METRICS, Choices, ClassRanks, Found, LabelScores, PairRanks, measured
-from .tasks import (
-    WithTextsOnHost,
-    caption_ids,
-    checked_classes,
-    choices,
-    class_places,
-    distinct,
-    group_by_image,
-    image_of_captions,
-    pair_ranks,
-    recall_ceilings,
-    retrieval_metrics,
-    taken_apart,
-    zero_shot_classifier,
-    zero_shot_metrics,
-)
+from .tasks import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 
-__all__ = [
-    "METRICS",
-    "Choices",
-    "ClassRanks",
-    "Difference",
-    "Found",
-    "LabelScores",
-    "PairRanks",
-    "WithTextsOnHost",
-    "bounds",
-    "caption_ids",
-    "checked_classes",
-    "choices",
-    "class_places",
-    "count_hits",
-    "differences",
-    "distinct",
-    "group_by_image",
-    "image_of_captions",
-    "interval",
-    "measured",
-    "pair_ranks",
-    "recall_ceilings",
-    "resampled",
-    "retrieval_metrics",
-    "taken_apart",
-    "zero_shot_classifier",
-    "zero_shot_metrics",
-]
+__all__ = ["retrieval_metrics", "zero_shot_classifier", "zero_shot_metrics"]

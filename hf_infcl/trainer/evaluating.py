@@ -19,11 +19,11 @@ from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
-from .. import evaluation
 from ..data import ContrastiveCollator, ZeroShotDataset
 from ..data.store import all_parts
+from ..evaluation import tasks
 from ..evaluation.intervals import ScoreChanges
-from ..evaluation.metrics import CEILING, KS, metrics_of_kind
+from ..evaluation.metrics import CEILING, KS, Found, measured, metrics_of_kind
 from ..loss import local_contrastive_loss
 from ..models.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..models.sharding import failures_announced_unless_sharded, fsdp_tower_methods
@@ -67,7 +67,7 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
             )
         config = getattr(encoder.model, "config", None)
         tokenize = ContrastiveCollator.for_model(processing_class, config).tokenize
-    prompts, places = evaluation.distinct(dataset.prompts())
+    prompts, places = tasks.distinct(dataset.prompts())
     size = context.args.per_device_eval_batch_size
     # All ranks encode equally often, because under FSDP a forward communicates. The shares follow the order of the
     # ranks, and the last prompt is repeated to fill the last ones.
@@ -94,7 +94,7 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
             with torch.no_grad(), context.accelerator.autocast():
                 encoded.append(encoder.encode_texts(batch, checked=True).float())
     texts = gather_rows(torch.cat(encoded))[places]
-    return evaluation.zero_shot_classifier(texts, num_templates=len(dataset.templates))
+    return tasks.zero_shot_classifier(texts, num_templates=len(dataset.templates))
 
 
 # ---- The metric by which checkpoints are chosen or the learning rate falls ----
@@ -168,7 +168,7 @@ class Evaluator:
         self._classifier: Tensor | None = None
         self._type_of_set, self._prefix = "dataset", "eval"
         self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
-        self.found: evaluation.Found | None = None
+        self.found: Found | None = None
 
     def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
         """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
@@ -210,7 +210,7 @@ class Evaluator:
         return output
 
     def _take_apart(self, batch: object) -> Any:
-        self._of_batch = evaluation.taken_apart(batch)
+        self._of_batch = tasks.taken_apart(batch)
         return self._of_batch[0]
 
     # ---- Encoding ----
@@ -262,13 +262,13 @@ class Evaluator:
                 )
             labels = batch["labels"][:rows]
             # A check would wait for the device, which works on while the next batches are prepared; see `metrics`.
-            predictions = evaluation.class_places(images[:rows], self._classifier, labels)
+            predictions = tasks.class_places(images[:rows], self._classifier, labels)
         else:
-            order, counts = evaluation.group_by_image(on_host.get("caption_image"), len(texts), len(images))
+            order, counts = tasks.group_by_image(on_host.get("caption_image"), len(texts), len(images))
             counts = counts[:rows]
             order = order[: int(counts.sum())]
             mask = on_host.get("attention_mask")
-            ids = evaluation.caption_ids(on_host["input_ids"][order], None if mask is None else mask[order])
+            ids = tasks.caption_ids(on_host["input_ids"][order], None if mask is None else mask[order])
             order, counts, ids = (one.to(texts.device, non_blocking=True) for one in (order, counts, ids))
             kept |= dict.fromkeys(TEXT_INPUTS, order)
             predictions, labels = (images[:rows], texts[order]), (counts, ids)
@@ -296,19 +296,19 @@ class Evaluator:
         self._changes.recognise(self._prefix, labels)
         if of_choices := [part for part in all_parts(dataset) if getattr(part, "kind", "") == "choices"]:
             images, texts, counts = map(self._on_device, (*predictions, labels[0]))
-            self.found = evaluation.choices(images, texts, evaluation.image_of_captions(counts), of_choices[0].right)
-            return evaluation.measured(self.found)
+            self.found = tasks.choices(images, texts, tasks.image_of_captions(counts), of_choices[0].right)
+            return measured(self.found)
         if isinstance(predictions, tuple):
             return self._pair_metrics(predictions, labels)
         assert self._classifier is not None
         predictions, labels = (torch.as_tensor(array).cpu() for array in (predictions, labels))
-        self.found = evaluation.checked_classes(predictions, labels, len(self._classifier))
-        return evaluation.measured(self.found)
+        self.found = tasks.checked_classes(predictions, labels, len(self._classifier))
+        return measured(self.found)
 
     def _pair_metrics(self, predictions: tuple[Any, Any], labels: tuple[Any, ...]) -> dict[str, float]:
         images, texts = map(self._on_device, predictions)
         counts, ids, *pair_ids = map(self._on_device, labels)
-        text_image = evaluation.image_of_captions(counts)
+        text_image = tasks.image_of_captions(counts)
         with torch.no_grad():
             if self._context.equal_ids == "positive":
                 image_ids = pair_ids[0] if pair_ids else torch.arange(len(images), device=images.device)
@@ -324,8 +324,8 @@ class Evaluator:
                 backend=self._args.backend,
                 **ids_of,
             )
-        self.found = ranks = evaluation.pair_ranks(images, texts, text_image, ids)
-        every = evaluation.recall_ceilings(ids, ranks.text_image, len(images), KS)
+        self.found = ranks = tasks.pair_ranks(images, texts, text_image, ids)
+        every = tasks.recall_ceilings(ids, ranks.text_image, len(images), KS)
         ceilings = {name: value for name, value in every.items() if value < 1}
         was_logged = any(f"{self._prefix}_{name}" in entry for name in ceilings for entry in self._logged)
         if ceilings and not was_logged and self._accelerator.is_main_process:
@@ -334,7 +334,7 @@ class Evaluator:
                 f"Some captions of {self._prefix}_*, as the model reads them, belong to several images, so some "
                 f"recalls cannot reach 100%. The highest that any model can reach: {highest}."
             )
-        return {"loss": loss.item(), **evaluation.measured(ranks), **every}
+        return {"loss": loss.item(), **measured(ranks), **every}
 
     def _on_device(self, array: object) -> Tensor:
         return torch.as_tensor(array, device=self._args.device)
@@ -365,7 +365,7 @@ def _texts_kept(dataloader: DataLoader) -> AbstractContextManager[None]:
     loader = getattr(dataloader, "base_dataloader", dataloader)
     if not isinstance(loader, DataLoader):
         return nullcontext()
-    return replaced(loader, collate_fn=evaluation.WithTextsOnHost(loader.collate_fn))
+    return replaced(loader, collate_fn=tasks.WithTextsOnHost(loader.collate_fn))
 
 
 def check_same_size(dataset: object, prefix: str) -> None:

@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from ..data.collator import normalised
 from ..data.replay import is_own
 from ..data.store import check_has_rows
-from ..evaluation import Found
+from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
