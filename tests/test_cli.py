@@ -1168,7 +1168,7 @@ TRAIN = "train --model DEMO/clip-init --dataset DEMO/digits"
         (f"{TRAIN} --caption_column text", "'label']. Name the right one with caption_column (--caption"),
         ("train --model m --dataset d --augmentation rotate", "'none', 'crop', 'flip_crop', got 'rotate'"),
         ("train --model m --dataset d --on_bad_sample ignore", "one of 'raise', 'skip', got 'ignore'"),
-        (f"{TRAIN} --lora_rank 0", "--lora_rank must be at least 1, got 0"),
+        (f"{TRAIN} --lora_rank 0", "lora_rank must be a whole number of at least 1, got 0"),
         ("train --model m --dataset DEMO/digits --output_dir DEMO/digits/run", "run is inside the folder of --dataset"),
         ("train --model DEMO/clip-init --dataset d --output_dir DEMO/clip-init", "is inside the folder of --model"),
         ('train --model m --dataset d --accelerator_config {"nope":1}', "unexpected keyword argument 'nope'"),

@@ -157,8 +157,6 @@ def with_adapters(
         import peft
     except ImportError:
         raise ValueError("--lora_rank needs the package peft: pip install peft.") from None
-    if rank < 1:
-        raise ValueError(f"--lora_rank must be at least 1, got {rank}.")
     if image_size is not None and merged:
         resize_images(DualEncoder(model), image_size)
     config = peft.LoraConfig(

@@ -71,7 +71,7 @@ class LoraOptions:
 
     _argument_group_name: ClassVar[str] = "LoRA adapters (package peft)"
 
-    lora_rank: int | None = None
+    lora_rank: int | None = option(within=FROM_1)
     lora_targets: list[str] = option(["all-linear"])
     lora_logit_scale: bool = False
     lora_merge: bool = False
