@@ -1,4 +1,4 @@
-"""Images on their way to the model: the costs of a worker, of transfers and of reading shards; training from shards.
+"""Images on their way to the model: the costs of a worker and of reading shards; training from shards.
 
     python scripts/benchmark.py data
     python scripts/benchmark.py data --parts train --images 20000 --workers 14
@@ -11,8 +11,6 @@ time per image, including its share of passing on the batch. Quantiles are over 
 turns, so that other load on the machine affects all of them. ``per_second`` is 1000 / ms, the images per second of one
 core. OpenCLIP's transforms are taken from open_clip_torch if it can be imported, which needs a torchvision that matches
 torch; otherwise they are written out with PIL.
-``queue``: batches of 256 images are passed from a worker to the main process and copied there once, as pinning does.
-``ms`` is the CPU time of the main process per batch.
 ``tar``: samples with an image, a text and a JSON file are read from a tar shard. ``ms`` is the CPU time per sample.
 ``train``: InfCLTrainer trains a ViT-B/16 from tar shards of such JPEGs and, for comparison, from a pool of
 micro-batches in host memory. ``per_second`` is the number of images per second of wall time after a warm-up.
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     if device.type == "cpu":
         environment["device"] = processor_name()
     for part in args.parts:
-        for row in {"worker": worker, "queue": queue, "tar": tar, "train": train}[part](args):
+        for row in {"worker": worker, "tar": tar, "train": train}[part](args):
             common.append(args.output, COLUMNS, environment | {"part": part, "rounds": args.rounds} | row)
     plot(args.output)
 
@@ -194,39 +192,6 @@ def seconds_per_image(dataset: Any, collate: Any, batch: int) -> float:
     return (stamps[-1] - stamps[0]) / (len(stamps) - 1) / batch
 
 
-# ---- The cost of passing batches on ----
-
-
-class Batches(Dataset[torch.Tensor]):
-    """Batches of 256 images, created in the worker."""
-
-    def __init__(self, dtype: torch.dtype, count: int) -> None:
-        self._dtype, self._count = dtype, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return torch.full((256, 3, 224, 224), row, dtype=self._dtype)
-
-
-def queue(args: argparse.Namespace) -> Iterator[Row]:
-    dtypes = {"uint8": torch.uint8, "fp32": torch.float32}
-    times: dict[str, list[float]] = {name: [] for name in dtypes}
-    for _ in range(args.rounds):
-        for name, dtype in dtypes.items():
-            stamps = []
-            for batch in DataLoader(Batches(dtype, 9), batch_size=None, num_workers=1):
-                batch.clone()
-                stamps.append(time.process_time())
-            times[name].append((stamps[-1] - stamps[0]) / (len(stamps) - 1))
-    reference = float(np.median(times["fp32"]))
-    for name in dtypes:
-        row = common.quantiles(times[name])
-        row |= {"per_second": round(256_000 / row["ms"]), "ratio": round(row["ms"] / (1000 * reference), 3)}
-        yield {"implementation": name, "ratio_to": "time of fp32"} | row
-
-
 # ---- Reading shards ----
 
 
@@ -340,8 +305,8 @@ def plot(table: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parts = ["worker", "queue", "tar", "train"]
-    parser.add_argument("--parts", nargs="+", default=parts[:3], choices=parts)
+    parts = ["worker", "tar", "train"]
+    parser.add_argument("--parts", nargs="+", default=parts[:2], choices=parts)
     parser.add_argument("--rounds", type=int, default=7, help="in which all implementations take turns")
     parser.add_argument("--images", type=int, default=256, help="of a round of the part worker")
     parser.add_argument("--batch", type=int, default=32, help="of the part worker")
