@@ -45,7 +45,7 @@ logger = logging.get_logger(__name__)
 # ---- The classes of a zero-shot set ----
 
 
-def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: object) -> Tensor:
+def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: Any) -> Tensor:
     """A vector [C, D] fp32 for each class, on every process; collective.
 
     Args:
@@ -75,7 +75,7 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
     filled = prompts + prompts[-1:] * (of_each * processes.world_size - len(prompts))
     share, encoded = filled[processes.rank * of_each : (processes.rank + 1) * of_each], []
     with failures_announced_unless_sharded(context.accelerator):
-        padding: Mapping[str, int] = collator.text_padding if isinstance(collator, ContrastiveCollator) else {}
+        padding = (collator.text_padding if isinstance(collator, ContrastiveCollator) else None) or {}
         at_once = 1
         # A forward of few tokens takes as long as its kernels take to be launched, so one has as many prompts as have
         # the tokens of a batch of the longest captions. A tokenizer of one's own may return what cannot be padded.
