@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 r"""Fine-tune a text embedder on several captions of each thing, in exact batches of any size.
 
-    python scripts/real_pairs.py corpus outputs/corpus --with_icons
+    python scripts/real_pairs.py --output_dir outputs/corpus --with_icons
     python scripts/fine_tune_text.py --model sentence-transformers/all-MiniLM-L6-v2 \
       --pairs outputs/corpus/icons/train.parquet
 
