@@ -187,6 +187,22 @@ def test_graphs_are_measured_in_windows_alone(monkeypatch, total, expected):
     assert 300 + 1700 * expected <= 0.95 * total or expected == 1
 
 
+@pytest.mark.parametrize(("alike", "expected"), [(True, 11), (False, 9)])
+def test_further_graphs_may_have_been_the_smaller_ones(monkeypatch, alike, expected):
+    """One takes 10 bytes, each further one 8 in the window in which they are measured, of 95 that may be used."""
+    peak = [0]
+    values = {"memory_allocated": 0, "memory_reserved": 0, "mem_get_info": (100, 100)}
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    budget = GraphBudget(None, torch.device("cuda"), alike=alike)
+    for _ in range(3):
+        peak[0] = 10 + 8 * (budget.graphs(12) - 1)
+        budget.end_window()
+    assert budget.graphs(12) == expected
+
+
 # ---- Batches are split and repeated ----
 
 

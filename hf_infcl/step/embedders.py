@@ -158,7 +158,8 @@ class ExactContrastiveLoss(nn.Module):
             features = torch.cat([encode(part)[0] for part in parts])
             return self.calculate_loss(_columns(features, order, rows), labels)
         if self._budget is None:
-            self._budget = GraphBudget(None if self.retain_graphs == "auto" else int(self.retain_graphs), device)
+            wanted = None if self.retain_graphs == "auto" else int(self.retain_graphs)
+            self._budget = GraphBudget(wanted, device, alike=False)
         # Without its exchange, as in accumulation, a wrapper has nothing to prepare in the last forward.
         exchanges = wrapper.synchronises and module.require_backward_grad_sync
         most = wrapper.most_graphs(len(parts)) if exchanges else len(parts)

@@ -124,13 +124,15 @@ class GraphBudget:
         wanted: the number, or None for as many as fit into the memory of the GPU. Until this is known, one graph is
             kept. It is measured in the second window, because the optimizer's state is created at the end of the
             first, and again in the third, whose further graphs show how large one is.
+        alike: whether all micro-batches are of one size. The further graphs of others may be the smaller ones, so they
+            are not measured.
 
     Attributes:
         kept: the number of graphs of the last window.
     """
 
-    def __init__(self, wanted: int | None, device: torch.device) -> None:
-        self._wanted, self._device = wanted, device
+    def __init__(self, wanted: int | None, device: torch.device, *, alike: bool = True) -> None:
+        self._wanted, self._device, self._alike = wanted, device, alike
         self._measures = wanted is None and device.type == "cuda"
         self._trained = 0  # windows
         self._resting, self._peak_of_one, self._most_of_one = 0, 0, 0  # bytes
@@ -167,7 +169,7 @@ class GraphBudget:
         # Wrappers need the same number of forwards on every process.
         fits = Processes().agree([self.kept + unused // max(1, graph)])
         self._wanted = max(1, int(min(number for (number,) in fits)))
-        self._measures = first and self._wanted > 1
+        self._measures = first and self._wanted > 1 and self._alike
 
 
 # ---- The two passes ----
