@@ -132,7 +132,7 @@ def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_f
 def test_what_differs_within_the_data_is_named(tmp_path):
     record = {"fingerprint": "a", "data": {"rows": 5}, "kinds": ["texts"], "model": "m", "parts": 1, "weights": "w"}
     begin(tmp_path, record)
-    with pytest.raises(ValueError, match=r"\(data texts was None and is c\)"):
+    with pytest.raises(ValueError, match=r"\(data texts was None and is 'c'\)"):
         begin(tmp_path, {**record, "fingerprint": "b", "data": {"rows": 5, "texts": "c"}})
     begin(tmp_path, record)
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..files.text import counted
+from ..files.text import counted, was_and_is
 from ..shards.lanes import LaneSource, Piece, SampleOrder
 from ..shards.layout import DamagedShardError, sample_key
 from ..shards.opening import digest
@@ -254,11 +254,9 @@ class StreamBatches(MicroBatches):
         return {lane: at for lane, at in self._cursors.items() if lane % self._world_size == self._rank}
 
     def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
-        was, now = checkpoint["identity"], self._identity
-        if changed := [name for name in now if was.get(name) != now[name]]:
-            values = "; ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in changed)
+        if changed := was_and_is(dict.fromkeys(self._identity) | checkpoint["identity"], self._identity):
             raise ValueError(
-                f"The stream cannot continue where the checkpoint ended, because its order has changed: {values}. "
+                f"The stream cannot continue where the checkpoint ended, because its order has changed: {changed}. "
                 "Use the shards and options of the checkpoint, or start a new run from its model."
             )
         if checkpoint["consumed"] % self._world_size:

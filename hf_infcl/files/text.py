@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
@@ -35,6 +35,12 @@ def counted(count: int, word: str) -> str:
     """A number with what it counts, whose plural ends in s: "1 step", "2,000 steps", "2 processes"."""
     ending = "" if count == 1 else "es" if word.endswith(("s", "ch")) else "s"
     return f"{count:,} {word}{ending}"
+
+
+def was_and_is(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """A phrase about each value that differs between two mappings, of the names that both have; empty if none does."""
+    different = (name for name, value in now.items() if before.get(name, value) != value)
+    return ", ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in different)
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:

@@ -73,12 +73,6 @@ class RunRecord:
             ) from error
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """A phrase about each value that differs between two mappings, of the names that both have; empty if none does."""
-    different = (name for name, value in now.items() if before.get(name, value) != value)
-    return ", ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in different)
-
-
 # Options that decide what is trained, but are compared in another form, here or in `resuming.make_run`.
 _IN_ANOTHER_FORM = set(
     """

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from ..data import ContrastiveCollator, transparency
 from ..data.sources import Batch, ItemSource, collated
 from ..data.store import PartFiles, Store, Writer, of_caption
+from ..files.text import was_and_is
 from ..files.whole import written_whole
 from ..models.adapters import weight_fingerprint
 from ..options.record import as_json, options_of_model
@@ -240,11 +241,12 @@ def begin(folder: Path, record: Mapping[str, object]) -> None:
         with written_whole(folder / RECORD) as partial_path:
             partial_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         return
-    differing = _differences(before, record)
+    old, new = _flat(before), _flat(record)
+    differing = [name for name in old | new if old.get(name) != new.get(name)]
     if _DECISIVE & {name.partition(" ")[0] for name in differing}:
         # A fingerprint says nothing beside what differs.
-        named = {name: told for name, told in differing.items() if name != "fingerprint"} or differing
-        shown = "; ".join(f"{name} was {was} and is {now}" for name, (was, now) in named.items())
+        names = [name for name in differing if name != "fingerprint"] or differing
+        shown = was_and_is({name: old.get(name) for name in names}, {name: new.get(name) for name in names})
         raise ValueError(f"{folder} holds other embeddings ({shown}). Choose another --output_dir, or delete this one.")
 
 
@@ -264,14 +266,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def _differences(before: Mapping[str, object], record: Mapping[str, object]) -> dict[str, tuple[Any, Any]]:
-    """What differs in two records, from ``before`` to now, and in the mappings in them."""
-    differing: dict[str, tuple[Any, Any]] = {}
-    for name, was in before.items():
-        now = record.get(name)
-        if isinstance(was, Mapping) and isinstance(now, Mapping):
-            inner = _differences(dict.fromkeys(now) | dict(was), now)
-            differing |= {f"{name} {part}": values for part, values in inner.items()}
-        elif was != now:
-            differing[name] = was, now
-    return differing
+def _flat(record: Mapping[str, object]) -> dict[str, object]:
+    """A record without mappings: what is in one has the name of the mapping before its own."""
+    flat: dict[str, object] = {}
+    for name, value in record.items():
+        flat |= {f"{name} {part}": one for part, one in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat

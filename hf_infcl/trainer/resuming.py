@@ -14,7 +14,7 @@ from transformers.utils import logging
 from ..data import transparency
 from ..data.replay import Replayed, is_own
 from ..data.store import all_parts, content_fingerprint, most_captions, negative_caption_columns
-from ..files.text import counted
+from ..files.text import counted, was_and_is
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled
 from ..options.facts import facts_by_name
@@ -22,7 +22,6 @@ from ..options.record import (
     RECORD_NAME,
     RunRecord,
     as_json,
-    differences,
     options_of_arguments,
     options_of_data,
     options_of_model,
@@ -169,7 +168,7 @@ class Resumption:
         self._refuse({} if self.record is None else self.record.optimizer, options)
 
     def _refuse(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        if different := differences(before, now):
+        if different := was_and_is(before, now):
             raise ValueError(
                 f"{self.checkpoint} is of another run: {different}. Restore the earlier values, or start anew from its "
                 f"weights: --model {self.checkpoint}"
@@ -237,5 +236,5 @@ class Resumption:
         names = [f"{kind}_steps" for kind in kinds]
         before = {name: getattr(state, name) for name in names}
         state.compute_steps(args, steps)
-        if changed := differences(before, {name: getattr(state, name) for name in names}):
+        if changed := was_and_is(before, {name: getattr(state, name) for name in names}):
             logger.warning(f"{self.checkpoint} is resumed with other intervals: {changed}.")
