@@ -45,8 +45,7 @@ def was_and_is(before: Mapping[str, object], now: Mapping[str, object]) -> str:
 
 def listed(names: Sequence[str], most: int = 10) -> str:
     """The first of many names for a message."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {counted(more, 'other')}" if more > 0 else "")
+    return ", ".join(names[:most]) + (f" and {counted(len(names) - most, 'other')}" if len(names) > most else "")
 
 
 def in_brackets(names: Sequence[str], most: int = 10) -> str:
