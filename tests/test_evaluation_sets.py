@@ -11,12 +11,15 @@ import pytest
 from helpers.demo import infcl
 from helpers.pictures import picture
 from helpers.shards import number_of, png, write_parquet, write_tar
+from helpers.trainers import arguments
 
 from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainingArguments, ZeroShotDataset, load_pairs
 from hf_infcl.cli import datasets as opening
+from hf_infcl.cli.defaults import chooses_model
+from hf_infcl.data import sets as set_specs
 from hf_infcl.data.images import find_column
 from hf_infcl.data.tables import Table
-from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from hf_infcl.options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, StartOptions
 
 NUMBERS = ("n00000003", "n00000007")
 
@@ -159,6 +162,39 @@ def test_a_set_saved_alone_is_evaluated_by_its_own_split(tmp_path):
     datasets.Dataset.from_dict({"image": ["a"]}, split="validation").save_to_disk(tmp_path / "one")
     datasets.Dataset.from_dict({"image": ["a"]}).save_to_disk(tmp_path / "two")
     assert [Table(str(tmp_path / name)).split_to_evaluate() for name in ("one", "two")] == ["validation", "test"]
+
+
+@pytest.mark.parametrize(
+    ("options", "chooses"),
+    [
+        ({}, False),
+        ({"eval_strategy": "epoch"}, False),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}, True),
+        ({"eval_strategy": "epoch", "lr_scheduler_type": "greedy"}, True),
+        ({"average_with_start": "auto"}, True),
+        ({"average_with_start": "0.5"}, False),
+    ],
+)
+def test_what_chooses_the_model_is_measured_on_the_validation_split(tmp_path, options, chooses, monkeypatch):
+    average = options.pop("average_with_start", None)
+    args = arguments(tmp_path / "out", metric_for_best_model="pairs_loss" if options and chooses else None, **options)
+    keep = StartOptions(average_with_start=average)
+    assert chooses_model(args, keep) == chooses
+    said: list[str] = []
+    monkeypatch.setattr(set_specs.logger, "warning_once", said.append)
+    for folder, splits in (("both", ("train", "test", "validation")), ("only", ("train", "test"))):
+        for split in splits:
+            write_parquet(tmp_path / folder / f"{split}/0.parquet", [3], caption=[split])
+        evaluation = EvaluationOptions(eval_dataset=str(tmp_path / folder))
+        guards = GuardOptions(guard_dataset=[str(tmp_path / folder)])
+        for sets in (
+            opening.evaluation_datasets(ColumnOptions(), evaluation, chooses=chooses),
+            opening.guard_datasets(ColumnOptions(), guards, evaluation, chooses=chooses),
+        ):
+            (rows,) = sets.values()
+            assert rows.split == ("validation" if chooses and folder == "both" else "test")
+    assert len(said) == 2 * chooses
+    assert all("has no split 'validation', so the split 'test' chooses the model" in line for line in said)
 
 
 def test_the_training_set_is_not_taken_for_that_of_the_evaluation(table):

@@ -16,6 +16,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_infcl.data import ImageTextStream, transparency
+from hf_infcl.data.replay import Epochs
 from hf_infcl.loss import reference
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.record import RECORD_NAME, RunRecord
@@ -125,14 +126,14 @@ def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(resuming.logger, "warning", said.append)
     args, resumption = arguments(tmp_path / "run", max_steps=20), Resumption(checkpoint)
-    lengths = 20, 5, 4  # steps, those of a pass, passes
+    lengths = 20, 4, lambda: Epochs(18, 4)  # steps, epochs, and the windows of these: 5, 4, 5, 4
     left = TrainerState(global_step=19, logging_steps=1)
-    assert resumption.first_position(left, args, lengths, (7, 7)) == (1, 6), "three windows of two micro-batches"
+    assert resumption.first_position(left, args, *lengths, (7, 7)) == (1, 6), "three windows of two micro-batches"
     resumption.record = replace(resumption.record, position=None)
-    assert resumption.first_position(left, args, lengths, (7, 7)) == (7, 7), "Trainer's"
+    assert resumption.first_position(left, args, *lengths, (7, 7)) == (7, 7), "Trainer's"
     assert not said
     complete = TrainerState(global_step=20, logging_steps=1)
-    assert resumption.first_position(complete, args, lengths, (7, 7)) == (4, 0)
+    assert resumption.first_position(complete, args, *lengths, (7, 7)) == (4, 0)
     assert said == [f"Nothing is left to train: {checkpoint} was saved after step 20, and the run has 20 steps."]
 
 

@@ -98,7 +98,7 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
     }
     for fact in (
         "**32 pairs** = 8 per device × 4 accumulation steps × 1 process |",
-        "60 optimizer steps, 1,920 pairs seen, 1.6 epochs of 38 full batches",
+        "60 optimizer steps, 1,920 pairs seen, 1.6 epochs |",
         "| negatives | all other pairs of the batch, including those with equal captions |",
         "0.001, cosine",
         "licence cc-by-4.0",
@@ -124,7 +124,6 @@ def test_what_weakens_a_result_is_told(tmp_path):
         processes=2,
         peak_memory=3 << 30,
         measured_during_training=True,
-        samples=1900,
         sources=[Source("a/b", True, weight=0.7), Source("folder", False, weight=0.3)],
         pairs=None,
     )
@@ -134,8 +133,8 @@ def test_what_weakens_a_result_is_told(tmp_path):
     assert "measured during training; the figures are those of the last step" in text
     assert "`a/b` (split train, 70.0% of the draws, no licence stated) and `folder`" in text
     assert "3.0 GiB on one GPU" in text
-    assert "× 2 processes; earlier steps had other sizes |" in text
-    assert "1,900 pairs seen |" in text
+    assert "× 2 processes |" in text
+    assert "3,840 pairs seen |" in text
     assert "`ring` shares the batch" in text
     assert "epochs" not in text, "the length of a stream is not known"
     assert "not evaluated" in read(facts(), tmp_path).text

@@ -8,7 +8,7 @@ import torch
 import transformers
 from helpers import models
 from helpers.demo import infcl
-from helpers.trainers import StopAt, parameters, trained, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trained, trainer_for
 from helpers.usage import kept_bytes
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -220,6 +220,43 @@ def test_frozen_layers_cost_neither_graph_nor_backward(tmp_path, checkpointing):
     trainer.train()
     assert seen
     assert not any(output.requires_grad for output in seen)
+
+
+@pytest.mark.parametrize("reentrant", ['{"use_reentrant": false}', '{"use_reentrant": true}'])
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_frozen_tower_gets_no_backward_with_checkpointing(tmp_path, adapts, reentrant):
+    """Checkpointing makes the embeddings of tokens require a gradient."""
+    model: Any = deep_clip()
+    text = model.text_model
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": reentrant, "max_steps": 2}
+    if adapts:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=r"vision_model.*q_proj"))
+        model.enable_input_require_grads()  # as some scripts do
+    else:
+        options["freeze"] = "text"
+    backwards, forwards = [], []
+    for layer in text.encoder.layers:
+        layer.register_forward_hook(lambda module, args, output: forwards.append(output))
+        layer.mlp.register_full_backward_hook(lambda *args: backwards.append(args))
+    trainer = trainer_for(tmp_path, model, **options)
+    start = parameters(trainer)
+    trainer.train()
+    assert forwards
+    assert not backwards
+    assert not any(output.requires_grad for output in forwards)
+    assert not torch.equal(parameters(trainer), start)
+
+
+@pytest.mark.parametrize("text", ["true", "{", "[1]"])
+def test_options_that_hold_json_are_read_before_they_are_looked_at(tmp_path, text):
+    of_text, of_dict = (
+        arguments(tmp_path, freeze_layers=1, gradient_checkpointing=True, gradient_checkpointing_kwargs=settings)
+        for settings in ('{"use_reentrant": "false"}', {"use_reentrant": False})
+    )
+    assert of_text.gradient_checkpointing_kwargs == of_dict.gradient_checkpointing_kwargs == {"use_reentrant": False}
+    with pytest.raises(ValueError, match="lr_scheduler_kwargs must be a JSON object such as"):
+        arguments(tmp_path, lr_scheduler_type="cosine", lr_scheduler_kwargs=text)
 
 
 @pytest.mark.parametrize(

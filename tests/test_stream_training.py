@@ -89,8 +89,8 @@ def test_processes_have_different_pairs_and_the_same_weights(ranks, tmp_path):
 
 
 def rank_resumes(rank, world_size, folder, output):
-    epochs = {"stream": stream_of(folder, samples_per_epoch=35), "num_train_epochs": 9 / 4 * world_size}
-    for stop, options in ((3, {}), (6, {"offload_inputs": True}), (4, {**epochs, "max_steps": -1})):
+    epochs = {"stream": stream_of(folder, samples_per_epoch=35), "num_train_epochs": 2 * world_size}
+    for stop, options in ((3, {}), (6, {"offload_inputs": True}), (5, {**epochs, "max_steps": -1})):
         stop_options = {**options, "save_steps": stop}
         whole = train(folder, output, 9, f"whole-{rank}", save_strategy="no", **options)
         train(folder, output, 9, f"parts-{rank}", callbacks=[StopAt(stop)], **stop_options)
@@ -273,11 +273,11 @@ def test_epochs_are_of_samples_per_epoch(tmp_path):
     write_parquet(tmp_path / "a.parquet", range(200))
     stream = stream_of(tmp_path / "a.parquet", samples_per_epoch=30)
     made = train(tmp_path, str(tmp_path), -1, "log", stream=stream, num_train_epochs=4, save_strategy="epoch")
-    assert made.state.global_step == 12
+    assert made.state.global_step == 15
     assert made.state.epoch == 4
     with pytest.raises(ValueError, match="max_steps has to be specified"):
         train(tmp_path, str(tmp_path), -1, "log", stream=stream_of(tmp_path / "a.parquet"))
-    assert sorted(f.name for f in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (12, 3, 6, 9)]
+    assert sorted(f.name for f in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (12, 15, 4, 8)]
     with pytest.raises(ValueError, match="training set has 7 pairs, fewer than one global batch of 8 "):
         train(tmp_path, str(tmp_path), -1, "log", stream=stream_of(tmp_path / "a.parquet", samples_per_epoch=7))
 

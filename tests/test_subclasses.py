@@ -3,7 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import peft
+import pytest
 import torch
+import transformers
+from helpers import models
 from helpers.trainers import arguments, parameters, trained, trainer_for
 from transformers import Trainer, TrainerCallback
 
@@ -114,3 +118,45 @@ def test_no_part_holds_the_trainer(tmp_path):
 
     trainer.progress.trainer = trainer  # type: ignore[attr-defined]
     assert any(isinstance(value, Trainer) for value in reached(trainer.progress, {}))
+
+
+class Regularised(transformers.CLIPModel):
+    """A CLIP whose own forward adds to the loss, by default nothing."""
+
+    weight = 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + self.weight * output.text_embeds.abs().sum()
+        return output
+
+
+def add_to_loss(module: Any, args: Any, output: Any) -> None:
+    if output.loss is not None:
+        output.loss = output.loss + 1.0
+
+
+def own_model(weight: float) -> Any:
+    plain = models.clip(dropout=0.3)
+    model = Regularised(plain.config)
+    model.load_state_dict(plain.state_dict())
+    model.weight = weight
+    return model
+
+
+@pytest.mark.parametrize("how", ["forward", "hook", "peft"])
+def test_a_loss_that_the_forward_adds_to_is_refused(tmp_path, how):
+    model = models.clip() if how == "hook" else own_model(0.1)
+    if how == "hook":
+        model.register_forward_hook(add_to_loss)
+    elif how == "peft":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    words = r"CLIPModel|Regularised computes a loss of its own: .* for the first micro-batch, whose contrastive loss is"
+    with pytest.raises(ValueError, match=words):
+        trainer_for(tmp_path, model, max_steps=1).train()
+
+
+def test_a_forward_of_one_s_own_that_adds_nothing_trains_the_same(tmp_path):
+    plain = trained(trainer_for(tmp_path, models.clip(dropout=0.3), max_steps=2))
+    assert torch.equal(parameters(trained(trainer_for(tmp_path, own_model(0.0), max_steps=2))), parameters(plain))

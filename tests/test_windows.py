@@ -14,42 +14,59 @@ from helpers.trainers import TrainedRows, arguments, trained, trainer_for
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, default_collate, random_split
 from transformers import TrainerCallback
 
-from hf_infcl.data.replay import TableRows
+from hf_infcl.data.replay import Epochs, TableRows
 from hf_infcl.data.stream_batches import Share
 from hf_infcl.options.record import RunRecord
 from hf_infcl.processes.collectives import Processes
 from hf_infcl.processes.signals import Interruptions
 from hf_infcl.step.extensions import NO_ROWS
 from hf_infcl.step.window import Window
+from hf_infcl.trainer import loaders
 from hf_infcl.trainer.training_data import TrainingData
 
 # ---- Data sets ----
 
 
-def passes_of(rows: range, size: int, passes: int, **order: Any) -> list[list[int]]:
-    """The rows of so many passes over a table in global batches of this size, read by one process."""
-    windows, steps = len(rows) // size, size // 4
-    table = TableRows(rows, Share(4, steps), list, **order)
-    read = [row for batch, _ in itertools.islice(table, passes * windows * steps) for row in batch]
-    assert len(read) == passes * windows * size
-    return [read[first : first + windows * size] for first in range(0, len(read), windows * size)]
+def windows_of(rows: int, size: int, windows: int, split: int = 4, position: int = 0, **order: Any) -> list[list[int]]:
+    """The rows of so many global batches of this size of a table, read by one process in micro-batches of ``split``."""
+    table = TableRows(range(rows), Share(split, size // split), list, position=position, **order)
+    read = [row for batch, _ in itertools.islice(table, windows * size // split) for row in batch]
+    return [read[first : first + size] for first in range(0, len(read), size)]
 
 
 def test_windows_are_full_and_reshuffled_and_do_not_depend_on_the_split():
-    rows = range(50)
-    epochs = passes_of(rows, 16, 2, shuffle=True, seed=1)
-    for epoch in epochs:
-        assert len(epoch) == len(set(epoch)) == 48
-    assert epochs[0] != epochs[1]
-    assert set(epochs[0]) != set(epochs[1]), "the rows left over change"
-    assert passes_of(rows, 16, 1, shuffle=True, seed=1) == epochs[:1]
-    assert passes_of(rows, 24, 1, shuffle=True, seed=1) == epochs[:1]
-    assert passes_of(rows, 16, 1, shuffle=True, seed=2) != epochs[:1]
+    epochs = windows_of(48, 48, 2, shuffle=True, seed=1)
+    assert epochs == [torch.randperm(48, generator=torch.Generator().manual_seed(1 + n)).tolist() for n in (0, 1)]
+    for size, split in ((16, 4), (24, 8)):
+        assert list(itertools.chain(*windows_of(48, size, 48 // size, split, shuffle=True, seed=1))) == epochs[0]
+    assert windows_of(48, 48, 1, shuffle=True, seed=2) != epochs[:1]
+
+
+@pytest.mark.parametrize("rows", [16, 17, 24, 31, 32, 33, 50])
+def test_every_pass_has_every_row_once_and_goes_on_within_a_window(rows):
+    """Also if a training begins anywhere, as one does that resumes."""
+    windows = windows_of(rows, 16, 40, shuffle=True, seed=1)
+    assert all(len(set(window)) == 16 for window in windows)
+    read = list(itertools.chain(*windows))
+    passes = [read[first : first + rows] for first in range(0, len(read) - rows, rows)]
+    assert all(sorted(one) == list(range(rows)) for one in passes)
+    assert passes[0] != passes[1]
+    for position in (1, 7, 22):
+        assert windows_of(rows, 16, 10, position=position, shuffle=True, seed=1) == windows[position : position + 10]
 
 
 def test_without_shuffling_an_epoch_begins_where_the_last_one_ended():
-    epochs = passes_of(range(50), 16, 25, shuffle=False, seed=1)
-    assert list(itertools.chain(*epochs)) == list(range(50)) * 24
+    windows = windows_of(50, 16, 75, shuffle=False, seed=1)
+    assert list(itertools.chain(*windows)) == list(range(50)) * 24
+
+
+@pytest.mark.parametrize(("rows", "of_window"), [(160, 100), (160, 40), (161, 40), (100, 100), (7, 3)])
+def test_epochs_share_the_windows_of_a_training(rows, of_window):
+    epochs = Epochs(rows, of_window)
+    assert sum(epochs.windows(epoch) for epoch in range(9)) == epochs.begin(9) == epochs.steps(9)
+    for window in range(epochs.begin(9)):
+        assert epochs.begin(epochs.of(window)) <= window < epochs.begin(epochs.of(window) + 1)
+    assert all(0 <= epochs.steps(n) * of_window - n * rows < of_window for n in (1, 2.5, 4))
 
 
 @pytest.mark.parametrize("left", [20, 5])
@@ -76,22 +93,51 @@ def test_other_rows_come_again_instead_of_those_that_are_skipped_rows(left):
     assert not ordered.skip_rows(lambda: skipped_rows), "only what is shuffled"
 
 
-def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
+def rank_rows(rank: int, world_size: int, folder: str, workers: int = 0) -> tuple[list[list[tuple]], list[float]]:
     rows = TrainedRows()
-    trainer = trainer_for(folder, callbacks=[rows], data=models.Pairs(37), max_steps=-1, num_train_epochs=2)
-    trainer.train()
-    assert trainer.state.global_step == 4  # two full windows of 16 per epoch; five rows are left over
-    return rows.steps[:4]
+    options = {"max_steps": -1, "num_train_epochs": 4, "logging_strategy": "epoch", "gradient_accumulation_steps": 1}
+    options |= {"save_strategy": "steps", "save_steps": 2, "data": models.Pairs(20)}
+    trainer = trained(trainer_for(folder, callbacks=[rows], **options))
+    epochs = [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
+    for step in (2, 4):
+        rest = TrainedRows()
+        resumed = trainer_for(folder, callbacks=[rest], **options, dataloader_num_workers=workers)
+        trained(resumed, resume=f"{folder}/checkpoint-{step}")
+        assert rest.steps[:-1] == rows.steps[step:-1]
+        assert resumed.state.epoch == 4
+    return rows.steps[:-1], epochs
 
 
-def test_ranks_see_disjoint_rows_of_full_windows(ranks, tmp_path):
-    zero, one = ranks.run(rank_rows, 2, str(tmp_path))
-    for a, b in zip(zero, one, strict=True):
-        assert len(a) == len(b) == 8
-        assert len(set(a + b)) == 16
-    epochs = [set(zero[i] + one[i] + zero[i + 1] + one[i + 1]) for i in (0, 2)]
-    assert all(len(rows) == 32 for rows in epochs)
-    assert zero[0] != zero[2]
+def test_all_pairs_of_the_epochs_are_trained(
+    ranks,
+    tmp_path,
+):
+    """Where they do not fill the last window of an epoch, this goes on with pairs of the next one; also in a resume."""
+    for world_size in (1, 2, 3):
+        found = ranks.run(rank_rows, world_size, str(tmp_path / str(world_size)))
+        steps = [[*itertools.chain(*parts)] for parts in zip(*(rows for rows, _ in found), strict=True)]
+        size = 4 * world_size
+        assert len(steps) == -(-80 // size), "4 epochs of 20 pairs"
+        assert all(len(rows) == len(set(rows)) == size for rows in steps)
+        read = list(itertools.chain(*steps))
+        assert all(len(set(read[first : first + 20])) == 20 for first in (0, 20, 40, 60))
+        assert all(epochs == [1, 2, 3, 4] for _, epochs in found)
+    assert rank_rows(0, 1, str(tmp_path / "workers"), 2) == ranks.run(rank_rows, 1, str(tmp_path / "alone"))[0]
+
+
+def test_the_start_tells_what_epochs_leave_over(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(loaders.logger, "warning", said.append)
+    for pairs, epochs in ((32, 2), (37, 2), (20, 4), (20, 2.5)):
+        trainer_for(tmp_path, data=models.Pairs(pairs), max_steps=-1, num_train_epochs=epochs).train()
+    assert said == [
+        "An epoch of 37 pairs leaves 5 over after its last full global batch of 8, which the next epoch begins with: "
+        "2 epochs are 10 steps, with 6 pairs of a further epoch.",
+        "An epoch of 20 pairs leaves 4 over after its last full global batch of 8, which the next epoch begins with: "
+        "4 epochs are 10 steps.",
+        "An epoch of 20 pairs leaves 4 over after its last full global batch of 8, which the next epoch begins with: "
+        "2.5 epochs are 7 steps, with 6 pairs of a further epoch.",
+    ]
 
 
 class AskOnce(TrainerCallback):
@@ -139,15 +185,12 @@ def rank_rows_of_begun_epochs(rank: int, world_size: int, folder: str, sampling:
 
 @pytest.mark.parametrize("sampling", ["random", "sequential"])
 def test_an_epoch_that_ends_early_is_followed_by_the_next_one(ranks, tmp_path, sampling):
-    """Four windows of 16 pairs on two processes, of which the first epoch trains two."""
+    """Five windows of 16 pairs on two processes, of which the first epoch trains two, and four of the second one."""
     found = ranks.run(rank_rows_of_begun_epochs, 2, str(tmp_path), sampling)
-    orders = [torch.randperm(70, generator=torch.Generator().manual_seed(42 + epoch)) for epoch in range(2)]
-    if sampling == "sequential":
-        orders = [torch.arange(70), (torch.arange(70) + 64) % 70]
-    places = [(0, 0), (0, 16), *((1, first) for first in range(0, 64, 16))]
+    windows = windows_of(70, 16, 9, shuffle=sampling == "random", seed=42)
     tokens = models.Pairs(70).tokens
-    for *steps, (epoch, first) in zip(*found, places, strict=True):
-        assert sorted(steps[0] + steps[1]) == sorted(map(tuple, tokens[orders[epoch][first : first + 16]].tolist()))
+    for *steps, rows in zip(*found, windows[:2] + windows[5:], strict=True):
+        assert sorted(steps[0] + steps[1]) == sorted(map(tuple, tokens[rows].tolist()))
 
 
 def test_a_loader_gives_one_epoch_of_full_windows_whatever_is_left_to_train(tmp_path):
@@ -156,8 +199,9 @@ def test_a_loader_gives_one_epoch_of_full_windows_whatever_is_left_to_train(tmp_
     for is_trained in (False, True):
         loader = run.get_train_dataloader()
         batches = [tuple(text) for batch in loader for text in batch["input_ids"].tolist()]
-        assert len(loader) == 8, "four windows of two micro-batches"
-        assert len(set(batches)) == len(batches) == 32
+        assert len(loader) == 10, "five windows of two micro-batches"
+        assert len(batches) == 40
+        assert len(set(batches[:37])) == 37
         if is_trained:
             assert [*rows.steps[0], *rows.steps[1]] == batches[:16]
         else:
@@ -177,7 +221,7 @@ def test_a_collator_that_leaves_a_row_out_does_not_end_the_epoch(rank, world_siz
     assert run.state.global_step == 2
 
 
-class Epochs(models.Pairs):
+class ToldEpochs(models.Pairs):
     """Records the epochs passed to `set_epoch`."""
 
     def __init__(self, rows: int) -> None:
@@ -191,7 +235,7 @@ class Epochs(models.Pairs):
 
 class StreamOfEpochs(models.Stream):
     def __init__(self, rows: int) -> None:
-        self.data = Epochs(rows)
+        self.data = ToldEpochs(rows)
 
     def set_epoch(self, epoch: int) -> None:
         self.data.set_epoch(epoch)
@@ -223,7 +267,7 @@ class Wrapper(Dataset):
     ids=["itself", "Subset", "random_split", "ConcatDataset", "nested", "ChainDataset"],
 )
 def test_every_epoch_reaches_a_data_set_however_it_is_wrapped(tmp_path, wrap, request):
-    data = StreamOfEpochs(20) if request.node.callspec.id == "ChainDataset" else Epochs(20)
+    data = StreamOfEpochs(20) if request.node.callspec.id == "ChainDataset" else ToldEpochs(20)
     wrapped = wrap(data)
     trainer_for(tmp_path, data=wrapped, max_steps=6, gradient_accumulation_steps=2).train()
     assert getattr(data, "data", data).epochs == [0, 1, 2]
@@ -423,9 +467,9 @@ def rank_sized_stream(rank: int, world_size: int, folder: str) -> list[tuple[int
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stream_that_knows_its_length_trains_to_the_end(ranks, tmp_path, world_size):
-    # Two full windows per pass, and half of a third one, which Trainer would count.
+    # Two full windows per pass, and half of a third one, which is left out. Two epochs therefore take a third pass.
     for reached in ranks.run(rank_sized_stream, world_size, str(tmp_path)):
-        assert reached == [(6, 0.0), (4, 0.0)]
+        assert reached == [(6, 0.0), (5, 0.0)]
 
 
 @pytest.mark.parametrize("rows", [3, 9, 15])

@@ -117,7 +117,6 @@ class TrainingFacts:
     versions: Mapping[str, str]  # of the packages, by name
     random_start: bool = False  # whether the weights of the start were random, as far as its temperature shows it
     revision: str | None = None  # the branch of the Hub repository that holds the model; None for the main branch
-    samples: int | None = None  # the pairs seen, if the global batches had several sizes; None if all had this one
     pairs: int | None = None  # images with captions in all sources together; None for a stream of unknown length
     adapter: bool = False  # whether the repository holds an adapter (LoRA) instead of the whole model
     pair_id_column: str | None = None  # pairs with equal values in this column were not each other's negatives
@@ -238,7 +237,6 @@ def training_facts(
         frozen=args.freeze,
         steps=state.global_step,
         planned_steps=state.max_steps if state.global_step < state.max_steps else None,
-        samples=trainer.samples_seen,
         rates=highest_rates(trainer),
         settings={**training_settings(trainer), **(settings or {})},
         seconds=trained_seconds(state),

@@ -25,7 +25,7 @@ from ..trainer.loaders import set_sizes, training_collator
 from ..trainer.trainer import InfCLTrainer
 from .checking import REPLAYED, TRAINED, Finding, Inspector, SetFacts, find
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
-from .defaults import check_embedded
+from .defaults import check_embedded, chooses_model
 from .launched import cores, mistakes_in_one_line
 from .parser import Parser
 
@@ -63,8 +63,8 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         sets: dict[str, Any] = {
             TRAINED: new.plain(),
             **{f"{REPLAYED}{number}": one.plain() for number, one in enumerate(olds, 1)},
-            **evaluation_datasets(columns, evaluation, data),
-            **guard_datasets(columns, keep, evaluation, data),
+            **evaluation_datasets(columns, evaluation, data, chooses=chooses_model(args, keep)),
+            **guard_datasets(columns, keep, evaluation, data, chooses=chooses_model(args, keep)),
         }
         if is_written:
             check_writable(str(args.output_dir))  # before hours of reading

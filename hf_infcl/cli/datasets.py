@@ -143,6 +143,8 @@ def guard_datasets(
     evaluation: EvaluationOptions,
     data: DataOptions | None = None,
     half: int | None = None,
+    *,
+    chooses: bool = False,
 ) -> dict[str, ImageTextDataset | ZeroShotDataset]:
     """The guard sets by their names: image-text pairs, or labelled images if they have classes but no captions.
 
@@ -151,9 +153,10 @@ def guard_datasets(
         evaluation: names the labels and the templates.
         data: the training data, which must not be taken for a guard; None without a training.
         half: 0 or 1 for one of the `hf_infcl.quality.averages.halves` of each set; None for all rows.
+        chooses: whether the evaluation chooses the model, which then is not done on a split "test".
     """
     chosen = None if half is None else lambda rows: halves(rows)[half]
-    defaults, trained = _defaults(columns, evaluation), _trained(data)
+    defaults, trained = _defaults(columns, evaluation, chooses), _trained(data)
     specs = read_sets("guard_dataset", guards.guard_dataset)
     sets = {
         name: spec.evaluated(defaults, trained=trained, select=chosen)
@@ -163,15 +166,15 @@ def guard_datasets(
 
 
 def evaluation_datasets(
-    columns: ColumnOptions, options: EvaluationOptions, data: DataOptions | None = None
+    columns: ColumnOptions, options: EvaluationOptions, data: DataOptions | None = None, *, chooses: bool = False
 ) -> dict[str, ImageTextDataset | ZeroShotDataset]:
     """The requested evaluation datasets by the prefix of their metrics: "pairs", "zero_shot", and the benchmarks.
 
     A set that does not have the columns of the training set is read by its usual ones. No set may be that of the
-    training ``data``, if there is one.
+    training ``data``, if there is one; ``chooses`` as for `guard_datasets`.
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
-    defaults, trained = _defaults(columns, options), _trained(data)
+    defaults, trained = _defaults(columns, options, chooses), _trained(data)
     if options.eval_dataset:
         sets["pairs"] = SetSpec.read("eval_dataset", options.eval_dataset).evaluated(defaults, trained=trained)
     if options.zero_shot_dataset:
@@ -181,8 +184,9 @@ def evaluation_datasets(
     return sets | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
-def _defaults(columns: ColumnOptions, evaluation: EvaluationOptions) -> dict[str, Any]:
-    return {**vars(columns), "label_column": evaluation.label_column, "templates": evaluation.templates}
+def _defaults(columns: ColumnOptions, evaluation: EvaluationOptions, chooses: bool) -> dict[str, Any]:
+    of_classes = {"label_column": evaluation.label_column, "templates": evaluation.templates}
+    return {**vars(columns), **of_classes, "chooses": chooses}
 
 
 def _trained(data: DataOptions | None) -> list[tuple[str, str]]:

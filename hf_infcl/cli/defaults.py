@@ -10,9 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import has_length
-
-from ..data.replay import Replayed
+from ..data.replay import Replayed, epochs_of
 from ..evaluation.metrics import METRICS, metrics_of_kind
 from ..files.text import counted
 from ..options.arguments import InfCLTrainingArguments
@@ -103,6 +101,11 @@ def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCL
     return alpha
 
 
+def chooses_model(args: InfCLTrainingArguments, keep: StartOptions) -> bool:
+    """Whether evaluations choose the weights that are saved, or how they are trained."""
+    return keep.average_with_start == "auto" or (args.eval_strategy != "no" and use_of_metric(args) is not None)
+
+
 def read_alpha(option: str, value: str, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
     """The α that the value of an option names, "auto" or a number; None for the one to be chosen.
 
@@ -151,13 +154,6 @@ def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
     return [f"{way}{benchmark_key(n)}" for way, names in named.items() for n in expanded(names or (), folder)]
 
 
-def count_steps(args: InfCLTrainingArguments, pairs: int) -> int:
-    """The number of steps of a training whose epochs have this number of pairs."""
-    if args.max_steps > 0:
-        return args.max_steps
-    return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))  # 0 if they fill no global batch
-
-
 def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
     """The chosen options as words; intervals that are shares of a run become steps."""
     values = dict(chosen)
@@ -170,9 +166,12 @@ def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
 
 def print_choices(args: InfCLTrainingArguments, chosen: Mapping[str, object], pairs: object) -> None:
     """Prints the options that `intervals` has chosen, and how the global batch of the training set is divided."""
-    steps = count_steps(args, len(pairs) if has_length(pairs) else 0)
-    if chosen and steps:  # without steps, the training refuses the batch
-        print("Chosen by default:", in_steps(chosen, steps))
+    with suppress(ValueError):  # the training refuses the batch
+        steps, epochs = args.max_steps, epochs_of(pairs, args)
+        if steps <= 0 and epochs is not None:
+            steps = epochs.steps(args.num_train_epochs)
+        if chosen:
+            print("Chosen by default:", in_steps(chosen, steps))
     accumulation = args.gradient_accumulation_steps
     if not (args.divides_by_itself and memory_is_known(args.device)):  # otherwise it is not divided yet
         print(

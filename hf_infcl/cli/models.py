@@ -43,8 +43,9 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
                 "start the command with scripts/configs/ddp.yaml."
             )
         _check_output_dir(args.output_dir, namespace.start, namespace.end)
-        gains = evaluation_datasets(columns, evaluation)
-        halves = [guard_datasets(columns, guards, evaluation, half=half) for half in (0, 1)]
+        chooses = alpha is None
+        gains = evaluation_datasets(columns, evaluation, chooses=chooses)
+        halves = [guard_datasets(columns, guards, evaluation, half=half, chooses=chooses) for half in (0, 1)]
         if sets := gains | with_halves(*halves):
             check_columns(columns, sets)
         start = load(namespace.start).model.state_dict()

@@ -33,7 +33,7 @@ from ..trainer.with_start import average_with_start, checkpoint_of_end, main_wei
 from . import description
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
-from .defaults import check_average, check_embedded, print_choices
+from .defaults import check_average, check_embedded, chooses_model, print_choices
 from .dry_run import dry_run, write_nothing
 from .launched import leave, mistakes_in_one_line
 from .models import write_averages
@@ -59,8 +59,9 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
                 "choose another --output_dir, or delete it with --overwrite_output_dir."
             )
         train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
-        gains = evaluation_datasets(columns, evaluation, data)
-        eval_datasets = gains | guard_datasets(columns, keep, evaluation, data)
+        chooses = chooses_model(args, keep)
+        gains = evaluation_datasets(columns, evaluation, data, chooses=chooses)
+        eval_datasets = gains | guard_datasets(columns, keep, evaluation, data, chooses=chooses)
         model, processor, conversion = model_to_train(model_options, lora, args)
         adapted = has_adapters(model)
         trainer = InfCLTrainer(
@@ -78,9 +79,9 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
                     "--average_with_start averages whole weights, but only adapters train. Omit it, and average the "
                     "start and the adapters after the training with `infcl average`, which merges them first."
                 )
-            guards = [guard_datasets(columns, keep, evaluation, data, half) for half in (0, 1)]
+            halves = (guard_datasets(columns, keep, evaluation, data, half, chooses=chooses) for half in (0, 1))
             how = {"alpha": alpha, "tolerance": keep.guard_tolerance}
-            average = functools.partial(average_with_start, trainer, main_weights(trainer), gains, guards, **how)
+            average = functools.partial(average_with_start, trainer, main_weights(trainer), gains, [*halves], **how)
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         print_choices(args, parser.chosen, trainer.train_dataset)

@@ -23,7 +23,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.signals import heed_parent_alone
 from .collator import DataCollator
-from .replay import Replayed, make_micro_batches, windows_of_epoch
+from .replay import Replayed, epochs_of, make_micro_batches
 from .stream_batches import MicroBatches, Share
 
 # A warning is logged if the share of the whole training exceeds WAIT_SHARE after WAIT_WINDOWS windows or more.
@@ -119,7 +119,7 @@ def check_batch(batch: object, equal_ids: str) -> None:
 class TrainingLoader(DataLoader[Any]):
     """The training loader of a dataset with a length, of an `ImageTextStream`, or of new and old pairs.
 
-    It has the length of an epoch, but the training reads it with `lasting` throughout.
+    It has the length of the first epoch, but the training reads it with `lasting` throughout.
 
     The workers therefore read ahead across the ends of epochs. Trainer starts a new iteration with each epoch and skips
     batches when it resumes, and callbacks may look into the loader. Neither moves the training: each such iteration has
@@ -144,7 +144,7 @@ class TrainingLoader(DataLoader[Any]):
         # nothing from that, which therefore needs no workers.
         super().__init__(dataset, batch_size=args.per_device_train_batch_size)
         self._args, self._device = args, None if args.offload_inputs else args.device  # None is host memory
-        self._windows = windows_of_epoch(dataset, args)
+        self.epochs = epochs_of(dataset, args)
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps * args.world_size
         where: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
         where |= {"num_workers": args.dataloader_num_workers, "keyed": args.leave_out is not None}
@@ -159,20 +159,30 @@ class TrainingLoader(DataLoader[Any]):
         self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their pairs
 
     def __len__(self) -> int:
-        """The micro-batches of one process in an epoch, of full windows only."""
-        if self._windows is None:  # Trainer recognises data without a length by this error
+        """The micro-batches of one process in the first epoch; later ones may have a window less."""
+        if self.epochs is None:  # Trainer recognises data without a length by this error
             raise TypeError("A stream without samples_per_epoch has no length.")
-        return self._windows * self._args.gradient_accumulation_steps
+        return self.epochs.windows() * self._args.gradient_accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches that follow the consumed ones. They do not count as consumed."""
-        for batch, _ in itertools.islice(self._read(), None if self._windows is None else len(self)):
+        for batch, _ in itertools.islice(self._read(), None if self.epochs is None else len(self)):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, windows: int, rows: Any) -> None:
-        """Begins an epoch, of which so many windows are trained; ``rows`` as for `skip_rows`."""
-        if self.batches.begin_at(epoch * (self._windows or 0) + windows) | self.batches.skip_rows(rows):
+    def begin_epoch(self, epoch: int, trained: int, rows: Any) -> dict[str, int]:
+        """Begins an epoch, of which so many windows are trained; ``rows`` as for `skip_rows`.
+
+        Returns:
+            Arguments of ``Trainer._run_epoch`` that differ from those of the first epoch.
+        """
+        first = 0 if self.epochs is None else self.epochs.begin(epoch)
+        if self.batches.begin_at(first + trained) | self.batches.skip_rows(rows):
             self.close()
+        if self.epochs is None:
+            return {}
+        windows = self.epochs.windows(epoch)
+        steps = windows * self._args.gradient_accumulation_steps
+        return {"num_update_steps_per_epoch": windows, "steps_in_epoch": steps}
 
     def lasting(self) -> Iterator[Any]:
         """The iterator of the training, whose batches `consume` records; the same one until `close`.

@@ -9,8 +9,9 @@ only on its number in the run, so the global batches are the same on any number 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -25,17 +26,43 @@ from .store import SizedDataset, gives, has_epochs, keyed_rows, set_epoch
 from .stream_batches import MicroBatches, ReadItems, Share
 
 
+class Epochs(NamedTuple):
+    """Which windows of a training belong to which of its epochs, the passes over its (new) pairs.
+
+    Windows go on from one pass into the next. The window that two passes share belongs to the first of them.
+    """
+
+    rows: int
+    of_window: int  # the (new) pairs of a window
+
+    def begin(self, epoch: int) -> int:
+        """The first window of an epoch."""
+        return -(-epoch * self.rows // self.of_window)
+
+    def of(self, window: int) -> int:
+        """The epoch of a window."""
+        return window * self.of_window // self.rows
+
+    def windows(self, epoch: int = 0) -> int:
+        """The number of its windows; the first epoch has the most."""
+        return self.begin(epoch + 1) - self.begin(epoch)
+
+    def steps(self, epochs: float) -> int:
+        """The windows that train all pairs of so many epochs."""
+        return math.ceil(epochs * self.rows / self.of_window)
+
+
 class TableRows(MicroBatches):
     """The micro-batches of a dataset with a length for one process.
 
     The rows of a global batch depend only on the seed and on its number, not on how it is split over processes and
-    accumulation steps. A pass ends where the next global batch does not fit in. The rows left over differ from pass to
-    pass. Where rows are skipped, the others come again instead, in the same order, so that no global batch has one
-    twice: as many stay as a global batch has.
+    accumulation steps. Each pass has each row once. A global batch that the end of a pass does not fill goes on with
+    the next pass, of which the rows that it already has come later. Where rows are skipped, each epoch (see
+    `Epochs`) begins its pass anew, and the others come again instead, in the same order, so that no global batch has
+    one twice: as many stay as a global batch has.
 
     Args:
-        shuffle: whether each pass is shuffled anew; otherwise the rows keep the dataset's order, and a pass begins with
-            the row after the last one of the pass before.
+        shuffle: whether each pass is shuffled anew; otherwise the rows keep the dataset's order.
         filled: makes values of keys that the items lack, from words for the place of a row.
         position: the global batches before the first one that is read.
         **where: as for `MicroBatches`; a key is the number of a row.
@@ -55,6 +82,7 @@ class TableRows(MicroBatches):
     ) -> None:
         super().__init__(share, collate, **where)
         self._dataset, self._consumed = dataset, position * share.micro_batches
+        self._epochs = Epochs(len(dataset), share.of_batch)
         self._shuffle, self._seed, self._filled = shuffle, seed, filled or {}
         self._pass, self._skipped_rows = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
 
@@ -76,7 +104,9 @@ class TableRows(MicroBatches):
     # ---- Reading ----
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        return [self._rows(self._consumed + self._rank + i * self._world_size)[row] for i, row in places]
+        numbers = {i: self._consumed + self._rank + i * self._world_size for i, _ in places}
+        rows = {i: [row for _, part in self._rows(number) for row in part] for i, number in numbers.items()}
+        return [rows[i][row] for i, row in places]
 
     def reader(self) -> ReadItems:
         # Several workers may read different passes at the same time, and the epoch of a dataset is in shared memory.
@@ -84,34 +114,58 @@ class TableRows(MicroBatches):
         return lambda number: (self._items(dataset, number), {})
 
     def _items(self, dataset: SizedDataset, number: int) -> list[Any]:
-        rows, (epoch, _) = self._rows(number), self._place(number)
-        set_epoch(dataset, epoch)
-        several = getattr(dataset, "__getitems__", None)
-        items = several(rows) if callable(several) else [dataset[row] for row in rows]
-        for key, make in self._filled.items():
-            places = (f"row {row} of {'old' if self._share.is_old else 'new'} pairs" for row in rows)
-            items = [{**item, key: make(place)} for item, place in zip(items, places, strict=True)]
-        return keyed_rows(items, rows) if self._keyed else items
+        items: list[Any] = []
+        for epoch, rows in self._rows(number):
+            set_epoch(dataset, epoch)
+            several = getattr(dataset, "__getitems__", None)
+            read = several(rows) if callable(several) else [dataset[row] for row in rows]
+            for key, make in self._filled.items():
+                places = (f"row {row} of {'old' if self._share.is_old else 'new'} pairs" for row in rows)
+                read = [{**item, key: make(place)} for item, place in zip(read, places, strict=True)]
+            items += keyed_rows(read, rows) if self._keyed else read
+        return items
 
-    def _place(self, number: int) -> tuple[int, int]:
-        """The pass of a micro-batch, and the global batches of the pass before its own."""
-        return divmod(number // self._share.micro_batches, len(self._dataset) // self._share.of_batch)
+    def _rows(self, number: int) -> list[tuple[int, list[int]]]:
+        """The rows of a micro-batch, in parts of one pass each, with the number of the pass."""
+        window, pairs, (length, of_batch) = number // self._share.micro_batches, self._share.pairs(number), self._epochs
+        if len(self._skipped_rows):
+            epoch = self._epochs.of(window)
+            order, first = self._order(epoch), (window - self._epochs.begin(epoch)) * of_batch
+            return [(epoch, order[torch.arange(first + pairs.start, first + pairs.stop) % len(order)].tolist())]
+        first, end = window * of_batch + pairs.start, window * of_batch + pairs.stop
+        passes = range(first // length, -(-end // length))
+        return [(one, self._order(one)[max(0, first - one * length) : end - one * length].tolist()) for one in passes]
 
-    def _rows(self, number: int) -> list[int]:
-        pairs, length, of_batch = self._share.pairs(number), len(self._dataset), self._share.of_batch
+    def _order(self, number: int) -> torch.Tensor:
+        """The order of the rows of a pass, without those that are skipped."""
+        length, of_batch = self._epochs
+        known, order = self._pass
+        if known == number:
+            return order
+        if len(self._skipped_rows):
+            order = self._shuffled(number)
+            out = self._skipped_rows[order]
+            out &= out.cumsum(0) > of_batch - (~out).sum()
+            order = order[~out]
+        else:
+            # Only the first rows of a pass have their places changed, so that those of the last ones of a long pass,
+            # which the next one asks for, do not depend on earlier passes.
+            first = 0 if length < 2 * of_batch else max(0, number - 1)
+            if not first <= known < number:
+                known, order = first, self._shuffled(first)
+            for one in range(known + 1, number + 1):
+                before, order = order, self._shuffled(one)
+                if shared := one * length % of_batch:  # the rows of the pass before in the window of both
+                    has = torch.isin(order[:of_batch], before[length - shared :])
+                    order[:of_batch] = order[:of_batch][has.to(torch.uint8).argsort(stable=True)]
+        self._pass = number, order
+        return order
+
+    def _shuffled(self, number: int) -> torch.Tensor:
+        length = self._epochs.rows
         if not self._shuffle:
-            first = number // self._share.micro_batches * of_batch
-            return [(first + pair) % length for pair in pairs]
-        epoch, window = self._place(number)
-        if self._pass[0] != epoch:
-            order = torch.randperm(length, generator=torch.Generator().manual_seed(self._seed + epoch))
-            if len(self._skipped_rows):
-                out = self._skipped_rows[order]
-                out &= out.cumsum(0) > of_batch - (~out).sum()
-                order = order[~out][torch.arange(length) % (~out).sum()]
-            self._pass = epoch, order
-        rows: list[int] = self._pass[1][window * of_batch :][pairs.start : pairs.stop].tolist()
-        return rows
+            return torch.arange(length)
+        return torch.randperm(length, generator=torch.Generator().manual_seed(self._seed + number))
 
 
 Source = SizedDataset | ImageTextStream  # of pairs, new or old
@@ -132,8 +186,8 @@ class Replayed(IterableDataset[Any]):
     """New and old pairs as one training set, with the same number of old pairs in every global batch.
 
     That number is ``replay_share`` of the global batch, rounded to whole pairs. Epochs count the new pairs. The old
-    ones are drawn in passes of their own, each of which shuffles them anew. Of a table, the rows left over at the end
-    of a pass or an epoch wait for the next one, so no pair is twice in a global batch.
+    ones are drawn in passes of their own, each of which shuffles them anew. No pair of a table is twice in a global
+    batch; see `TableRows`.
 
     Args:
         new, old: an `ImageTextStream`, or any dataset with a length. If only one of them gives ids of its pairs, as a
@@ -164,7 +218,7 @@ class Replayed(IterableDataset[Any]):
     def __len__(self) -> int:
         """The new and the old pairs of an epoch, which ends with the new pairs."""
         new, batch = self.datasets[0], self._args.global_batch_size
-        return len(new) // (batch - self.old) * batch
+        return len(new) * batch // (batch - self.old)
 
     def __bool__(self) -> bool:
         return True  # without a length as well
@@ -234,8 +288,8 @@ def is_own(dataset: object) -> bool:
     return isinstance(dataset, (ImageTextStream, Replayed)) or not isinstance(dataset, IterableDataset)
 
 
-def windows_of_epoch(dataset: Any, args: InfCLTrainingArguments) -> int | None:
-    """The global batches of an epoch; None if it has no end."""
+def epochs_of(dataset: Any, args: InfCLTrainingArguments) -> Epochs | None:
+    """The epochs of a training; None if the first one has no end."""
     new, old = (dataset.datasets[0], dataset.old) if isinstance(dataset, Replayed) else (dataset, 0)
     if not has_length(new):
         return None
@@ -248,7 +302,7 @@ def windows_of_epoch(dataset: Any, args: InfCLTrainingArguments) -> int | None:
             f"× gradient_accumulation_steps × processes). Lower it, for example to {fits}, use more data, or raise "
             "samples_per_epoch of a stream."
         )
-    return rows // (size - old)
+    return Epochs(rows, size - old)
 
 
 def make_micro_batches(

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from ..files.text import in_brackets
 from .images import find_column
 from .labelled import ZeroShotDataset, names_by_label, read_lines, with_class_labels
@@ -18,6 +20,8 @@ from .tables import Table
 
 if TYPE_CHECKING:
     import datasets
+
+logger = logging.get_logger(__name__)
 
 _TABLE = ("name", "split", "image_column")
 _PAIRS = (*_TABLE, "caption_column", "pair_id_column")
@@ -110,9 +114,17 @@ class SetSpec:
         return columns | {"pair_id_column": self.columns.get("pair_id_column", ids)}
 
     def rows(self, defaults: Mapping[str, Any], trained: Collection[tuple[str, str]] = ()) -> datasets.Dataset:
-        """Its table; without a split the one to evaluate, which must not be among the ``trained`` (path, split)."""
-        table = Table(self.path, self.name)
-        split = self.split or table.split_to_evaluate()
+        """Its table; without a split the one to evaluate, which must not be among the ``trained`` (path, split).
+
+        With ``chooses`` among the defaults, the evaluation chooses the model.
+        """
+        table, chooses = Table(self.path, self.name), bool(defaults.get("chooses"))
+        split = self.split or table.split_to_evaluate(chooses=chooses)
+        if chooses and self.split is None and split == "test":
+            logger.warning_once(
+                f"{self} has no split 'validation', so the split 'test' chooses the model: its results are too good. "
+                "Choose on other rows, such as '?split=test[:50%]'."
+            )
         if self.split is None and (self.path, split) in trained:
             raise ValueError(
                 f"Its only split, {split!r}, is trained on. Name another set, or the split if this is meant."

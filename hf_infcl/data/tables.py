@@ -83,17 +83,19 @@ class Table:
             return _load_saved(source, split)
         return self._load_files(split, image_column)
 
-    def split_to_evaluate(self) -> str:
+    def split_to_evaluate(self, *, chooses: bool = False) -> str:
         """The split to evaluate on if none was named: "test", or else "validation", or else the only one.
 
-        It is "test" where `load` has to say what is wrong with the source. A folder whose files belong to no split,
-        such as ``imnet/val`` with a folder for each class, is one split, "train".
+        An evaluation that ``chooses`` a model prefers "validation". It is "test" where `load` has to say what is wrong
+        with the source. A folder whose files belong to no split, such as ``imnet/val`` with a folder for each class, is
+        one split, "train".
         """
         try:
             splits = self._splits()
         except (OSError, ValueError):  # `load` meets it again
             return "test"
-        preferred = [split for split in ("test", "validation") if split in splits]
+        order = ("validation", "test") if chooses else ("test", "validation")
+        preferred = [split for split in order if split in splits]
         return [*preferred, *(splits if len(splits) == 1 else []), "test"][0]
 
     def _splits(self) -> list[str]:

@@ -53,6 +53,10 @@ class DualEncoder:
         # The model without PEFT adapters around it, whose attributes can be set.
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
         self._kind = kind
+        # Whether it may compute a loss of its own. The attribute is the forward before a wrapper of accelerate.
+        forward = vars(self.base).get("_original_forward", self.base.forward)
+        of_others = not (getattr(forward, "__module__", None) or "").startswith(("transformers.", "hf_infcl."))
+        self.has_own_forward = of_others or bool(self.base._forward_hooks)
         self.objective = kind.objective  # that it was designed for
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._return_dict = return_dict_for(self.base)

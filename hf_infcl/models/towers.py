@@ -73,11 +73,15 @@ def _described(output: object) -> str:
 
 @contextlib.contextmanager
 def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Iterator[None]:
-    """Within the context the tower stores its output in ``outputs``, or returns the stored one without computing."""
+    """Within the context a frozen tower stores its output in ``outputs``, or returns the stored one.
+
+    Whatever hooks of checkpointing or of peft do to its embeddings, its output gets no graph.
+    """
     forward = tower.forward
 
     def first(*args: object, **kwargs: object) -> Any:
-        full = forward(*args, **kwargs)
+        with torch.no_grad():
+            full = forward(*args, **kwargs)
         if part_of(full, "last_hidden_state") is None:  # of one's own
             outputs[name] = full
             return full

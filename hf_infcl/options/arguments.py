@@ -4,6 +4,7 @@ The arguments of `InfCLTrainer`: those of TrainingArguments, and a few that cont
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
+from transformers.training_args import _convert_str_dict
 
 from ..evaluation.metrics import metric_named
 from ..processes.signals import ended_with_launcher
@@ -131,6 +133,8 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
     _global_batch_size = cast("int | None", None)  # as the user passed it
 
     def __post_init__(self) -> None:
+        for name in self._VALID_DICT_FIELDS:
+            setattr(self, name, _dict_of_json(name, getattr(self, name)))
         micro_batch, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
         self.per_device_train_batch_size = 8 if micro_batch is None else micro_batch  # the default of TrainingArguments
         self.gradient_accumulation_steps = 1 if accumulation is None else accumulation
@@ -148,7 +152,7 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
                 # On CPUs, TrainingArguments would create the group without the timeout. It reuses an existing group.
                 PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
             super().__post_init__()
-        if self.lr_scheduler_type in SCHEDULES_BY_METRIC and not isinstance(self.lr_scheduler_kwargs, str):
+        if self.lr_scheduler_type in SCHEDULES_BY_METRIC:
             # Otherwise they would take a metric that rises, such as an accuracy, for one that gets worse.
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
@@ -225,3 +229,16 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
     def taught_sides(self) -> tuple[str, ...]:
         """Of "image" and "text", those that ``teacher_side`` names."""
         return ("image", "text") if self.teacher_side == "both" else (self.teacher_side,)
+
+
+def _dict_of_json(name: str, value: Any) -> Any:
+    """The value of an option that may be a JSON object as text, or for some options the name of a file.
+
+    TrainingArguments reads it later than the checks of this package look at it.
+    """
+    if not isinstance(value, str) or not (name.endswith("_kwargs") or value.lstrip().startswith("{")):
+        return value
+    try:
+        return _convert_str_dict(dict(json.loads(value)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a JSON object such as '{{\"key\": 1}}', got {value!r}: {error}") from error

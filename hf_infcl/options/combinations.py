@@ -97,10 +97,10 @@ def check_combinations(args: Any, *, divided: bool) -> None:
             raise ValueError(f"{kind}_steps must be more than 0 with {kind}_strategy='steps', got {interval}.")
     refuse(_EXCLUSIVE, args)
     _check_cache_folder(args)
-    for name in CHECKPOINTING if args.freeze_layers is not None else ():
+    for name in CHECKPOINTING:
         if getattr(args, name, False):
             settings = {"use_reentrant": False} | (getattr(args, f"{name}_kwargs") or {})
-            if settings["use_reentrant"]:
+            if settings["use_reentrant"] and args.freeze_layers is not None:
                 raise ValueError(
                     f"{name}_kwargs with use_reentrant=True loses the gradient of the layers above those that "
                     f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False."

@@ -175,7 +175,8 @@ class EvaluationOptions:
 
     Attributes:
         eval_dataset: Image-text pairs to measure the loss and retrieval on: a Hub id or a folder. By default, the split
-            of a set to evaluate is test, or else validation, or else its only one; 'my/tables?split=dev' names another.
+            of a set to evaluate is test, or validation where it chooses the model, or the other, or its only one;
+            'my/tables?split=dev' names another.
         zero_shot_dataset: Labelled images to measure zero-shot classification on: a Hub id or a folder.
         eval_pictures: Images of --eval_dataset to draw with the captions that they find. Each evaluation draws them
             into pictures.png in --output_dir, which is pushed with the model.

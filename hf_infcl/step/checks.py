@@ -5,6 +5,7 @@ Every process decides by the same numbers, so all of them skip the same windows.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,12 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from ..files.text import listed
+from ..loss import OBJECTIVES, local_contrastive_loss
+from ..models.dual_encoder import IMAGE_INPUTS, NO_TEXTS, TEXT_INPUTS
+from ..models.towers import embeds_of, part_of, return_dict_for
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, by_rank
-from .grad_cache import CachedWindow
+from .grad_cache import CachedWindow, random_state_kept
 from .terms import Context
 from .window import MicroBatch, Window
 
@@ -239,3 +243,43 @@ def all_finite(gradients: Sequence[Tensor]) -> Tensor:
 def of_all_ranks(text: str) -> str:
     """`by_rank` of every process's text; collective."""
     return by_rank(Processes().gather_objects(text))
+
+
+@torch.no_grad()
+def check_own_loss(context: Context, batch: Mapping[str, Any]) -> None:
+    """Raises a ValueError if the model's forward adds something to the contrastive loss, which nothing would train.
+
+    The forwards of transformers compute the contrastive loss alone. Others are asked for theirs of the micro-batch,
+    of as many images as texts, which leaves random states and buffers as they are.
+    """
+    encoder = context.encoder
+    if not encoder.has_own_forward or batch.get("pixel_values") is None or batch.get(NO_TEXTS):
+        return
+    batch = context.prepare_inputs(dict(batch))
+    rows = min(len(batch["pixel_values"]), len(batch["input_ids"]))
+    inputs = {name: batch[name][:rows] for name in IMAGE_INPUTS + TEXT_INPUTS if name in batch}
+    parameters = inspect.signature(encoder.base.forward).parameters.values()
+    if any(p.name == "return_loss" or p.kind == p.VAR_KEYWORD for p in parameters):
+        inputs["return_loss"] = True
+    buffers = [(buffer, buffer.clone()) for buffer in encoder.model.buffers()]
+    with random_state_kept(context.args.device):
+        output = encoder.model(**inputs, **return_dict_for(encoder.base))
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    own = part_of(output, "loss")
+    if own is None:
+        return
+    images, texts = embeds_of(output, encoder.base)
+    losses = [
+        local_contrastive_loss(images, texts, *encoder.scale_and_bias(), objective=objective).item()
+        for objective in OBJECTIVES
+    ]
+    in_fp32 = context.accelerator.mixed_precision == "no" and own.dtype == torch.float32
+    if not any(math.isclose(own.mean().item(), loss, rel_tol=1e-3 if in_fp32 else 0.03) for loss in losses):
+        objective = list(OBJECTIVES).index(context.objective)
+        raise ValueError(
+            f"The forward of {type(encoder.base).__name__} computes a loss of its own: {own.mean().item():.5g} for the "
+            f"first micro-batch, whose contrastive loss is {losses[objective]:.5g}. InfCLTrainer would not train it. "
+            "Add to the loss by extensions=[...] with a LossTerm (hf_infcl.step.extensions), let forward return no "
+            "loss, or use transformers.Trainer."
+        )

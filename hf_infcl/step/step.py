@@ -21,10 +21,11 @@ from transformers.utils import logging
 
 from ..loss import OBJECTIVES
 from ..models.sharding import is_sharded
+from ..options.facts import CHECKPOINTING
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases
-from .checks import NumberChecks, RowsOfDataset, finite_rows
+from .checks import NumberChecks, RowsOfDataset, check_own_loss, finite_rows
 from .extensions import (
     NO_ROWS,
     Extension,
@@ -102,7 +103,7 @@ class WindowStep:
         if args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
             self._wrapper.broadcast_buffers(bool(context.encoder.batch_norms()))
-        if args.freeze_layers is not None:
+        if not any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in CHECKPOINTING):
             context.encoder.stop_gradients_at_frozen_layers()
         self._largest_scale = _largest_scale(context, warns=steps > 0)
         self._scale = math.inf  # of the scaler of fp16, before the optimizer's step
@@ -149,6 +150,8 @@ class WindowStep:
             with self._announced(repeats=together), record_function("infcl: first pass"):
                 for batch in window.batches if self.windows == 0 else ():
                     encoder.check_texts(batch)
+                if self.windows == 0:
+                    check_own_loss(self.context, window.batches[0])
                 encoded = passes.encode()
                 rows, expected = list(map(len, encoded)), list(map(sum, window.sizes))
                 if rows != expected:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
@@ -20,8 +19,9 @@ from ..data import ImageTextStream
 from ..data.collator import ContrastiveCollator, DataCollator
 from ..data.loader import TrainingLoader, check_batch, worker_options
 from ..data.pairs import REPEATED, caption_pair_id
-from ..data.replay import Replayed
+from ..data.replay import Epochs, Replayed
 from ..data.store import KeyedItem, PlainRows, all_parts, has_epochs, most_captions, negative_caption_columns
+from ..files.text import counted
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.signals import heed_parent_alone
 from ..quality.teachers import StoredTeacher
@@ -181,17 +181,30 @@ def check_data_seed(dataset: object, data_seed: int | None) -> None:
 
 
 def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `Trainer.set_initial_training_values` returns, where a stream of another class knows its length.
+    """What `Trainer.set_initial_training_values` returns, with as many steps as train the pairs of all epochs.
 
-    Its passes have full windows only. The length may be a guess, so that ``max_steps`` takes more passes.
+    Passes over a stream of another class have full windows only, and its length may be a guess: it takes more passes.
     """
-    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset) and has_length(loader)
-    if isinstance(loader, TrainingLoader) or not is_stream:
+    last, windows, examples, _, batch, in_epoch, steps = values
+    epochs, goes_on = getattr(loader, "epochs", None), isinstance(loader, TrainingLoader)
+    data: Any = getattr(loader, "dataset", None)
+    if not goes_on and isinstance(data, IterableDataset) and has_length(loader):
+        windows = max(1, len(loader) // args.gradient_accumulation_steps)
+        last, in_epoch = sys.maxsize, windows * args.gradient_accumulation_steps
+        epochs = Epochs(len(data.dataset if isinstance(data, IterableDatasetShard) else data), batch)
+    if epochs is None:
         return values
-    _, _, examples, _, batch, _, steps = values
-    windows = max(1, len(loader) // args.gradient_accumulation_steps)
-    steps = math.ceil(args.num_train_epochs * windows) if args.max_steps < 0 else steps
-    return sys.maxsize, windows, examples, steps * batch, batch, windows * args.gradient_accumulation_steps, steps
+    if args.max_steps < 0:
+        steps = epochs.steps(args.num_train_epochs)
+        if args.process_index == 0 and (left := epochs.rows % epochs.of_window):
+            further = steps * epochs.of_window - round(args.num_train_epochs * epochs.rows)
+            logger.warning(
+                f"An epoch of {counted(epochs.rows, 'pair')} leaves {left:,} over after its last full global batch of "
+                f"{epochs.of_window:,}, {'which the next epoch begins with' if goes_on else 'which are left out'}: "
+                f"{args.num_train_epochs:g} epochs are {counted(steps, 'step')}"
+                + (f", with {counted(further, 'pair')} of a further epoch." if further > 0 else ".")
+            )
+    return epochs.of(steps - 1) + 1 if goes_on else last, windows, examples, steps * batch, batch, in_epoch, steps
 
 
 def checked_batches(make_loader: Callable[[], Iterable[object]], equal_ids: str) -> Iterator[Any]:

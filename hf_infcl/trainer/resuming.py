@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..data import transparency
-from ..data.replay import Replayed, is_own
+from ..data.replay import Epochs, Replayed, is_own
 from ..data.store import all_parts, content_fingerprint, most_captions, negative_caption_columns
 from ..files.text import counted, was_and_is
 from ..options.arguments import InfCLTrainingArguments
@@ -204,7 +204,13 @@ class Resumption:
         return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
     def first_position(
-        self, state: TrainerState, args: InfCLTrainingArguments, lengths: tuple[int, int, int], counted: tuple[int, int]
+        self,
+        state: TrainerState,
+        args: InfCLTrainingArguments,
+        steps: int,
+        last: int,
+        epochs: Callable[[], Epochs | None],
+        counted: tuple[int, int],
     ) -> tuple[int, int]:
         """The completed epochs, and the batches of the next one that Trainer's loop has trained.
 
@@ -213,22 +219,24 @@ class Resumption:
         step. The intervals of logs, evaluations and checkpoints become those of the arguments.
 
         Args:
-            lengths: the steps of the training, those of a pass over the data, and the passes, which are what
-                ``Trainer._init_training_state`` is given first.
+            steps, last: the steps and the epochs of the training.
+            epochs: returns those of data with a position.
             counted: the numbers that Trainer computes, for checkpoints without a position in the data.
         """
-        steps, windows, epochs = lengths
         if self.checkpoint is not None:
             self._set_intervals(state, args, steps)
         if reason := why_complete(state, steps, args.early_stopping_patience):
             at = f"{self.checkpoint} was saved after step {state.global_step}"
             logger.warning(f"Nothing is left to train: {at}, and {reason}.")
             self._is_complete = True
-            return epochs - self._lacks_evaluation(state, args), 0
+            return last - self._lacks_evaluation(state, args), 0
         if self.record is None or self.record.position is None:
             return counted
-        epoch, trained = divmod(self.record.position, windows)
-        return epoch, trained * args.gradient_accumulation_steps
+        epoch, position = 0, self.record.position
+        if (passes := epochs()) is not None:
+            epoch = passes.of(position)
+            position -= passes.begin(epoch)
+        return epoch, position * args.gradient_accumulation_steps
 
     def _set_intervals(self, state: TrainerState, args: InfCLTrainingArguments, steps: int) -> None:
         """Trainer would go on with those of the checkpoint."""

@@ -17,7 +17,7 @@ from transformers import trainer as trainer_of_transformers
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..data.collator import normalised
-from ..data.replay import is_own
+from ..data.replay import epochs_of, is_own
 from ..data.store import check_has_rows
 from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
@@ -54,8 +54,9 @@ class InfCLTrainer(Trainer):
     Args:
         model: a dual encoder of transformers (see `hf_infcl.models.dual_encoder`). Frozen parameters stay frozen.
         args: `InfCLTrainingArguments`.
-        train_dataset: items for the data collator. The trainer draws only full global batches, reshuffled each epoch.
-            An IterableDataset needs ``max_steps`` and captions in lists, an `ImageTextStream` also takes epochs.
+        train_dataset: items for the data collator. The trainer draws only full global batches, which go on from one
+            shuffled pass into the next. An IterableDataset needs ``max_steps`` and captions in lists, an
+            `ImageTextStream` also takes epochs.
         eval_dataset: an `ImageTextDataset` (global contrastive loss and retrieval), a `ZeroShotDataset`
             (classification), or a dict of them.
         data_collator: returns batches for the model, optionally with ``pair_ids`` [b] int64; by default a
@@ -164,7 +165,7 @@ class InfCLTrainer(Trainer):
         if not self.resumption.ends_with_evaluation(self, self._decisions, epoch, kwargs):
             trained = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
             windows = trained // self.args.gradient_accumulation_steps
-            self.training_data.begin_epoch(epoch, windows, self.window_step.skipped_rows)
+            kwargs |= self.training_data.begin_epoch(epoch, windows, self.window_step.skipped_rows)
             super()._run_epoch(model, epoch, *args, **kwargs)
             self.interruptions.agree()  # a signal may have come in the last step
 
@@ -272,7 +273,9 @@ class InfCLTrainer(Trainer):
         # `first_position` warns of those of intervals, and the micro-batch decides nothing.
         with replaced(trainer_of_transformers, compare_trainer_and_checkpoint_args=lambda *_: None):
             counted = super()._init_training_state(*args)
-        return self.resumption.first_position(self.state, self.args, args[:3], counted)
+        steps, _, last, *_ = args
+        epochs = partial(epochs_of, self.train_dataset, self.args)
+        return self.resumption.first_position(self.state, self.args, steps, last, epochs, counted)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.

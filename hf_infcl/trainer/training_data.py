@@ -57,13 +57,16 @@ class TrainingData:
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
         self._exhausted = False  # whether a stream has no full window left
 
-    def begin_epoch(self, epoch: int, windows: int, skipped_rows: Callable[[int], Tensor]) -> None:
-        """Begins a pass over the data, in which so many windows are trained; see `WindowStep.skipped_rows`."""
+    def begin_epoch(self, epoch: int, windows: int, skipped_rows: Callable[[int], Tensor]) -> dict[str, int]:
+        """Begins a pass over the data, in which so many windows are trained.
+
+        See `WindowStep.skipped_rows` and, for what is returned, `TrainingLoader.begin_epoch`.
+        """
         self._exhausted = False
-        if self._loader is None:
-            set_epoch(self._stream, epoch)
-        else:
-            self._loader.begin_epoch(epoch, windows, partial(skipped_rows, epoch))
+        if self._loader is not None:
+            return self._loader.begin_epoch(epoch, windows, partial(skipped_rows, epoch))
+        set_epoch(self._stream, epoch)
+        return {}
 
     def fetch(
         self,
