@@ -17,9 +17,9 @@ from helpers.demo import ROOT
 
 import hf_infcl
 
-# Imported only where the user has asked for a model or a format of OpenCLIP, whose package tests/open_clip.txt pins
-# apart from the environment (ftfy is a part of its tokenizers).
-BY_NAME = ("ftfy", "open_clip")
+# Imported only where the user has asked for the package by name: --report_to, and a model or format of OpenCLIP, whose
+# package tests/open_clip.txt pins apart from the environment (ftfy is a part of its tokenizers).
+BY_NAME = ("ftfy", "mlflow", "open_clip", "trackio", "wandb")
 EXTRAS = ("matplotlib", "peft", "sentence_transformers", "simplejpeg", "sklearn", "triton")
 
 
