@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ class TableRows(MicroBatches):
 
     Args:
         shuffle: whether each pass is shuffled anew; otherwise the rows keep the dataset's order.
-        filled: makes values of keys that the items lack, from words for the place of a row.
+        filled: the keys that the items lack, "pair_id" or "skipped", which then get values of their own.
         position: the global batches before the first one that is read.
         **where: as for `MicroBatches`; a key is the number of a row.
     """
@@ -76,14 +76,14 @@ class TableRows(MicroBatches):
         *,
         shuffle: bool,
         seed: int,
-        filled: Mapping[str, Callable[[str], object]] | None = None,
+        filled: Collection[str] = (),
         position: int = 0,
         **where: Any,
     ) -> None:
         super().__init__(share, collate, **where)
         self._dataset, self._consumed = dataset, position * share.micro_batches
         self._epochs = Epochs(len(dataset), share.of_batch)
-        self._shuffle, self._seed, self._filled = shuffle, seed, filled or {}
+        self._shuffle, self._seed, self._filled = shuffle, seed, filled
         self._pass, self._skipped_rows = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
 
     # ---- What was consumed ----
@@ -119,9 +119,10 @@ class TableRows(MicroBatches):
             set_epoch(dataset, epoch)
             several = getattr(dataset, "__getitems__", None)
             read = several(rows) if callable(several) else [dataset[row] for row in rows]
-            for key, make in self._filled.items():
-                places = (f"row {row} of {'old' if self._share.is_old else 'new'} pairs" for row in rows)
-                read = [{**item, key: make(place)} for item, place in zip(read, places, strict=True)]
+            if self._filled:
+                pairs = "old pairs" if self._share.is_old else "new pairs"
+                values = ({"pair_id": as_pair_id(f"row {row} of {pairs}"), "skipped": 0} for row in rows)
+                read = [{**item, **{k: of[k] for k in self._filled}} for item, of in zip(read, values, strict=True)]
             items += keyed_rows(read, rows) if self._keyed else read
         return items
 
@@ -171,15 +172,6 @@ class TableRows(MicroBatches):
 Source = SizedDataset | ImageTextStream  # of pairs, new or old
 # Apart from the seeds of the new pairs' epochs, or sets of one length would always meet in pairs; torch uses 32 bits.
 _SEED_OF_OLD = 2**31
-
-
-def _none_skipped(place: str) -> int:
-    return 0
-
-
-# Keys that all items of a batch must have or none, and the values that a table without them gets. Workers that are not
-# forked get these functions by their names.
-_FILLED: dict[str, Callable[[str], object]] = {"pair_id": as_pair_id, "skipped": _none_skipped}
 
 
 class Replayed(IterableDataset[Any]):
@@ -271,7 +263,8 @@ class Replayed(IterableDataset[Any]):
         for number, dataset in enumerate(self.datasets):
             share = Share(batch_size, micro_batches, self.old, is_old=number == 1)
             part_states = [state["parts"][number] for state in states]
-            filled = {key: make for key, make in _FILLED.items() if gives(self, key) and not gives(dataset, key)}
+            # Of these keys all items of a batch must have one or none.
+            filled = [key for key in ("pair_id", "skipped") if gives(self, key) and not gives(dataset, key)]
             parts.append(
                 make_micro_batches(
                     dataset, share, list, self._args, filled, position=position, states=part_states, **where
@@ -310,7 +303,7 @@ def make_micro_batches(
     share: Share,
     collate: DataCollator,
     args: InfCLTrainingArguments,
-    filled: Mapping[str, Callable[[str], object]] | None = None,
+    filled: Collection[str] = (),
     *,
     position: int = 0,
     states: Sequence[Mapping[str, Any]] = (),
