@@ -111,8 +111,8 @@ def make_source(
     if key_column:
         raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
     found = _shard_columns(find_shards(spec.path, split=split), images, captions, named)
-    options: Any = dict(zip(("image_column", "caption_column"), found, strict=True))
-    return ShardSource(ImageTextStream(spec.path, split=split, on_bad_sample=data.on_bad_sample, **options))
+    options: Any = {"image_column": found[0], "caption_column": found[1], "on_bad_sample": data.on_bad_sample}
+    return ShardSource(ImageTextStream(spec.path, split=split, **options))
 
 
 def table_source(

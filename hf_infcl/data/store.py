@@ -261,7 +261,7 @@ class Store:
 
     def _mapped(self, path: Path) -> np.ndarray:
         try:
-            return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
+            return np.load(path, mmap_mode="r")
         except (EOFError, OSError, ValueError) as error:
             raise self._damaged(error) from error
 
