@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import huggingface_hub
 import numpy as np
+import pandas
 import pyarrow
 import pytest
 import torch
@@ -162,11 +163,12 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=told):
             load_pairs(str(tmp_path), split="train")
 
-    def test_a_wide_row_far_down_a_csv_is_refused(self, tmp_path):
+    def test_a_wide_row_below_the_part_that_shows_the_separator(self, tmp_path):
         rows = ["image,caption", *["0.png,a cat"] * 8000, "0.png,a cat, and a dog"]
-        (tmp_path / "train.csv").write_text("\n".join(rows))
+        (tmp_path / "table").mkdir()
+        (tmp_path / "table" / "data.csv").write_text("\n".join(rows))
         with pytest.raises(ValueError, match=r"line 8002, saw 3.*Write captions with commas in double quotes"):
-            load_pairs(str(tmp_path), split="train")
+            load_pairs(str(tmp_path / "table"), split="train")
 
     def test_separators_that_differ_or_cannot_be_used_are_named(self, tmp_path):
         for name, text in (("a/train.csv", "x,caption\n1,a"), ("a/test.csv", "x;caption\n1;a")):
@@ -299,6 +301,13 @@ class TestLoadPairs:
         pairs = ImageTextDataset(rows, caption_column="txt" if kind == "tar" else "caption")
         assert [number_of(pairs[row]) for row in range(2)] == [0, 1]
         assert Table(str(tmp_path / name)).split_to_evaluate() == "train"
+
+    def test_captions_of_a_csv_may_be_words_for_what_is_missing(self, tmp_path):
+        (tmp_path / "train.csv").write_text("image,caption,id\na.png,None,1\na.png,NA,\na.png,,3\na.png,null,4")
+        picture(0).save(tmp_path / "a.png")
+        rows = load_pairs(str(tmp_path / "train.csv"), split="train")
+        assert rows["caption"] == ["None", "NA", None, "null"]
+        assert rows["id"] == [1, None, 3, 4]
 
     def test_no_data(self, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"There is no dataset at '.*nothing'"):
@@ -659,6 +668,10 @@ class TestZeroShot:
             ([0], Value("int64"), {}, "class_names must list .* got None"),
             ([0], None, {"class_names": []}, r"class_names must list .* got \[\]"),
             ([0], None, {"class_names": "cat"}, "class_names must list .* got 'cat'"),
+            ([0], None, {"class_names": {0: "cat"}}, "class_names must list .* got {0: 'cat'}"),
+            ([0], None, {"class_names": pandas.Series([], dtype=str)}, "class_names must list"),
+            ([0], None, {"templates": None}, "templates must be .* got None"),
+            ([0], None, {"templates": [str.title]}, "templates must be a list of texts"),
             (
                 [0],
                 None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import models, processors
 from helpers.pictures import picture
-from helpers.trainers import arguments
+from helpers.trainers import arguments, trainer_for
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer
 from hf_infcl.data import captions_of_classes
@@ -108,3 +108,11 @@ def test_captions_are_made_of_the_names_of_classes():
 def test_classes_that_make_no_captions_are_refused(dataset, templates, options, message):
     with pytest.raises(ValueError, match=message):
         captions_of_classes(dataset, templates, **options)
+
+
+@pytest.mark.parametrize("kind", [dict, datasets.DatasetDict])
+def test_several_sets_are_no_training_set(tmp_path, kind):
+    sets = kind(train=datasets.Dataset.from_dict({"a": [1]}), test=datasets.Dataset.from_dict({"a": [1]}))
+    told = rf"train_dataset is a {kind.__name__} of several sets\. Pass one of them, such as train_dataset\['train'\]"
+    with pytest.raises(ValueError, match=told):
+        trainer_for(tmp_path, data=sets)

@@ -114,6 +114,10 @@ class TestDecoding:
         assert np.array_equal(decode_rgb(file), expected)
         assert not np.array_equal(decode_rgb(file_of(image, "PNG")), expected)
 
+    def test_a_pointer_of_git_lfs_is_named(self):
+        with pytest.raises(ValueError, match="it is a pointer of Git LFS in place of the image: run `git lfs pull`"):
+            decode_rgb(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+
     def test_16_bit_grey_with_a_transparent_value(self):
         grey = Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16))
         assert decode_rgb(file_of(grey, "PNG", transparency=0x8000))[0, :, 0].tolist() == [0, 255, 255]

@@ -15,6 +15,7 @@ from helpers.trainers import trainer_for
 from hf_infcl import ContrastiveCollator
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.models.model_types import fit_tokenizer
+from hf_infcl.models.open_clip import load
 
 OF_VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt")
 
@@ -93,3 +94,11 @@ def test_a_tower_of_one_s_own_keeps_the_side(caplog):
     tokenizer = clip_processor(padding_side="left").tokenizer
     fit_tokenizer(tokenizer, None)
     assert tokenizer.padding_side == "left"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    model = saved(tmp_path / "model")
+    (model / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ValueError, match=rf"{name} is a pointer of Git LFS in place of the file: run `git lfs pull`"):
+        load(str(model))

@@ -20,6 +20,7 @@ from ..quality.embedding import embed as embedded
 from ..shards.layout import IMAGE_EXTENSIONS
 from ..shards.opening import find_shards
 from ..shards.readers import ParquetReader, reader_of
+from ..trainer.checkpoints import full_disk_explained
 from ..trainer.trainer import InfCLTrainer
 from .commands import OF_EMBEDDING
 from .datasets import replay_set, training_set
@@ -62,10 +63,11 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     licence = stated_licence(namespace.encoder)
     counts: dict[str, int] = {}
     for name, source in sources.items():
-        with mistakes_in_one_line(parser.prog, of_libraries=False):
+        folder, again = Path(args.output_dir, name), "again, which computes what is missing"
+        with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(folder, again, keeps=True):
             source_counts = embedded(
                 source,
-                Path(args.output_dir, name),
+                folder,
                 trainer.context,
                 format=options.format,
                 half=options.half_precision,

@@ -22,6 +22,7 @@ from ..models.open_clip import convert as converted
 from ..models.open_clip import load
 from ..processes.lock import check_writable
 from ..quality.averages import SPLIT, Averaged, described, interpolated, not_trained, with_halves
+from ..trainer.checkpoints import full_disk_explained
 from ..trainer.trainer import InfCLTrainer
 from ..trainer.with_start import find_average, main_weights
 from .datasets import check_columns, evaluation_datasets, guard_datasets
@@ -55,14 +56,15 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
         quieten(trainer)
         if args.process_index == 0:
             check_writable(str(args.output_dir))  # before all averages are measured
-    with mistakes_in_one_line(parser.prog, of_libraries=False):
+    folder = Path(args.output_dir)
+    with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(folder, "again"):
         end, tolerance = main_weights(trainer), guards.guard_tolerance
         averaged = find_average(trainer, start, end, gains, halves, alpha=alpha, tolerance=tolerance)
         trainer.save_model(_internal_call=True)
+        if args.process_index == 0:
+            (folder / TRAINING_ARGS_NAME).unlink()  # those of the command, which trained nothing
+            write_averages(folder, averaged, namespace.start, namespace.end)
     if args.process_index == 0:
-        folder = Path(args.output_dir)
-        (folder / TRAINING_ARGS_NAME).unlink()  # those of the command, which trained nothing
-        write_averages(folder, averaged, namespace.start, namespace.end)
         lines = (
             *described(averaged),
             f"The average at alpha {averaged.alpha:g} is in {folder}.",
@@ -103,7 +105,7 @@ def _check_output_dir(output_dir: str | None, start: str, end: str) -> None:
 
 def convert(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Converts, and prints what was written and how it compares."""
-    with mistakes_in_one_line(parser.prog, of_libraries=True):
+    with mistakes_in_one_line(parser.prog, of_libraries=True), full_disk_explained(Path(namespace.target), "again"):
         for sentence in converted(**vars(namespace)):
             print(sentence)
 

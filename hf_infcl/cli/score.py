@@ -47,6 +47,7 @@ from ..quality.ledger import (
 )
 from ..shards.layout import member_file
 from ..step.selection import LEAST_BELOW, WithoutNoisyPairs
+from ..trainer.checkpoints import full_disk_explained
 from ..trainer.trainer import InfCLTrainer
 from .datasets import training_set
 from .launched import leave, mistakes_in_one_line
@@ -327,7 +328,10 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         trainer = InfCLTrainer(model, args, processing_class=processor)
         if trainer.is_world_process_zero():
             print(*conversion, sep="\n", end="\n" if conversion else "")
-    with mistakes_in_one_line(parser.prog, of_libraries=False):
+    with (
+        mistakes_in_one_line(parser.prog, of_libraries=False),
+        full_disk_explained(Path(str(args.output_dir)), "again"),
+    ):
         ledger = write_ledger(trainer, dataset, options.window)
     if trainer.is_world_process_zero():
         learned = has_learned(namespace.model, content_of(dataset))

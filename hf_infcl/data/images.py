@@ -214,6 +214,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             yield
         except Exception as error:
             path = (self.table[row][self.image_column] or {}).get("path") or ""
+            path = path if not path.startswith("data:") else f"{path[:30]}..."  # the whole image
             reason = isinstance(error, OSError) and error.strerror  # without the path, which stands before it
             cause = f"{type(error).__name__}: {reason or without_secrets(str(error))}"
             if isinstance(error, FileNotFoundError) and not os.path.isabs(path) and "://" not in path:
@@ -308,6 +309,8 @@ def _decoded(encoded: bytes, min_side: int | None) -> np.ndarray:
     try:
         image: Image.Image = Image.open(io.BytesIO(encoded))
     except Image.UnidentifiedImageError:  # its message names an address in memory
+        if encoded.startswith(b"version https://git-lfs"):
+            raise ValueError("it is a pointer of Git LFS in place of the image: run `git lfs pull`") from None
         raise Image.UnidentifiedImageError(f"its {len(encoded):,} bytes are not an image of a known format") from None
     if min_side is not None:
         image.draft(None, (min_side, min_side))  # only affects JPEG

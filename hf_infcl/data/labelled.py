@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +66,12 @@ class ZeroShotDataset(ImageDataset):
             raise ValueError(f"The label_column {label_column!r} must hold integers or strings, not {feature}.")
         known = getattr(feature, "names", None)
         names = known if class_names is None else class_names
-        if not names or isinstance(names, str):
+        if names is None or isinstance(names, (str, Mapping)) or not (names := list(names)):
             raise ValueError(
                 f"class_names must list the names of the classes, got {names!r}. It can only be omitted if the "
                 f"label_column {label_column!r} is a ClassLabel, but it is {feature}."
             )
-        self.class_names = names = list(names)  # an iterator can be read only once
+        self.class_names = names
         if known is not None:
             _check_names(self.class_names, known, label_column)
         self.templates = tuple(_with_braces(templates))
@@ -209,8 +209,9 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
 
 def _with_braces(templates: Sequence[str]) -> list[str]:
     """The templates with "{}" for the name of the class, for which "{c}" may also stand."""
-    plain = [template.replace("{c}", "{}") for template in templates]
-    if isinstance(templates, str) or not plain or any(template.count("{}") != 1 for template in plain):
+    given = [] if templates is None or isinstance(templates, str) else list(templates)
+    plain = [template.replace("{c}", "{}") if isinstance(template, str) else "" for template in given]
+    if not plain or any(template.count("{}") != 1 for template in plain):
         raise ValueError(f"templates must be a list of texts with one {{c}} each for the class, got {templates!r}.")
     return plain
 

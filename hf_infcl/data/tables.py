@@ -122,7 +122,8 @@ class Table:
             files = builder.config.data_files or {}
             separator = _separator([str(file) for of_split in files.values() for file in of_split])
             if separator and builder.info.builder_name == "csv":
-                builder = dataset_builder(source, self._name, sep=separator)
+                # A caption may be "None" or "NA", which pandas takes for missing.
+                builder = dataset_builder(source, self._name, sep=separator, keep_default_na=False, na_values=[""])
             elif separator not in (None, ",") and builder.info.builder_name == "imagefolder":
                 raise ValueError(
                     f"its metadata.csv separates the columns by {separator!r}. Write it with commas, or write a "

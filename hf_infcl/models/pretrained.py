@@ -216,6 +216,9 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
             f"{checkpoint!r} holds no final model, because its training has not ended. Write {newest}, its newest "
             "checkpoint, in its place, or end the training (infcl train with --resume_from_checkpoint auto)."
         )
+    for file in (Path(checkpoint), *Path(checkpoint).glob("*")):
+        if file.is_file() and file.open("rb").read(len(_POINTER)) == _POINTER:
+            return f"{file} is a pointer of Git LFS in place of the file: run `git lfs pull` where it lies."
     if Path(checkpoint).exists():
         parts = " with its config and its processor" if kind == "model" else ""
         return f"{checkpoint!r} does not hold a {kind} that can be loaded{parts}: {reason}"
@@ -239,6 +242,7 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
     return f"The {kind} {checkpoint!r} cannot be loaded: {reason}"
 
 
+_POINTER = b"version https://git-lfs"
 _OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _SHOWN = 3
 

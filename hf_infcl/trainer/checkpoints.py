@@ -337,25 +337,48 @@ def _not_resumable(checkpoint: str) -> str:
 # ---- A full disk ----
 
 
+# What libraries say instead of the operating system's words: numpy, PIL and torch.
+_WRITES_FAILED = (" requested and ", "encoder error", "PytorchStreamWriter", "inline_container", "iostream error")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GOES_ON = "with --resume_from_checkpoint auto, which continues from the last checkpoint and writes the results"
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a disk, the user's share of it or a file may not grow, by the text of an error or of its cause."""
+    said = [*map(os.strerror, _FULL), *_WRITES_FAILED]
+    return error is not None and (any(one in str(error) for one in said) or _is_full(error.__cause__))
+
+
+def _times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*") if path.is_file()}
+
+
 @contextmanager
-def full_disk_explained(folder: Path) -> Iterator[None]:
-    """Removes partly written results if the disk is full, and says what to do.
+def full_disk_explained(folder: Path, again: str = GOES_ON, *, keeps: bool = False) -> Iterator[None]:
+    """Removes what was written into a folder if not all could be, and says what to do.
+
+    Args:
+        again: how the same command is run again.
+        keeps: keep what was written, of which every file is whole.
 
     Raises:
-        ValueError: the disk is full, or the user's share of it.
+        ValueError: the disk is full, or the user's share of it, or files may not be so large.
     """
+    is_new, before = not folder.exists(), _times(folder)
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        # A SafetensorError has no number, only the text of the operating system.
-        if not any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT)):
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not _is_full(error):
             raise
-        for path in (*folder.glob("*_results.json"), folder / TRAINER_STATE_NAME):
-            path.unlink(missing_ok=True)
+        for path in () if keeps else (path for path, time in _times(folder).items() if before.get(path) != time):
+            path.unlink()
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+        cure = "Allow larger files" if os.strerror(errno.EFBIG) in str(error) else "Free some space"
         raise ValueError(
-            f"The results could not be written into {folder}{_free_space(folder)}: {error}. Free some space, and run "
-            "the same command with --resume_from_checkpoint auto, which continues from the last checkpoint and writes "
-            "the results."
+            f"The results could not be written into {folder}{_free_space(folder)}: {error}. {cure}, and run the same "
+            f"command {again}."
         ) from error
 
 

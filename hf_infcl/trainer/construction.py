@@ -220,6 +220,11 @@ def _check_processes(args: InfCLTrainingArguments) -> None:
 
 def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None, kwargs: Mapping[str, object]) -> None:
     pairs, evaluated = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
+    if isinstance(pairs, Mapping):
+        raise ValueError(
+            f"train_dataset is a {type(pairs).__name__} of several sets. Pass one of them, such as "
+            f"train_dataset[{next(iter(pairs), 'train')!r}], or a torch.utils.data.ConcatDataset of them."
+        )
     sets = list(evaluated.values()) if isinstance(evaluated, Mapping) else [evaluated]
     unprepared = (ImageTextDataset, ImageTextStream, ZeroShotDataset)
     needs_processor = any(isinstance(part, unprepared) for data in [pairs, *sets] for part in all_parts(data))
