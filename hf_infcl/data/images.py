@@ -288,7 +288,9 @@ def to_rgb(image: Image.Image) -> np.ndarray:
         return np.array(image)
     from transformers.image_transforms import convert_to_rgb  # fails with a torchvision of another torch
 
-    options = {"return_numpy": True} if "return_numpy" in inspect.signature(convert_to_rgb).parameters else {}
+    options: dict[str, Any] = (
+        {"return_numpy": True} if "return_numpy" in inspect.signature(convert_to_rgb).parameters else {}
+    )
     return np.array(convert_to_rgb(image, **options))
 
 

@@ -6,7 +6,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,10 +17,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     Like all that begins with an underscore, it is not pushed if the process ends before.
     """
     partial = path.with_name(f"_{os.getpid()}.{path.name}")
-    with ExitStack() as stack:
-        stack.callback(partial.unlink, missing_ok=True)  # if it could not be written
-        yield partial
-        os.replace(partial, path)
+    yield partial
+    os.replace(partial, path)
 
 
 def describe(path: Path) -> dict[str, int]:

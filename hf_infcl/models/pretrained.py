@@ -217,7 +217,7 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
             "checkpoint, in its place, or end the training (infcl train with --resume_from_checkpoint auto)."
         )
     for file in (Path(checkpoint), *Path(checkpoint).glob("*")):
-        if file.is_file() and file.open("rb").read(len(_POINTER)) == _POINTER:
+        if file.is_file() and file.open("rb").read(23) == b"version https://git-lfs":
             return f"{file} is a pointer of Git LFS in place of the file: run `git lfs pull` where it lies."
     if Path(checkpoint).exists():
         parts = " with its config and its processor" if kind == "model" else ""
@@ -242,7 +242,6 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
     return f"The {kind} {checkpoint!r} cannot be loaded: {reason}"
 
 
-_POINTER = b"version https://git-lfs"
 _OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _SHOWN = 3
 

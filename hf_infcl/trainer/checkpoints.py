@@ -359,7 +359,7 @@ def full_disk_explained(folder: Path, again: str = GOES_ON, *, keeps: bool = Fal
 
     Args:
         again: how the same command is run again.
-        keeps: keep what was written, of which every file is whole.
+        keeps: keep the files that were written whole; see `written_whole`.
 
     Raises:
         ValueError: the disk is full, or the user's share of it, or files may not be so large.
@@ -370,8 +370,9 @@ def full_disk_explained(folder: Path, again: str = GOES_ON, *, keeps: bool = Fal
     except (OSError, RuntimeError, SafetensorError) as error:
         if not _is_full(error):
             raise
-        for path in () if keeps else (path for path, time in _times(folder).items() if before.get(path) != time):
-            path.unlink()
+        for path, time in _times(folder).items():
+            if before.get(path) != time and (not keeps or path.name.startswith(f"_{os.getpid()}.")):
+                path.unlink()
         if is_new:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
