@@ -47,7 +47,7 @@ def check_resume(folder: str, data: Any, stop: int = 3, seed: int = 99, **option
     assert seconds == sorted(seconds), "the duration goes on from that of the part before"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks(always_ring=True)
 def test_resume_is_bit_identical_with_dropout(rank, world_size, tmp_path):
     check_resume(tmp_path, models.Pairs(16 * world_size + 3), seed=99 + rank)

@@ -40,11 +40,11 @@ from .extensions import (
     term_parameters,
     value_of_term,
 )
-from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget
+from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, random_state_kept
 from .selection import WithoutNoisyPairs, tell_if_too_short
 from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms
 from .window import MicroBatch, Window, WindowLoss
-from .wrappers import is_compiled, make_wrapper
+from .wrappers import DDP, is_compiled, make_wrapper
 
 logger = logging.get_logger(__name__)
 
@@ -100,6 +100,7 @@ class WindowStep:
             prefixes=args.matryoshka_dims or (),
         )
         self._wrapper = make_wrapper(model)
+        self._resumes = record is not None and isinstance(self._wrapper, DDP) and args.world_size > 2
         if args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
             self._wrapper.broadcast_buffers(bool(context.encoder.batch_norms()))
@@ -128,6 +129,8 @@ class WindowStep:
             for extension in self.extensions:
                 extension.begin_window(window, step)
         wrapper.begin_window()
+        if self.windows == 0 and self._resumes:
+            self._order_buckets(model, window)
         checks.begin_window(model, of_terms)
         # ---- First pass: the features of all micro-batches ----
         self._phases.enter("the first pass", step)
@@ -225,6 +228,28 @@ class WindowStep:
         if self._awaits_observers:
             Processes().agree([])  # where an error of another process arrives, before anything else is exchanged
         return loss.float()
+
+    def _order_buckets(self, model: nn.Module, window: Window) -> None:
+        """Lets DDP order its buckets before a resumed training, as it does after its first backward.
+
+        The sum of three processes or more depends on the place of a gradient in its bucket, so that the first step
+        would not equal that of an uninterrupted training. The gradients of this backward are dropped.
+        """
+        device, buffers = self.context.args.device, [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._forwards = 0
+        with random_state_kept(device), self._wrapper.gradient_sync(True):
+            micro_batch = MicroBatch(dict(window.batches[-1]))
+            passes = CachedWindow(lambda one: self._encode(model, one, None), [micro_batch], device=device, alike=True)
+            passes.encode()
+            parameters = self.context.encoder.temperature_parameters
+            passes.differentiate(_sum, lambda: parameters)
+            if (surrogate := passes.surrogate(0)) is not None:
+                self.context.accelerator.backward(surrogate)
+        for parameter in model.parameters():
+            parameter.grad = None
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
+        self._wrapper.begin_window()
 
     def _announced(self, *, repeats: bool = False) -> AbstractContextManager[None]:
         """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
@@ -370,6 +395,10 @@ class WindowStep:
         """Leaves the model as it was before the training, but for its weights."""
         for extension in self.extensions:
             extension.close()
+
+
+def _sum(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([one.float().sum() for one in (*features, *parameters)]).sum()
 
 
 def _make_extensions(context: Context, steps: int) -> Iterator[Extension]:
