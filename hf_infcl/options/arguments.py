@@ -155,7 +155,7 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
         if self.lr_scheduler_type in SCHEDULES_BY_METRIC:
             # Otherwise they would take a metric that rises, such as an accuracy, for one that gets worse.
             mode = "max" if self.greater_is_better else "min"
-            self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
+            self.lr_scheduler_kwargs = {"mode": mode, **cast(dict, self.lr_scheduler_kwargs or {})}
         if self._global_batch_size is not None:
             divide_global_batch(self, self._global_batch_size, micro_batch, accumulation)
             self.check()

@@ -191,7 +191,8 @@ def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tup
     if not goes_on and isinstance(data, IterableDataset) and has_length(loader):
         windows = max(1, len(loader) // args.gradient_accumulation_steps)
         last, in_epoch = sys.maxsize, windows * args.gradient_accumulation_steps
-        epochs = Epochs(len(data.dataset if isinstance(data, IterableDatasetShard) else data), batch)
+        whole: Any = data.dataset if isinstance(data, IterableDatasetShard) else data
+        epochs = Epochs(len(whole), batch)
     if epochs is None:
         return values
     if args.max_steps < 0:
