@@ -358,7 +358,10 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert left_in(out).keys() == {"README.md", "all_results.json", "trainer_state.json"}
     assert "eval_pairs_loss" not in json.loads((out / "all_results.json").read_text())
     assert "not evaluated" in (out / "README.md").read_text()
-    assert "holds an earlier run (all_results.json" in mistake(capsys, *small, *auto), "there is nothing to go on from"
+    told = mistake(capsys, *small, *auto)
+    assert "holds an earlier run (all_results.json" in told, "there is nothing to go on from"
+    assert "It has no checkpoint to continue from: choose another --output_dir, or delete it with --over" in told
+    assert "--resume_from_checkpoint" not in told.rpartition("holds")[2]
 
 
 @on_ranks(2)

@@ -115,6 +115,11 @@ def test_a_resume_under_another_rule_of_transparency_says_so(tmp_path, monkeypat
     assert f"transparency of images was dropped. With this release of transformers it is {transparency()}" in said[0]
 
 
+def test_a_checkpoint_of_another_trainer_is_not_resumed(tmp_path):
+    with pytest.raises(ValueError, match=f"another trainer wrote it.* Start from its weights: --model {tmp_path}"):
+        Resumption(str(tmp_path)).check(RUN, None, 1)
+
+
 def test_a_record_of_another_version_says_so(checkpoint):
     path = Path(checkpoint, RECORD_NAME)
     path.write_text(path.read_text().replace('"position"', '"epoch"'))

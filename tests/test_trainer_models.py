@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from helpers import models
@@ -134,7 +135,11 @@ def test_a_frozen_logit_scale_is_told(tmp_path, caplog):
     model.logit_scale.requires_grad_(False)
     trainer_for(tmp_path, model)
     assert "logit_scale is frozen, so logit_scale stays 14.28" in caplog.text
-    assert "pass --lora_logit_scale" in caplog.text
+    assert ". To train it, call model.logit_scale.requires_grad_(True)." in caplog.text
+    assert "peft" not in caplog.text
+    caplog.clear()
+    trainer_for(tmp_path, peft.get_peft_model(models.clip(), peft.LoraConfig(r=2, target_modules=["q_proj"])))
+    assert "as with all that peft does not adapt. To train it beside new adapters, pass --lora_log" in caplog.text
     caplog.clear()
     trainer_for(tmp_path, models.clip())
     assert "frozen" not in caplog.text

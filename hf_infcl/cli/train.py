@@ -54,9 +54,12 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             write_nothing(args)
         elif earlier and not data.overwrite_output_dir:
             names = ", ".join(path.name for path in earlier)
+            cure = "Continue it with --resume_from_checkpoint auto, choose"
+            if args.resume_from_checkpoint:
+                cure = "It has no checkpoint to continue from: choose"
             raise ValueError(
-                f"{args.output_dir} holds an earlier run ({names}). Continue it with --resume_from_checkpoint auto, "
-                "choose another --output_dir, or delete it with --overwrite_output_dir."
+                f"{args.output_dir} holds an earlier run ({names}). {cure} another --output_dir, or delete it with "
+                "--overwrite_output_dir."
             )
         train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
         chooses = chooses_model(args, keep)

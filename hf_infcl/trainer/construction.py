@@ -80,10 +80,15 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         )
     if not scale.requires_grad and any(p.requires_grad for p in model.parameters()):
         value = dual_encoder.scale_and_bias()[0].item()
+        call = f"model.{dual_encoder.temperature_name}.requires_grad_(True)"
         logger.warning(
-            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}, as with all that "
-            "peft does not adapt. To train it beside new adapters, pass --lora_logit_scale (in Python, call "
-            f"model.{dual_encoder.temperature_name}.requires_grad_(True)). The adapter's file then holds it, too."
+            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}"
+            + (
+                ", as with all that peft does not adapt. To train it beside new adapters, pass --lora_logit_scale (in "
+                f"Python, call {call}). The adapter's file then holds it, too."
+                if has_adapters(model)
+                else f". To train it, call {call}."
+            )
         )
     half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
     in_fp32 = is_sharded(accelerator) and accelerator.mixed_precision != "no"

@@ -134,30 +134,29 @@ class Resumption:
         """Compares the run of the checkpoint with this one.
 
         Raises:
-            ValueError: they differ, or the checkpoint has no position in a stream.
+            ValueError: they differ, another trainer wrote the checkpoint, or it has no position in a stream.
         """
         checkpoint, record = self.checkpoint, self.record
         if checkpoint is None:
             return
         if record is None:
-            logger.warning(
-                f"{checkpoint} has no {RECORD_NAME}, so its global batch, model and data cannot be compared with those "
-                "of this run."
+            raise ValueError(
+                f"{checkpoint} has no {RECORD_NAME}: another trainer wrote it, whose optimizer and data order do not "
+                f"go on here. Start from its weights: --model {checkpoint}"
             )
-        else:
-            before = dict(record.run)
-            if (rule := before.pop(_TRANSPARENCY, transparency())) != transparency():  # most images have none
-                logger.warning(
-                    f"In {checkpoint}, transparency of images was {rule}. With this release of transformers it is "
-                    f"{transparency()}: transparent images change."
-                )
-            self._refuse(before, run)
-        if isinstance(data, IterableDataset) and is_own(data) and not (record and record.stream):
+        before = dict(record.run)
+        if (rule := before.pop(_TRANSPARENCY, transparency())) != transparency():  # most images have none
+            logger.warning(
+                f"In {checkpoint}, transparency of images was {rule}. With this release of transformers it is "
+                f"{transparency()}: transparent images change."
+            )
+        self._refuse(before, run)
+        if isinstance(data, IterableDataset) and is_own(data) and not record.stream:
             raise ValueError(
                 f"{checkpoint} holds no position in a stream, because it was not written by a training on such data. "
                 f"Start anew from its weights: --model {checkpoint}"
             )
-        if record is not None and record.processes != world_size:
+        if record.processes != world_size:
             logger.warning(
                 f"{checkpoint} was written by {counted(record.processes, 'process')}, but this run has {world_size}. "
                 "The global batches stay the same, but dropout draws different masks."
