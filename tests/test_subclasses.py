@@ -16,6 +16,7 @@ from hf_infcl.processes.signals import Phases
 from hf_infcl.step.checks import NumberChecks, SkippedWindows
 from hf_infcl.step.step import WindowStep
 from hf_infcl.step.window import Window
+from hf_infcl.trainer import evaluating
 from hf_infcl.trainer.checkpoints import Checkpoints
 from hf_infcl.trainer.loop_events import LoopEvents, Progress
 from hf_infcl.trainer.model_files import Pushes
@@ -160,3 +161,25 @@ def test_a_loss_that_the_forward_adds_to_is_refused(tmp_path, how):
 def test_a_forward_of_one_s_own_that_adds_nothing_trains_the_same(tmp_path):
     plain = trained(trainer_for(tmp_path, models.clip(dropout=0.3), max_steps=2))
     assert torch.equal(parameters(trained(trainer_for(tmp_path, own_model(0.0), max_steps=2))), parameters(plain))
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_loss", "_get_train_sampler", "compute_loss_context_manager", "prediction_step"]
+)
+def test_an_override_that_would_not_be_called_as_trainer_does_is_refused(tmp_path, name):
+    kind = type("Mine", (InfCLTrainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(ValueError, match=rf"(would never call|takes no loss and logits from) Mine\.{name}\. \w+"):
+        kind(models.clip(), arguments(tmp_path), train_dataset=models.Pairs(8))
+
+
+def test_what_trainer_would_give_as_logits_is_told(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="computes no logits that preprocess_logits_for_metrics could change"):
+        InfCLTrainer(models.clip(), arguments(tmp_path), preprocess_logits_for_metrics=lambda logits, labels: logits)
+    said: list[str] = []
+    monkeypatch.setattr(evaluating.logger, "warning_once", said.append)
+    trainer_for(tmp_path, eval_dataset=models.Pairs(8)).evaluate()
+    assert not any("where Trainer gives logits" in line for line in said)
+    trainer = trainer_for(tmp_path, eval_dataset=models.Pairs(8), compute_metrics=lambda prediction: {})
+    trainer.evaluate()
+    trainer.predict(models.Pairs(8))
+    assert sum("get embeddings here, (image_embeds, text_embeds), where Trainer gives logits" in s for s in said) == 2

@@ -172,7 +172,8 @@ def checked_arguments(
 
     Raises:
         ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
-            launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is passed; a dataset of
+            launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` or
+            ``preprocess_logits_for_metrics`` is passed; a dataset of
             images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
             several captions per image; ``output_dir`` is not writable; ``extensions`` is not a list of extensions.
     """
@@ -194,6 +195,11 @@ def checked_arguments(
     if kwargs.get("compute_loss_func") is not None:
         raise ValueError(
             "InfCLTrainer computes the loss itself and would never call compute_loss_func. Do not pass it."
+        )
+    if kwargs.get("preprocess_logits_for_metrics") is not None:
+        raise ValueError(
+            "InfCLTrainer gathers embeddings, and computes no logits that preprocess_logits_for_metrics could change. "
+            "Leave it out, and compute in compute_metrics what you need of the embeddings."
         )
     optimizer, _ = kwargs.get("optimizers") or (None, None)
     set_options = [name for name in _OF_OPTIMIZER if getattr(args, name) is not None]
@@ -250,20 +256,34 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
         check_has_rows(dataset)
 
 
+_UNDER_AUTOCAST = (
+    "encodes under the autocast of accelerate and would never call",
+    "Override training_step to surround the training",
+)
+_NEVER_CALLED = {  # methods of Trainer: what InfCLTrainer does instead, and what to write
+    "compute_loss": (
+        "computes the loss of a window itself and would never call",
+        "Override training_step to change the training, or use transformers.Trainer",
+    ),
+    "_get_train_sampler": (
+        "draws the rows of a global batch itself and would never call",
+        "Override get_train_dataloader, or choose a train_sampling_strategy",
+    ),
+    "compute_loss_context_manager": _UNDER_AUTOCAST,
+    "autocast_smart_context_manager": _UNDER_AUTOCAST,
+    "prediction_step": (
+        "evaluates embeddings of the whole set and takes no loss and logits from",
+        "Compute metrics of your own in compute_metrics, or override evaluate",
+    ),
+}
+
+
 def check_overrides(kind: type, base: type) -> None:
-    """Raises a ValueError if a subclass ``kind`` of ``base`` overrides a method that is never called."""
-    names = "training_step", "compute_loss", "_get_train_sampler"
-    overrides = {name: getattr(kind, name) is not getattr(base, name) for name in names}
-    if overrides["compute_loss"] and not overrides["training_step"]:
-        raise ValueError(
-            f"InfCLTrainer computes the loss of a window itself and would never call {kind.__name__}.compute_loss. "
-            "Override training_step to change the training, or use transformers.Trainer."
-        )
-    if overrides["_get_train_sampler"]:
-        raise ValueError(
-            f"InfCLTrainer draws the rows of a global batch itself and would never call {kind.__name__}."
-            "_get_train_sampler. Override get_train_dataloader, or choose a train_sampling_strategy."
-        )
+    """Raises a ValueError if a subclass ``kind`` of ``base`` overrides a method that is not called as Trainer does."""
+    for name, (does, cure) in _NEVER_CALLED.items():
+        of_step = name == "compute_loss" and kind.training_step is not base.training_step
+        if getattr(kind, name, None) is not getattr(base, name, None) and not of_step:
+            raise ValueError(f"InfCLTrainer {does} {kind.__name__}.{name}. {cure}.")
 
 
 def make_collator(

@@ -340,6 +340,14 @@ class Evaluator:
         return torch.as_tensor(array, device=self._args.device)
 
 
+def tell_predictions() -> None:
+    """Tells once what people who know Trainer do not expect."""
+    logger.warning_once(
+        "compute_metrics and predict() get embeddings here, (image_embeds, text_embeds), where Trainer gives logits: "
+        "these are logit_scale * text_embeds @ image_embeds.T (of a ZeroShotDataset: the ranks of Evaluator.embed)."
+    )
+
+
 @failures_announced()
 def checked_metrics(compute_metrics: Callable[..., object], *args: object) -> dict[str, Any]:
     """Calls a function of the user, which has to return a dict; the other processes learn of its errors."""

@@ -37,7 +37,7 @@ from . import model_files as files
 from . import model_files as pushes
 from .checkpoints import rotate
 from .construction import check_overrides, checked_arguments, make_collator, prepare_model
-from .evaluating import Evaluator, check_metric_of_training, checked_metrics
+from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
 from .loaders import CaptionNotices
 from .loop_events import Decisions, Progress, add_own_callbacks, replaced, saved_early, switch_weights, trained_seconds
 from .optimization import Optimization, decaying
@@ -351,6 +351,8 @@ class InfCLTrainer(Trainer):
         """Computes the same exact metrics of the whole set on every process; see `Evaluator.run`."""
         self.gather_function, evaluator, loop = gather_rows, self._evaluator, super().evaluation_loop
         compute = None if self.compute_metrics is None else partial(checked_metrics, self.compute_metrics)
+        if self.is_world_process_zero() and (compute is not None or description == "Prediction"):
+            tell_predictions()
         more: Any = description, False, ignore_keys, metric_key_prefix
         with replaced(self, compute_metrics=compute, _evaluating=evaluator):
             output = evaluator.run(lambda batches: loop(batches, *more), dataloader, metric_key_prefix)
