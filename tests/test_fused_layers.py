@@ -15,7 +15,7 @@ from transformers.activations import QuickGELUActivation
 from transformers.models.clipseg.modeling_clipseg import CLIPSegDecoderLayer
 
 from hf_infcl.models.dual_encoder import DualEncoder
-from hf_infcl.models.layers import QuickGELU, RoundedLayerNorm, can_fuse, fuse_layers
+from hf_infcl.models.layers import PatchProduct, QuickGELU, RoundedLayerNorm, can_fuse, fuse_layers
 
 
 def gradients(model: nn.Module, batch: Any, *, autocast: bool = False) -> tuple[list[Tensor], int]:
@@ -52,6 +52,37 @@ def test_a_fused_model_has_the_same_embeddings_and_gradients(kind):
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-7
 
 
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (32, {"bias": False}),
+        (8, {"padding": "valid"}),
+        ((4, 8), {"dtype": torch.float64}),
+    ],
+)
+def test_the_product_of_patches_is_the_convolution(size, options):
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 5, size, stride=size, **options)
+    images = torch.randn(2, 3, 67, 75, dtype=convolution.weight.dtype).to(memory_format=torch.channels_last)
+    results = []
+    for _ in range(2):
+        output = convolution(images)
+        (weight,) = torch.autograd.grad(output.square().sum(), convolution.weight)
+        results += [output, weight]
+        fuse_layers(convolution)
+    assert type(convolution) is PatchProduct
+    assert output.flatten(2).transpose(1, 2).is_contiguous(), "as the embeddings of transformers read it"
+    for expected, found in zip(results[:2], results[2:], strict=True):
+        assert relative_error(found, expected) < 3e-6
+
+
+@pytest.mark.parametrize("options", [{"stride": 1}, {"padding": 1}, {"dilation": 2}, {"groups": 3}, {"kernel_size": 1}])
+def test_other_convolutions_stay(options):
+    convolution = nn.Conv2d(**{"in_channels": 3, "out_channels": 3, "kernel_size": 2, "stride": 2} | options)
+    fuse_layers(convolution)
+    assert type(convolution) is nn.Conv2d
+
+
 def test_a_norm_whose_output_is_added_up_is_not_rounded():
     own = nn.TransformerEncoderLayer(8, 2)
     own.layer_norm1 = own.norm1
@@ -72,8 +103,11 @@ def test_under_autocast_it_keeps_less_and_is_as_near_to_fp32():
     fuse_layers(model)
     fused, bytes_of_fused = gradients(model, batch, autocast=True)
     errors += [relative_error(torch.cat([t.flatten() for t in fused]), torch.cat([t.flatten() for t in exact]))]
-    # Less by a gate, and by two of three copies of what the attention reads, in bf16 and one layer of each tower.
-    assert bytes_of_plain - bytes_of_fused == 2 * tokens * (config.intermediate_size + 2 * config.hidden_size)
+    # Less by a gate, and by two of three copies of what the attention reads, in bf16 and one layer of each tower; and
+    # by the weights of the patch embedding, which only a convolution keeps.
+    of_patches = model.vision_model.embeddings.patch_embedding.weight.numel()
+    of_layers = tokens * (config.intermediate_size + 2 * config.hidden_size)
+    assert bytes_of_plain - bytes_of_fused == 2 * (of_layers + of_patches)
     assert 0 < errors[1] < 1.5 * errors[0]
 
 
@@ -130,9 +164,9 @@ def test_a_training_on_a_cpu_has_the_layers_of_transformers(tmp_path):
 
 @pytest.mark.gpu
 @on_ranks(1, backend="nccl", timeout=300)
-def test_a_training_on_a_gpu_fuses_layers_unless_they_are_compiled(rank, world_size, tmp_path):
+def test_a_training_on_a_gpu_fuses_layers(rank, world_size, tmp_path):
     for compiled in (False, True):
         options = {"max_steps": 1, "use_cpu": False, "bf16": True, "torch_compile": compiled}
         kinds = {type(module) for module in trained(trainer_for(tmp_path, **options)).model.modules()}
-        assert kinds.isdisjoint({QuickGELU, RoundedLayerNorm}) == compiled
-        assert (QuickGELUActivation in kinds) == compiled
+        assert kinds >= {PatchProduct, QuickGELU, RoundedLayerNorm}
+        assert QuickGELUActivation not in kinds

@@ -36,13 +36,6 @@ def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
     check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_bf16_activations_are_within_the_same_rounding(ranks, world_size):
-    options = {"use_cpu": False, "bf16": True, "bf16_activations": True}
-    cells = [cell for cell in CELLS if cell[1] not in ("dropout", "patches")]
-    check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
-
-
 OPTIONS = [
     {"retain_graphs": "3"},
     {"retain_graphs": "auto"},

@@ -22,7 +22,7 @@ from hf_infcl.processes.collectives import OtherRankFailedError, Processes, alon
 from hf_infcl.step import micro_batches as finding
 from hf_infcl.step import micro_batches as repeating
 from hf_infcl.step.grad_cache import GraphBudget
-from hf_infcl.step.micro_batches import TEXTS_AT_ONCE, Trial, Trials, largest_that_fits, of_use
+from hf_infcl.step.micro_batches import TEXTS_AT_ONCE, Trial, Trials, largest_that_fits, quickest
 from hf_infcl.step.window import Window, repeated, split_batches
 
 FREE: dict[str, Any] = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None}
@@ -139,8 +139,7 @@ class Memory:
 def test_the_search_finds_what_fits(own, capacity):
     memory = Memory(capacity, own)
     possible = [n for n in range(1, own + 1) if own % n == 0]
-    sizes = [n for n in possible if n <= 256 or n == own <= 1024]
-    assert of_use(possible, own) == sizes
+    sizes = [n for n in possible if n <= finding.MOST]
     found = largest_that_fits(memory, Trial(0), "micro_batch", sizes)
     assert found == max(n for n in sizes if memory.taken(Trial(n)) <= capacity)
     assert memory.trials <= 2 + math.ceil(math.log2(len(sizes) + 1))
@@ -151,6 +150,20 @@ def test_the_search_finds_what_fits(own, capacity):
     graphs = largest_that_fits(memory, Trial(found, texts), "graphs", range(1, count + 1))
     assert graphs == max(n for n in range(1, count + 1) if memory.taken(Trial(found, texts, n)) <= capacity)
     assert memory.trials <= 6
+
+
+@pytest.mark.parametrize(
+    ("kept", "synchronises", "found"),
+    [
+        (1_900, False, 512),  # three graphs of 512 leave less to encode twice than one of 1,024, and than seven of 256
+        (4_096, False, 1024),  # all are kept
+        (4_096, True, 512),  # but for the last one
+        (1_100, False, 1024),  # a fourth is kept of each
+    ],
+)
+def test_graphs_that_are_kept_decide_about_the_micro_batch(kept, synchronises, found):
+    assert quickest([256, 512, 1024], 4096, kept, synchronises=synchronises) == found
+    assert quickest([256, 512, 1024], 1024, 1_100, synchronises=synchronises) == 1024, "which is encoded once"
 
 
 def test_nothing_fits_and_what_another_process_holds_counts(monkeypatch):

@@ -18,9 +18,11 @@ from transformers.trainer_utils import EvalLoopOutput
 from hf_infcl.data import ImageTextStream, transparency
 from hf_infcl.data.replay import Epochs
 from hf_infcl.loss import reference
+from hf_infcl.models.counting import count_window
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.record import RECORD_NAME, RunRecord
 from hf_infcl.step.terms import Context
+from hf_infcl.step.window import Window
 from hf_infcl.trainer import loop_events as progress
 from hf_infcl.trainer import resuming
 from hf_infcl.trainer.checkpoints import Checkpoints
@@ -177,11 +179,26 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     state = TrainerState(stateful_callbacks={"train_seconds": 5.0})
     part = Progress(10, 8, trained_seconds(state))
-    assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 80, "train_seconds": 5.0}
+    encoder = DualEncoder(models.clip())
+    first = {"global_batch_size": 8, "samples_seen": 80, "train_seconds": 5.0}
+    assert part.logs(10, torch.device("cpu"), encoder) == first
     now[0] += 4
-    logs = part.logs(12, torch.device("cpu"))
+    logs = part.logs(12, torch.device("cpu"), encoder)
     assert (logs["samples_seen"], logs["samples_per_second"], logs["train_seconds"]) == (96, 4.0, 9.0)
     assert part.first_step == 10
+    # ---- On a chip with a known peak ----
+    window = Window([models.Pairs(4).batch(), models.Pairs(4).batch()])
+    part.look_at(window)
+    part.look_at(Window([models.Pairs(2).batch()]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(progress, "peak_of", lambda name: count_window(encoder, window.batches) / 0.5)
+    now[0] += 2
+    assert part.logs(13, torch.device("cuda"), encoder)["train_mfu"] == 0.25
+    monkeypatch.setattr(progress, "peak_of", lambda name: None)
+    now[0] += 2
+    assert "train_mfu" not in part.logs(14, torch.device("cuda"), encoder)
+    now[0] -= 4
     assert part.rate({"train_runtime": 2.0}, 12) == {"train_samples_per_second": 8.0}
     assert part.rate({"loss": 1.0}, 12) == {}
     now[0] += 1

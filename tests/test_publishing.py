@@ -589,7 +589,6 @@ def test_the_best_weights_are_told_once_they_are_loaded_and_with_their_own_figur
         ),
         ({"weights": torch.bfloat16}, {"precision": "bf16"}),
         ({"bf16": True}, {"precision": "bf16 autocast"}),
-        ({"bf16": True, "bf16_activations": True}, {"precision": "bf16 activations"}),
         (
             {"image_learning_rate": 1e-3},
             {"learning rate of the image tower": "0.001"},

@@ -8,7 +8,6 @@ from typing import Any
 
 import datasets
 import pytest
-import safetensors.torch
 import torch
 from helpers import models
 from helpers.numerics import relative_error
@@ -74,16 +73,6 @@ def test_a_log_after_a_resume_has_the_mean_loss_of_its_whole_interval(rank, worl
 def test_resume_is_bit_identical_with_workers(tmp_path, persistent):
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}
     check_resume(str(tmp_path), models.Pairs(19), **options)
-
-
-def test_resume_is_bit_identical_with_bf16_activations(tmp_path):
-    options = {"bf16": True, "bf16_activations": True, "optimizer": "muon"}
-    check_resume(str(tmp_path), models.Pairs(19), **options)
-    checkpoint = tmp_path / "parts/checkpoint-6"
-    weights = [*safetensors.torch.load_file(checkpoint / "model.safetensors").values()]
-    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"].values()
-    weights += [value for of_one in state for value in of_one.values() if torch.is_tensor(value)]
-    assert {value.dtype for value in weights} == {torch.float32}
 
 
 def test_rows_that_the_main_process_would_send_out_are_refused(tmp_path):
@@ -166,7 +155,6 @@ def stopped_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
         ({"warmup_steps": 2}, r"warmup_steps was 0 and is 2"),
         ({"max_steps": 9}, r"schedule_length was '6 steps' and is '9 steps'"),
         ({"bf16": True}, r"mixed_precision was 'no' and is 'bf16'"),
-        ({"bf16": True, "bf16_activations": True}, r"bf16_activations was False and is True"),
         ({"model": models.clip(dropout=0.5)}, r"config\.text_config\.attention_dropout was 0\.0 and is 0\.5"),
         ({"train_sampling_strategy": "sequential"}, r"data was .*shuffled.* and is .*in order"),
     ],
@@ -231,7 +219,7 @@ def test_every_argument_that_decides_is_recorded(tmp_path):
         *("no_decay_parameters", "freeze_layers", "patch_dropout"),
         *("keep_features", "image_size", "max_text_tokens"),
         *("replay_share", "matryoshka_dims", "contrastive_weight", "leave_out"),
-        *("bf16_activations", "teacher", "teacher_weight", "teacher_side", "teacher_missing"),
+        *("teacher", "teacher_weight", "teacher_side", "teacher_missing"),
         *("remove_unused_columns", "label_smoothing_factor", "neftune_noise_alpha"),
     }
 

@@ -128,7 +128,7 @@ def precision(trainer: InfCLTrainer) -> str:
     if mixed == "fp16" and trainer.args.device.type == "cpu":
         mixed = "no"  # on CPUs accelerate then computes in the precision of the weights
     if mixed != "no":
-        return "bf16 activations" if trainer.args.bf16_activations else f"{mixed} autocast"
+        return f"{mixed} autocast"
     model: Any = trainer.model
     kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
     return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")

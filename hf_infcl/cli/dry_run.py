@@ -14,13 +14,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..card.telling import quieten
 from ..files.text import counted
-from ..models.counting import count_window, peak_of
+from ..models.counting import count_window, peak_of, shapes_of
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..trainer.trainer import InfCLTrainer
@@ -81,10 +80,7 @@ class _FirstSteps(TrainerCallback):
 
     def on_step_begin(self, *_: object, **kwargs: object) -> None:
         self._begins.append(time.perf_counter())
-        self._shapes = [
-            {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in batch.items()}
-            for batch in self._trainer.training_data.window.batches
-        ]
+        self._shapes = shapes_of(self._trainer.training_data.window.batches)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if on_gpu := self._device.type == "cuda":

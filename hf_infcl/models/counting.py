@@ -113,6 +113,11 @@ def count_window(encoder: DualEncoder, batches: Iterable[Mapping[str, Any]]) -> 
     return total
 
 
+def shapes_of(batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The batches without the content of their tensors, for `count_window`."""
+    return [{name: v.to("meta") if isinstance(v, Tensor) else v for name, v in batch.items()} for batch in batches]
+
+
 class _Calling(nn.Module):
     """Has the parameters of a model, and calls a function that reads them."""
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..refusals import check_tokens
-from .layers import depths, errors_in_bf16, frozen_begin, is_in_bf16
-from .model_types import IMAGE_TOWERS, ONE_SIZE, TOWERS, Pooling, SameEmbeddings, type_of_model
+from .layers import depths, frozen_begin
+from .model_types import AT_END_IF_PADDED, IMAGE_TOWERS, ONE_SIZE, TOWERS, Pooling, SameEmbeddings, type_of_model
 from .towers import PlaceholderText, embeds_of, part_of, pooled, remembered, return_dict_for
 
 IMAGE_FEATURES = "image_features"  # in a batch, instead of images: the output of a frozen image tower for each
@@ -61,7 +61,7 @@ class DualEncoder:
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._return_dict = return_dict_for(self.base)
         self._divides = kind.temperature == "temperature"
-        text_tower, projection = self._towers().get("text"), getattr(model, TOWERS["text"][1], None)
+        text_tower, projection = self.towers().get("text"), getattr(model, TOWERS["text"][1], None)
         self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
         self.pooling = Pooling.of_tower(text_tower)
         self._same_embeddings = SameEmbeddings(self.pooling)
@@ -151,6 +151,8 @@ class DualEncoder:
         forward: Callable[..., object],
         batch: Mapping[str, Tensor],
         frozen_outputs: dict[str, object] | None = None,
+        *,
+        masked: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """L2-normalised image and text embeddings, [images, D] and [texts, D], through the whole model's forward.
 
@@ -162,14 +164,16 @@ class DualEncoder:
                 With ``no_texts`` its text is only a placeholder: 0 text embeddings are returned.
             frozen_outputs: where the outputs of frozen towers for this micro-batch are kept. It is empty in the
                 first pass; in the second pass the frozen towers do not run. With None all towers run.
+            masked: whether the text tower gets the attention mask; see `needs_mask`.
 
         Raises:
             ValueError: the images have another size than those of the model.
         """
         self.check_images(batch)
-        inputs, in_bf16 = _select(batch, IMAGE_INPUTS + TEXT_INPUTS), is_in_bf16(self.model)
+        inputs = _select(batch, IMAGE_INPUTS + TEXT_INPUTS)
+        if not masked:
+            del inputs["attention_mask"]
         if (features := batch.get(IMAGE_FEATURES)) is not None:
-            features = features.bfloat16() if in_bf16 else features
             frozen_outputs = {} if frozen_outputs is None else frozen_outputs
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
             inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
@@ -185,12 +189,21 @@ class DualEncoder:
                     stack.enter_context(remembered(tower, frozen_outputs, name))
             if placeholder is not None and placeholder.known():
                 stack.enter_context(placeholder.instead_of_tower())
-            stack.enter_context(errors_in_bf16(self.model))
             outputs = forward(**inputs, **self._return_dict)
         images, texts = embeds_of(outputs, self.base)
-        if in_bf16:  # the model has divided by a norm that was rounded
-            images, texts = (F.normalize(embeds.float(), dim=-1) for embeds in (images, texts))
         return images, texts[:0] if no_texts else texts
+
+    def needs_mask(self, batch: Mapping[str, Tensor]) -> bool:
+        """Whether the embeddings of the texts of a batch, in host memory, depend on its attention mask.
+
+        Causal towers of transformers that take the embedding at the end of a text read nothing behind it, so that
+        padding on the right needs no mask. Faster kernels then compute the attention.
+        """
+        if self._kind.texts in (None, AT_END_IF_PADDED) or self.pooling is None or "attention_mask" not in batch:
+            return True
+        tokens, mask = batch["input_ids"], batch["attention_mask"]
+        taken = (tokens if self.pooling.at_largest else tokens == self.pooling.stated).int().argmax(1, keepdim=True)
+        return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, taken).all())
 
     def image_features(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does.
@@ -225,7 +238,7 @@ class DualEncoder:
             ValueError: the towers should be ``named`` as those of transformers, and are not.
         """
         for side, (tower, _) in TOWERS.items() if named else ():
-            if side not in self._towers():
+            if side not in self.towers():
                 raise ValueError(
                     f"{type(self.base).__name__} has no {tower}, so its {side} tower cannot have a rate or frozen "
                     "layers of its own. Name its towers as `TwoTowers` does, or leave these options out."
@@ -258,18 +271,18 @@ class DualEncoder:
         if hasattr(self.base, "disable_input_require_grads"):  # of transformers
             self.base.disable_input_require_grads()
 
-    def _towers(self) -> dict[str, nn.Module]:
+    def towers(self) -> dict[str, nn.Module]:
         """The towers by their sides. One's own model may give them other names; then none of them can be frozen."""
         return {side: getattr(self.model, names[0]) for side, names in TOWERS.items() if hasattr(self.model, names[0])}
 
     def frozen_towers(self) -> dict[str, nn.Module]:
         """The frozen towers by their sides, whether or not their projections train."""
-        return {side: tower for side, tower in self._towers().items() if _is_frozen(tower)}
+        return {side: tower for side, tower in self.towers().items() if _is_frozen(tower)}
 
     def frozen_parts(self) -> list[nn.Module]:
         """The frozen towers and projections, and what is frozen up to a layer of a tower that trains."""
         frozen = [module for modules in self.parts().values() for module in modules if _is_frozen(module)]
-        trained = [tower for tower in self._towers().values() if tower not in frozen]
+        trained = [tower for tower in self.towers().values() if tower not in frozen]
         return frozen + [part for tower in trained for part in frozen_begin(tower)]
 
     def eval_frozen_parts(self) -> None:

@@ -1,35 +1,30 @@
-"""Layers of towers: which of the first are frozen, forwards in bf16, and fused layers.
-
-Forwards in bf16 of a model whose weights are fp32 are what ``bf16_activations`` does in place of autocast. Each reads
-copies of the weights that are rounded to bf16. The casts are a part of its graph, so a backward adds its gradient to
-that of the weights themselves in fp32, micro-batch by micro-batch. The optimizer, clipping, averages, checkpoints and
-the processes' exchange thus see the same tensors as under autocast.
+"""Layers of towers: which of the first are frozen, and fused layers.
 
 Fused layers take fewer passes over memory than those of transformers, and keep fewer tensors for their backward. An
 eager step of a ViT-B/16 spends two fifths of its time on operators that read and write activations and compute next to
-nothing. Two changes, which leave the mathematics alone, save half of that:
+nothing. These changes leave the mathematics alone:
 
 - QuickGELU, the activation of OpenAI's CLIP models, is one kernel instead of three, and in the backward one instead of
   five; its input alone is kept.
-- Under autocast a layer norm returns fp32, which the projections to queries, keys and values round and keep one by one.
-  Here it is rounded once.
+- Under autocast a layer norm returns fp32, which every product that reads it rounds and keeps. The norms of a layer
+  that only products read return what is rounded once.
+- The patch embedding is a product. A convolution takes copies in other layouts.
 
-Parameters, their names and what is saved stay as they are. `torch.compile` fuses operators by itself.
+Parameters, their names and what is saved stay as they are. Where layers are compiled, QuickGELU leaves its kernel to
+the compiler.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import QuickGELUActivation
 
@@ -86,84 +81,6 @@ def frozen_begin(tower: nn.Module) -> Iterator[nn.Module]:
             waiting |= {f"{name}.{child}": part for child, part in module.named_children()}
 
 
-_WANTED = "infcl_computes_in_bf16"  # an attribute of a model
-_IN_FP32 = ("logit_scale", "logit_bias", "temperature")
-
-
-def is_in_bf16(model: nn.Module) -> bool:
-    """Whether the forward of a model, unwrapped, computes in bf16."""
-    return getattr(model, _WANTED, False)
-
-
-@contextmanager
-def errors_in_bf16(model: nn.Module) -> Iterator[None]:
-    """Within the context, a forward in bf16 that computes a part in fp32 nevertheless raises a ValueError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_in_bf16(model) or "dtype" not in str(error):
-            raise
-        raise ValueError(
-            f"A {type(model).__name__} cannot be trained with bf16_activations: its forward computes a part in fp32 "
-            f"also if its weights are in bf16 ({error}). Leave that option out; bf16 alone works."
-        ) from error
-
-
-def compute_in_bf16(model: nn.Module, *, wanted: bool) -> None:
-    """Lets the forward of a model compute in bf16 from now on, or again in the precision of its inputs and weights.
-
-    Inputs and parameters of floating point, PEFT's among them, are rounded to bf16 in every forward, also within
-    autocast. Two kinds are not: the temperature, whose gradient comes from the loss, and what batch norms read beside
-    their running statistics. Methods other than ``forward``, such as ``get_image_features``, do not change.
-    """
-    if wanted and not hasattr(model, _WANTED):
-        # Bound to the model, so that a deep copy of the model has a forward of its own.
-        model.forward = MethodType(_in_bf16(model.forward), model)
-    if wanted or hasattr(model, _WANTED):
-        setattr(model, _WANTED, wanted)
-
-
-def _in_bf16(forward: Any) -> Any:
-    bound = hasattr(forward, "__func__")
-    original = forward.__func__ if bound else forward
-
-    @functools.wraps(original)
-    def in_bf16(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        first = (self, *args) if bound else args
-        if not is_in_bf16(self):
-            return original(*first, **kwargs)
-        inputs = {name: rounded(value) for name, value in kwargs.items()}
-        device = next(self.parameters()).device.type
-        with rounded_parameters(self), torch.autocast(device, enabled=False):
-            return original(*first, **inputs)
-
-    return in_bf16
-
-
-def rounded(value: object) -> Any:
-    """A tensor of floating point in bf16; all else as it is."""
-    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-@contextmanager
-def rounded_parameters(model: nn.Module) -> Iterator[None]:
-    """Within the context, modules have rounded parameters, with a graph to the parameters themselves."""
-    places = [
-        (module, name, parameter)
-        for module in model.modules()
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.is_floating_point() and name not in _IN_FP32
-    ]
-    try:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter.to(torch.bfloat16)  # type: ignore[assignment]
-        yield
-    finally:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter
-
-
 def can_fuse(device: torch.device, backend: str = "auto") -> bool:
     """Whether the kernels run on a device: on AMD's GPUs, and on Nvidia's since Ampere, wherever there is Triton.
 
@@ -179,15 +96,17 @@ def fuse_layers(model: nn.Module, *, wanted: bool = True) -> None:
     for module in model.modules() if wanted else ():
         if type(module) is QuickGELUActivation:
             module.__class__ = QuickGELU
-        norm = getattr(module, "layer_norm1", None)
-        if type(norm) is nn.LayerNorm and _normalises_first(module):
-            norm.__class__ = RoundedLayerNorm
+        if type(module) is nn.Conv2d and _is_product(module):
+            module.__class__ = PatchProduct
+        for norm in (getattr(module, "layer_norm1", None), getattr(module, "layer_norm2", None)):
+            if type(norm) is nn.LayerNorm and _normalises_first(module):
+                norm.__class__ = RoundedLayerNorm
 
 
 def _normalises_first(layer: nn.Module) -> bool:
-    """Whether nothing but its attention reads the output of a layer's first norm, as in dual encoders of transformers.
+    """Whether only products of its attention and its MLP read a layer's norms, as in dual encoders of transformers.
 
-    Others add that output to what the attention returns, and rounding would reach the sums of their residual stream.
+    Others add what a norm returns to their residual stream, whose sums rounding would reach.
     """
     path = type(layer).__module__.split(".")
     of_dual_encoder = path[:2] == ["transformers", "models"] and path[2] in MODEL_TYPES
@@ -201,6 +120,24 @@ class RoundedLayerNorm(nn.LayerNorm):
         output = super().forward(input)
         device = input.device.type
         return output.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else output
+
+
+def _is_product(convolution: nn.Conv2d) -> bool:
+    """Whether it reads patches next to each other, each with all its channels."""
+    apart = convolution.stride == convolution.kernel_size != (1, 1) and convolution.padding in ((0, 0), "valid")
+    return apart and convolution.dilation == (1, 1) and convolution.groups == 1
+
+
+class PatchProduct(nn.Conv2d):
+    """A convolution of patches next to each other: the same sums, in another order."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        (height, width), (images, channels, rows, columns) = self.kernel_size, input.shape
+        down, across = rows // height, columns // width  # what is left over at the edges is no patch
+        patches = input[:, :, : down * height, : across * width].reshape(images, channels, down, height, across, width)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(images, down * across, -1)
+        output = F.linear(patches, self.weight.flatten(1), self.bias)
+        return output.transpose(1, 2).unflatten(2, (down, across))
 
 
 class QuickGELU(QuickGELUActivation):

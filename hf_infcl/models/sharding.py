@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import accelerate
@@ -45,29 +45,6 @@ def check_wrapper(accelerator: Accelerator) -> None:
         raise ValueError(
             f"InfCLTrainer needs accelerate {FSDP_SINCE} or newer under FSDP, but {accelerate.__version__} is "
             "installed. Upgrade it, or train with DDP."
-        )
-
-
-def check_in_bf16(accelerator: Accelerator, checkpointing: Sequence[str]) -> None:
-    """Raises a ValueError for settings of a training with which ``bf16_activations`` does not work.
-
-    ``checkpointing`` are the options that are set and compute layers again in the backward.
-    """
-    if accelerator.mixed_precision != "bf16":
-        raise ValueError(
-            f"bf16_activations needs bf16=True, but the mixed precision is {accelerator.mixed_precision!r}. Pass both "
-            "or none."
-        )
-    if is_sharded(accelerator):
-        raise ValueError(
-            "bf16_activations rounds whole weights in each forward, but FSDP divides and casts them in its own way. "
-            "Use DDP, or leave it out."
-        )
-    if checkpointing:
-        raise ValueError(
-            f"{checkpointing[0]} computes layers again outside of the forward, where bf16_activations has not rounded "
-            "their weights. Leave one of both out. A smaller per_device_train_batch_size saves memory as well, and "
-            "leaves the result as it is."
         )
 
 

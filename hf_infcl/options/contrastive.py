@@ -52,9 +52,8 @@ class ContrastiveOptions:
             ('auto') as many as fit on a GPU, at most 4; 1 of a sharded or a compiled model.
         offload_inputs: Keep the inputs of a step in host memory, and copy them to the GPU one micro-batch ahead. GPU
             memory then grows with gradient_accumulation_steps only by the embeddings.
-        bf16_activations: With bf16: keep all activations in bf16, also those that autocast keeps in fp32. Forwards read
-            all weights but the temperature rounded to bf16; the weights themselves stay fp32, and evaluations use
-            autocast.
+        torch_compile: Compile the whole model (torch.compile). By default each layer is compiled, on a GPU with Triton
+            and in a training of more than some minutes; false leaves that out.
         logit_scale_learning_rate: Learning rate of logit_scale and logit_bias, on the same schedule. Defaults to
             learning_rate.
         image_learning_rate: Learning rate of the image tower and its projection, by default learning_rate. It has the
@@ -144,7 +143,7 @@ class ContrastiveOptions:
     retain_graphs: str | None = option(one_machine=True)
     texts_at_once: str | None = option(decides=False)
     offload_inputs: bool = option(False, one_machine=True)
-    bf16_activations: bool = False
+    torch_compile: bool | None = option(decides=False)
 
     # ---- Learning rates and the optimizer ----
     logit_scale_learning_rate: float | None = option(within=FINITE)

@@ -45,6 +45,7 @@ class RunRecord:
     last_loss: float = 0.0  # of the last window that was trained
     optimizer: dict[str, Any] = field(default_factory=dict)  # its options and those of its schedule
     micro_batches: dict[str, Any] | None = None  # how the global batch was divided, and on which devices
+    compiled: str | None = None  # what was compiled; None if it was not decided
 
     def write(self, checkpoint: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)

@@ -26,6 +26,7 @@ from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases
 from .checks import NumberChecks, RowsOfDataset, check_own_loss, finite_rows
+from .compilation import LayerCompilation, gets_mask
 from .extensions import (
     NO_ROWS,
     Extension,
@@ -86,6 +87,7 @@ class WindowStep:
         self.may_repeat = self.repeats
         # A trial or a first window of a compiled model leaves cycles: see `_collect_after_compiling`.
         self._compiled, self._has_cycles = compiled, compiled
+        self.compilation = LayerCompilation(context, record, steps=steps, compiled=compiled)
         self.graphs = GraphBudget(None if args.retain_graphs == "auto" else int(args.retain_graphs or 1), args.device)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.checks = NumberChecks(context, record, rows_of_dataset)
@@ -141,7 +143,7 @@ class WindowStep:
             micro_batches,
             device=args.device,
             retain=self.graphs.graphs(wrapper.most_graphs(count)),
-            keep_grad_mode=self._compiled,
+            keep_grad_mode=self._compiled or self.compilation.is_active,
             alike=True,
             buffers=model.buffers(),
         )
@@ -267,9 +269,11 @@ class WindowStep:
         inputs = self.context.prepare_inputs(micro_batch.inputs if arriving is None else next(arriving))
         for change in self._changes:
             inputs = change.inputs(inputs)
-        # Leaving out a tower would trigger another compilation of a compiled model.
+        # Leaving out a tower would trigger another compilation of a whole model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
-        embeds: Features = self.context.encoder.embed(model, inputs, frozen_outputs)
+        if micro_batch.masked is None:
+            micro_batch.masked = gets_mask(self.context, micro_batch.inputs)
+        embeds: Features = self.context.encoder.embed(model, inputs, frozen_outputs, masked=micro_batch.masked)
         if micro_batch.references is None:
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
@@ -280,7 +284,7 @@ class WindowStep:
         Compilation leaves reference cycles that hold the activations of a micro-batch, so the window would hold the
         activations of two micro-batches. This is called after the first forward, the first backward and the last one.
         """
-        if self._has_cycles:
+        if self._has_cycles or (self.windows == 0 and self.compilation.is_active):
             gc.collect()
 
     @torch.no_grad()

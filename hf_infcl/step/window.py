@@ -100,6 +100,7 @@ class MicroBatch:
     inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
     references: list[Features] | None = None  # until the first pass
+    masked: bool | None = None  # whether the text tower gets the attention mask, once known
 
 
 class Window:

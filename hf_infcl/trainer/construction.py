@@ -19,11 +19,10 @@ from ..data.store import all_parts, check_has_rows, most_captions
 from ..data.transforms import set_image_size
 from ..models.adapters import beside_adapters, has_adapters, resize_images
 from ..models.dual_encoder import DualEncoder, check_patches
-from ..models.layers import can_fuse, compute_in_bf16, fuse_layers
+from ..models.layers import can_fuse, fuse_layers
 from ..models.model_types import fit_tokenizer
-from ..models.sharding import check_in_bf16, check_wrapper, is_sharded, prepare_for_fsdp
+from ..models.sharding import check_wrapper, is_sharded, prepare_for_fsdp
 from ..options.arguments import InfCLTrainingArguments
-from ..options.combinations import CHECKPOINTING
 from ..options.contrastive import RATES
 from ..processes.lock import check_writable
 from ..step.extensions import check_extensions
@@ -105,13 +104,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
             "batch, but the outputs of these layers depend on the size of the micro-batch."
         )
-    fuse_layers(model, wanted=can_fuse(args.device, args.backend) and not args.torch_compile)
+    fuse_layers(model, wanted=can_fuse(args.device, args.backend))
     keeps = bool(args.keep_features)
     # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
     adapted = has_adapters(model) and not is_sharded(accelerator)
-    start = Start(model, accelerator, keeps=keeps) if keeps or adapted else None
-    compute_in_bf16(model, wanted=args.bf16_activations)
-    return start
+    return Start(model, accelerator, keeps=keeps) if keeps or adapted else None
 
 
 def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -> None:
@@ -145,8 +142,6 @@ def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:
 def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
     """Raises a ValueError for options that do not work with the wrapper of the model."""
     fsdp = is_sharded(accelerator)
-    if args.bf16_activations:
-        check_in_bf16(accelerator, [name for name in CHECKPOINTING if getattr(args, name, False)])
     if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
             "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "

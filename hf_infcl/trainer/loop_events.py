@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -17,10 +17,13 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
 
 from ..files.text import counted
+from ..models.counting import count_window, peak_of, shapes_of
+from ..models.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..step.step import WindowStep
+from ..step.window import Window
 from .checkpoints import Checkpoints
 from .training_data import TrainingData
 
@@ -49,19 +52,36 @@ class Progress:
         self._began = now - earlier
         self._last_log = now, step
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
+        self._first_window: list[dict[str, Any]] = []  # the shapes of its micro-batches
+        self._of_window: int | None = None  # the operations of the first window; 0 if they cannot be counted
 
     def keep_seconds(self, state: TrainerState) -> None:
         """Puts the seconds of the training up to now into the part of Trainer's state that checkpoints keep."""
         kept: Any = state.stateful_callbacks
         kept[_SECONDS] = round(time.perf_counter() - self._began, 3)
 
-    def logs(self, step: int, device: torch.device) -> dict[str, float]:
-        """global_batch_size, samples_seen, samples_per_second since the last call, train_seconds, peak_memory."""
+    def look_at(self, window: Window) -> None:
+        """Keeps the shapes of the first window, before it is trained."""
+        self._first_window = self._first_window or shapes_of(window.batches)
+
+    def logs(self, step: int, device: torch.device, encoder: DualEncoder) -> dict[str, float]:
+        """global_batch_size, samples_seen, samples_per_second since the last call, train_seconds, peak_memory.
+
+        On a chip whose peak is known also train_mfu: the share of it with which this process computes the products of
+        its model, by those of the first window. What is computed again counts once.
+        """
         now, (since, at) = time.perf_counter(), self._last_log
-        self._last_log = now, step
         logs: dict[str, float] = {"global_batch_size": self._batch, "samples_seen": step * self._batch}
         if step > at:
             logs["samples_per_second"] = round((step - at) * self._batch / (now - since), 3)
+            peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+            if peak is not None and self._of_window is None:
+                self._of_window = 0
+                with suppress(ValueError):  # a model that cannot be counted
+                    self._of_window = count_window(encoder, self._first_window)
+            if peak is not None and self._of_window:
+                logs["train_mfu"] = round((step - at) * self._of_window / (now - since) / peak, 4)
+        self._last_log = time.perf_counter(), step  # counting takes a second
         logs[_SECONDS] = round(now - self._began, 3)
         if device.type == "cuda":
             logs["peak_memory"] = torch.cuda.max_memory_allocated(device)

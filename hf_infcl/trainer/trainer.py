@@ -297,6 +297,7 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
+        self.progress.look_at(self.training_data.window)
         return run_repeating(self.window_step, model, self.training_data.window, self.state.global_step)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
@@ -321,8 +322,8 @@ class InfCLTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds `WindowStep.logs`, `Progress.logs` and `TrainingData.logs` to the logs of the training; collective."""
         if "loss" in logs:
-            logs |= self.window_step.logs(logs) | self.progress.logs(self.state.global_step, self.args.device)
-            logs |= self.training_data.logs()
+            logs |= self.window_step.logs(logs) | self.training_data.logs()
+            logs |= self.progress.logs(self.state.global_step, self.args.device, self.dual_encoder)
         logs |= self.progress.rate(logs, self.state.global_step)
         super().log(logs, start_time)
 
@@ -378,6 +379,7 @@ class InfCLTrainer(Trainer):
             only_model=args.save_only_model,
             optimizer=self.optimization.options,
             micro_batches=recorded(args),
+            compiled=self.window_step.compilation.decided,
         )
         save, best_before = partial(super()._save_checkpoint, model, trial), state.best_model_checkpoint
         write = partial(files.write_checkpoint, save, state, args, self.window_step.state_dict())

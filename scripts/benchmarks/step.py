@@ -38,7 +38,8 @@ Inputs come from a pool of a few micro-batches of random images in pinned memory
 loading is not measured, and host memory need not hold a window of a million images. On the device every micro-batch is
 a separate tensor, except with offload_inputs, which holds two at a time. Images are fp32, as processors return them,
 unless --pixel-dtype is given. "hf_infcl by default, uint8" has images as InfCLTrainer's own collator returns them, in
-uint8, which it normalises on the device; --pixel-dtype uint8 is only for rows of --global-batch-sizes.
+uint8, which it normalises on the device; --pixel-dtype uint8 is only for rows of --global-batch-sizes. InfCLTrainer
+compiles each layer, as it does in a long training, unless the whole model is compiled or "torch_compile false" is said.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ COLUMNS = tuple(
     """.split()
 )
 PLAIN, OURS, OFFLOAD = "Trainer", "hf_infcl", "hf_infcl offload"
+UINT8 = {"global_batch_size": "all", "pixels": torch.uint8}  # images as its own collator returns them
 # Our options by implementation; all is replaced by the number of accumulation steps.
 OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl": {"retain_graphs": "1"},
@@ -74,17 +76,14 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl retain auto": {"retain_graphs": "auto"},
     "hf_infcl offload": {"retain_graphs": "1", "offload_inputs": True},
     "hf_infcl retain all, offload": {"retain_graphs": "all", "offload_inputs": True},
-    "hf_infcl bf16 activations": {"retain_graphs": "1", "bf16_activations": True},
     "hf_infcl freeze image": {"retain_graphs": "1", "freeze": "image"},
     "hf_infcl stored teacher": {"retain_graphs": "1", "taught": True},
     "hf_infcl matryoshka": {"retain_graphs": "1", "matryoshka_dims": "all"},
     "hf_infcl texts at once": {"retain_graphs": "1", "texts_at_once": "all"},
     "hf_infcl texts at once, retain auto": {"retain_graphs": "auto", "texts_at_once": "all"},
     "hf_infcl by default": {"global_batch_size": "all"},  # as if the user had said nothing else
-    "hf_infcl by default, uint8": {
-        "global_batch_size": "all",
-        "pixels": torch.uint8,
-    },  # as its own collator returns them
+    "hf_infcl by default, uint8": UINT8,
+    "hf_infcl by default, uint8, torch_compile false": {**UINT8, "torch_compile": False},
 }
 LOSSES: dict[str, Any] = {
     OURS: contrastive_loss,
@@ -206,7 +205,8 @@ def implementations(
         all_of: dict[str, Any] = {"global_batch_size": steps * args.micro_batch_size * common.world_size()}
         all_of["matryoshka_dims"] = inputs.prefixes(args.model)
         numbers = {name: all_of.get(name, steps) if value == "all" else value for name, value in options.items()}
-        options = ({} if "global_batch_size" in numbers else {"texts_at_once": 1}) | numbers | common_options
+        options = ({} if "global_batch_size" in numbers else {"texts_at_once": 1}) | numbers
+        options |= common_options
         images = pool
         if pixels := options.pop("pixels", None):
             shape = {"image_size": args.image_size, "tokens": args.text_tokens}

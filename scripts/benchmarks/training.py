@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+import hf_infcl.step.compilation
 import hf_infcl.step.step
 import hf_infcl.step.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
@@ -272,7 +273,7 @@ def train(
         args = (InfCLTrainingArguments if issubclass(trainer_class, InfCLTrainer) else transformers.TrainingArguments)(
             output_dir=folder,
             max_steps=steps,
-            bf16=on_gpu or options.get("bf16_activations", False),
+            bf16=on_gpu,
             use_cpu=not on_gpu,
             ddp_find_unused_parameters=False,
             **ONLY_STEPS,
@@ -289,6 +290,7 @@ def train(
             parts = {(True, False): Normaliser, (False, True): Padded, (True, True): PaddedNormaliser}
             trainer.data_collator = parts[in_uint8, by_default]()
         trainer.remove_callback(transformers.PrinterCallback)
+        stack.enter_context(mock.patch.object(hf_infcl.step.compilation, "ENOUGH", 0.0))  # as in a long training
         if loss is not None:
             window = hf_infcl.step.window
             stack.enter_context(mock.patch.object(window, "contrastive_loss", clock.recorded(loss)))

@@ -41,7 +41,7 @@ from real_pairs.training import SETS, Row, Run, compile_layers, measure, new_mod
 from real_pairs.wrong_and_taught import FromBatch, called_wrong, of_selection, scores_of, stored, with_wrong_captions
 
 RESULTS = Path(__file__).parent / "results"
-TABLES = ("results", "wrong_and_taught", "icons", "pretrained_towers", "bf16_activations", "rules_tried")
+TABLES = ("results", "wrong_and_taught", "icons", "pretrained_towers", "rules_tried")
 CELLS = (  # the columns that say what was trained
     *("experiment", "method", "batch", "micro_batch", "samples", "learning_rate", "objective", "pair_ids", "seed"),
     *("evaluations", "captions", "equal_ids", "negatives", "optimizer", "way", "options", "sources", "replay", "path"),

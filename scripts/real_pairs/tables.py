@@ -652,9 +652,6 @@ def main() -> None:
         "Other rules against wrong captions": means(
             args.results / "rules_tried.csv", {"rule": "rule", "wrong captions": "wrong"}
         ),
-        "Activations in bf16": means(
-            args.results / "bf16_activations.csv", {"optimizer": "optimizer", "options": "options"}
-        ),
         "Towers that others have trained": means(
             args.results / "pretrained_towers.csv",
             {

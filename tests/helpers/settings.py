@@ -46,7 +46,6 @@ class Setting:
         options: dict[str, Any] = {
             "gradient_checkpointing": drawn.random() < 0.15,
             "offload_inputs": drawn.random() < 0.2,
-            "bf16_activations": drawn.random() < 0.2,
             "patch_dropout": drawn.choice([None, None, None, 0.5]),
             "freeze": drawn.choice([None, None, None, None, "image", "text"]),
             "optim": drawn.choice(["adamw_torch", "adamw_torch_fused"]),
@@ -54,9 +53,7 @@ class Setting:
         }
         if options["freeze"] == "image":
             options["patch_dropout"] = None
-        if options["bf16_activations"]:
-            options["gradient_checkpointing"] = False
-        options["bf16"] = options["bf16_activations"] or drawn.random() < 0.9
+        options["bf16"] = drawn.random() < 0.9
         # A forward takes 2 operations for each weight and token, and a step four times as much: two forwards and a
         # backward. A layer has 12 · width² weights, and those of the text tower about half as many.
         patches = (image_size // patch) ** 2

@@ -1,0 +1,212 @@
+"""Compiles the layers of a model's towers for the steps of a training; all layers of a tower share one compilation.
+
+Before the first step one layer of each tower runs forward and backward as it is, which says how long the training will
+take, and then compiled. A compiler that fails does so there, and not in the middle of a step. Trials, evaluations and
+whatever else calls the model compute with the layers as they are, so that only the shapes of the training are compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from ..models.dual_encoder import NO_TEXTS, DualEncoder
+from ..models.layers import can_fuse
+from ..models.sharding import is_sharded
+from ..options.arguments import InfCLTrainingArguments
+from ..options.record import RunRecord
+from ..processes.collectives import Processes
+from .grad_cache import random_state_kept
+from .terms import Context
+from .window import Window
+
+LAYERS, MODEL, NOTHING = "layers", "model", "nothing"  # what is compiled
+ENOUGH = 300.0  # seconds that the layers of a training take, some twenty times what their compilation takes
+BACKEND = "inductor"
+_NUMBERS = itertools.count()  # of the functions that are compiled
+
+logger = logging.get_logger(__name__)
+
+
+def may_compile(args: InfCLTrainingArguments) -> bool:
+    """Whether the layers of a long training are compiled: nobody has said otherwise, and Triton runs on the device."""
+    return args.torch_compile is None and can_fuse(args.device, args.backend)
+
+
+class LayerCompilation:
+    """Decides once whether a training compiles the layers of its model, and does it.
+
+    Args:
+        record: of the checkpoint that the training resumes from, which does what it did before.
+        steps: of the whole training.
+        compiled: whether the model, or a part of it, is compiled already.
+
+    Attributes:
+        decided: what is compiled, `LAYERS`, `MODEL` or `NOTHING`; None before the first step.
+        is_active: whether layers are compiled now.
+    """
+
+    def __init__(self, context: Context, record: RunRecord | None, *, steps: int, compiled: bool) -> None:
+        self._context, self._before, self._steps = context, record and record.compiled, steps
+        self.decided = MODEL if compiled else None
+        self.is_active = False
+        self._functions: dict[nn.Module, Callable[..., Any]] = {}  # by the layers that call them
+
+    @contextmanager
+    def active(self, window: Window) -> Iterator[None]:
+        """The context of a step. The first one decides, compiles and says so; collective."""
+        if self.decided is None:
+            self.decided = self._decide(window)
+            if self._before not in (None, self.decided):
+                self._tell(
+                    f"The training of the checkpoint compiled {self._before}, and this one compiles {self.decided}: it "
+                    "goes on, but not to the bit as without the interruption."
+                )
+        with self._called():
+            yield
+
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """The context in which the layers call their compiled functions."""
+        self.is_active = bool(self._functions)
+        for layer, function in self._functions.items():
+            layer._compiled_call_impl = function
+        try:
+            yield
+        finally:
+            self.is_active = False
+            for layer in self._functions:
+                layer._compiled_call_impl = None
+
+    def _decide(self, window: Window) -> str:
+        context = self._context
+        # Under FSDP no process has a whole layer to try.
+        possible = may_compile(context.args) and not is_sharded(context.accelerator)
+        if self._before in (MODEL, NOTHING) or not all(one for (one,) in Processes().agree([possible])):
+            return NOTHING
+        layers: dict[str, list[nn.Module]] = {}
+        seconds, failure = 0.0, ""
+        with random_state_kept(context.args.device):
+            with suppress(Exception):  # which the step raises as well
+                layers, trials = self._trials(window)
+                seconds = sum(_seconds(trials[name]) * len(of_tower) for name, of_tower in layers.items())
+            seconds = min(number for (number,) in Processes().agree([seconds * len(window) * self._steps]))
+            if seconds < ENOUGH and not (self._before == LAYERS and seconds > 0):
+                return NOTHING
+            began = time.perf_counter()
+            try:
+                for name, of_tower in layers.items():
+                    self._functions |= _compiled(name, of_tower)
+                with self._called():
+                    for trial in trials.values():
+                        trial()
+            except Exception as error:
+                failure = " ".join([f"{type(error).__name__}:", *str(error).split("\n")[:2]])
+            failures = Processes().agree([bool(failure)])
+        if any(failed for (failed,) in failures):
+            self._functions = {}
+            self._tell(f"The layers could not be compiled, and are computed as they are ({failure or 'elsewhere'}).")
+            return NOTHING
+        numbers = " and ".join(f"{len(of_tower)} of the {name} tower" for name, of_tower in layers.items())
+        seconds = time.perf_counter() - began
+        self._tell(f"The layers ({numbers}) were compiled in {seconds:.0f} s; --torch_compile false leaves that out.")
+        return LAYERS
+
+    def _tell(self, message: str) -> None:
+        if self._context.args.process_index == 0:
+            logger.warning(message)
+
+    def _trials(self, window: Window) -> tuple[dict[str, list[nn.Module]], dict[str, Callable[[], None]]]:
+        """The layers of the towers that run, and for each tower a forward and a backward of its last layer.
+
+        The layer gets the inputs that it has in the step.
+        """
+        encoder, layers = self._context.encoder, layers_of(self._context.encoder)
+        encoder.model.train()
+        encoder.eval_frozen_parts()
+        inputs: dict[str, tuple[Any, dict[str, Any]]] = {}
+        buffers = [(buffer, buffer.clone()) for buffer in encoder.model.buffers()]
+        hooks = []
+        for name, of_tower in layers.items():
+
+            def keep(_: nn.Module, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
+                inputs[name] = args, kwargs
+
+            hooks.append(of_tower[-1].register_forward_pre_hook(keep, with_kwargs=True))
+        batch = next(batch for batch in window.batches if not batch.get(NO_TEXTS))
+        try:
+            with torch.no_grad():
+                masked = gets_mask(self._context, batch)
+                encoder.embed(encoder.model, self._context.prepare_inputs(dict(batch)), masked=masked)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        trials = {name: partial(self._trial, name, layers[name][-1], *inputs[name]) for name in inputs}
+        return {name: layers[name] for name in inputs}, trials  # a tower whose outputs are cached does not run
+
+    def _trial(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        others = set(self._context.encoder.towers()[name].parameters()) - set(layer.parameters())
+        first = args[0].detach().requires_grad_(any(p.requires_grad for p in others))
+        with torch.enable_grad(), self._context.accelerator.autocast():
+            output = layer(first, *args[1:], **kwargs)
+        output = output if isinstance(output, Tensor) else output[0]
+        if output.requires_grad:
+            torch.autograd.grad(output, [first] * first.requires_grad + trained, output.detach(), allow_unused=True)
+
+
+def gets_mask(context: Context, batch: Mapping[str, Any]) -> bool:
+    """Whether the text tower gets the attention mask of a batch: on a GPU, without it, flash attention runs."""
+    return context.args.device.type != "cuda" or batch["input_ids"].is_cuda or context.encoder.needs_mask(batch)
+
+
+def layers_of(encoder: DualEncoder) -> dict[str, list[nn.Module]]:
+    """The layers of each tower, as transformers marks them, without those within others; no towers that have none."""
+    layers: dict[str, list[nn.Module]] = {}
+    for name, tower in encoder.towers().items():
+        found = [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
+        within = {part for layer in found for part in layer.modules() if part is not layer}
+        if found:
+            layers[name] = [layer for layer in found if layer not in within]
+    return layers
+
+
+def _call(layer: nn.Module, *args: object, **kwargs: object) -> Any:
+    return layer._call_impl(*args, **kwargs)
+
+
+def _compiled(name: str, layers: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
+    """The layers of a tower, each with the function to call for it.
+
+    The function has a code object of its own: all layers of transformers share one, and the compiler limits how many
+    kinds of inputs it compiles for each code object.
+    """
+    code = _call.__code__.replace(co_name=f"_call_{name}_{next(_NUMBERS)}")
+    options: Any = {"recompile_limit": 32} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    function: Any = torch.compile(FunctionType(code, globals(), code.co_name), backend=BACKEND, **options)
+    return {layer: partial(function, layer) for layer in layers}
+
+
+def _seconds(trial: Callable[[], None]) -> float:
+    """What a trial takes after a first one, which chooses kernels."""
+    trial()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    trial()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

@@ -1,0 +1,262 @@
+"""Layers that are compiled for the steps of a training: the same weights, few graphs, and what becomes of failures."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers as tf
+from helpers import models
+from helpers.processes import on_ranks
+from helpers.trainers import StopAt, parameters, trained, trainer_for
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.data import default_collate
+from transformers.activations import QuickGELUActivation
+
+from hf_infcl import InfCLTrainer
+from hf_infcl.options.record import RunRecord
+from hf_infcl.step import compilation
+
+LAYERS = 3
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "sgd"}
+
+
+def clip() -> tf.CLIPModel:
+    return models.clip_with({"num_hidden_layers": LAYERS}, {"num_hidden_layers": LAYERS})
+
+
+class Compiler:
+    """A backend of `torch.compile` that counts the graphs of forwards and the calls of what it has compiled."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiled = aot_eager(graph, inputs)
+        self.graphs.append(graph)
+
+        def called(*args: Any) -> Any:
+            self.calls += 1
+            return compiled(*args)
+
+        return called
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """Compiles the layers of any training on a CPU."""
+    counting = Compiler()
+    compile_layers(monkeypatch, counting)
+    torch._dynamo.reset()
+    yield counting
+    torch._dynamo.reset()
+
+
+def compile_layers(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    monkeypatch.setattr(compilation, "can_fuse", lambda device, backend: True)
+    monkeypatch.setattr(compilation, "ENOUGH", 0.0)
+    monkeypatch.setattr(compilation, "BACKEND", backend)
+
+
+def run(folder: Any, model: Any = None, resume: Any = None, **options: Any) -> InfCLTrainer:
+    return trained(trainer_for(folder, clip() if model is None else model, **options), resume)
+
+
+def called(trainer: InfCLTrainer) -> list[torch.nn.Module]:
+    """The layers that would call what is compiled now."""
+    return [module for module in trainer.model.modules() if module._compiled_call_impl is not None]
+
+
+def lora() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(clip(), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+
+EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        ({}, 2),
+        ({"bf16": True, "retain_graphs": "2"}, 2),
+        ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}, 2),
+        ({"gradient_checkpointing": True}, 2),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, 4),
+        ({"freeze": "image"}, 2),
+        ({"freeze_layers": 1}, 6),
+        ({"model": lora}, 4),
+        ({"patch_dropout": 0.5}, 3),
+        ({"texts_at_once": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}, 2),
+        ({"eval_dataset": models.Pairs(10), "eval_on_start": True, **EVALUATED}, 2),  # the last batch has 2 rows
+        ({"optimizer": "muon"}, 2),
+        ({"model": models.siglip}, 2),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_weights_are_those_of_layers_as_they_are(tmp_path, compiler, options, graphs):
+    options = dict(options)
+    build = options.pop("model", clip)
+    options = {"max_steps": 3, **options}
+    expected = run(tmp_path, build(), **options, torch_compile=False)
+    assert (expected.window_step.compilation.decided, compiler.calls) == (compilation.NOTHING, 0)
+    trainer = run(tmp_path, build(), **options)
+    assert trainer.window_step.compilation.decided == compilation.LAYERS
+    assert len(compiler.graphs) <= graphs
+    assert not called(trainer)
+    assert torch.equal(parameters(trainer), parameters(expected))
+    steps = trainer.args.gradient_accumulation_steps * 3
+    assert compiler.calls >= steps * (1 if build is models.siglip else LAYERS), "of one tower at least"
+
+
+def test_constant_shapes_are_compiled_as_such_and_varying_texts_once(tmp_path, compiler):
+    def trimmed(rows: Any) -> Any:
+        batch = default_collate(rows)
+        longest = int(batch["attention_mask"].sum(1).max())
+        return {name: value[:, :longest] if value.ndim == 2 else value for name, value in batch.items()}
+
+    run(tmp_path)
+    assert not any(isinstance(value, torch.SymInt) for graph in compiler.graphs for value in sizes(graph))
+    compiler.graphs.clear()
+    options = {"data": models.Pairs(40, longest=9), "max_steps": 5, "per_device_train_batch_size": 2}
+    trainer = run(tmp_path, **options, data_collator=trimmed)
+    assert 3 <= len(compiler.graphs) <= 4, "one more for all lengths of texts"
+    assert torch.equal(
+        parameters(trainer), parameters(run(tmp_path, **options, data_collator=trimmed, torch_compile=False))
+    )
+
+
+def sizes(graph: torch.fx.GraphModule) -> Iterator[Any]:
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" and isinstance(value := node.meta.get("example_value"), torch.Tensor):
+            yield from value.shape
+
+
+def test_a_frozen_tower_runs_once(tmp_path, compiler):
+    model, runs = clip(), []
+    model.vision_model.encoder.register_forward_hook(lambda *_: runs.append(1))
+    run(tmp_path, model, freeze="image", max_steps=1, gradient_accumulation_steps=4)
+    assert len(runs) == 4 + 1, "and for the trial before the first step"
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds", "decided"),
+    [({}, 1e9, compilation.NOTHING), ({"torch_compile": False}, 0.0, compilation.NOTHING)],
+)
+def test_short_trainings_and_those_that_say_so_compile_nothing(
+    tmp_path, compiler, monkeypatch, capsys, options, seconds, decided
+):
+    monkeypatch.setattr(compilation, "ENOUGH", seconds)
+    trainer = run(tmp_path, **options)
+    assert trainer.window_step.compilation.decided == decided
+    assert not compiler.graphs
+
+
+def test_a_user_s_own_compilation_stays(tmp_path, compiler):
+    model = clip()
+    model.compile(backend="eager")
+    assert run(tmp_path, model).window_step.compilation.decided == compilation.MODEL
+    assert not compiler.graphs
+
+
+# ---- Failures ----
+
+
+def failing(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    raise RuntimeError("no compiler")
+
+
+def failing_in_backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=failing)(graph, inputs)
+
+
+@pytest.mark.parametrize("backend", [failing, failing_in_backward])
+def test_a_training_goes_on_without_a_compiler_that_fails(tmp_path, monkeypatch, caplog, backend):
+    expected = parameters(run(tmp_path))
+    torch._dynamo.reset()
+    compile_layers(monkeypatch, backend)
+    with mock.patch.object(compilation.logger, "warning") as told:
+        trainer = run(tmp_path)
+    assert trainer.window_step.compilation.decided == compilation.NOTHING
+    assert torch.equal(parameters(trainer), expected)
+    ((message,), _), *others = told.call_args_list
+    assert "The layers could not be compiled, and are computed as they are" in message
+    assert "no compiler" in message
+    assert not others
+
+
+def test_an_error_of_a_step_leaves_nothing_compiled(tmp_path, compiler):
+    trainer = trainer_for(tmp_path, clip())
+    with (
+        mock.patch.object(type(trainer.window_step), "run", side_effect=RuntimeError("within")),
+        pytest.raises(RuntimeError, match="within"),
+    ):
+        trainer.train()
+    assert not called(trainer)
+
+
+@on_ranks(2)
+def test_processes_compile_alike_or_not_at_all(rank, world_size, tmp_path):
+    found = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for backend in (None, aot_eager, failing if rank else aot_eager):
+            torch._dynamo.reset()
+            if backend is not None:
+                compile_layers(monkeypatch, backend)
+            trainer = run(tmp_path, data=models.Pairs(64), max_steps=2)
+            found.append((trainer.window_step.compilation.decided, parameters(trainer)))
+    assert [decided for decided, _ in found] == [compilation.NOTHING, compilation.LAYERS, compilation.NOTHING]
+    for _, weights in found:
+        assert torch.equal(weights, found[0][1])
+
+
+# ---- Resumes ----
+
+
+def test_a_resume_does_what_the_training_did(tmp_path, compiler, monkeypatch):
+    whole = parameters(run(tmp_path / "whole", **SAVING))
+    run(tmp_path / "parts", **SAVING, callbacks=[StopAt(2)])
+    checkpoint = str(tmp_path / "parts/checkpoint-2")
+    record = RunRecord.read(checkpoint)
+    assert record is not None
+    assert record.compiled == compilation.LAYERS
+    monkeypatch.setattr(compilation, "ENOUGH", 1e9)  # what is left is short
+    compiler.graphs.clear()
+    with mock.patch.object(compilation.logger, "warning") as told:
+        resumed = run(tmp_path / "parts", **SAVING, resume=checkpoint)
+    assert (resumed.window_step.compilation.decided, len(compiler.graphs)) == (compilation.LAYERS, 2)
+    assert torch.equal(parameters(resumed), whole)
+    assert "were compiled in" in told.call_args.args[0]
+    with mock.patch.object(compilation.logger, "warning") as told:
+        resumed = run(tmp_path / "parts", **SAVING, resume=checkpoint, torch_compile=False)
+    assert resumed.window_step.compilation.decided == compilation.NOTHING
+    assert "compiled layers, and this one compiles nothing: it goes on, but not to the bit" in told.call_args.args[0]
+
+
+def test_a_resume_of_a_training_that_compiled_nothing_compiles_nothing(tmp_path, compiler):
+    run(tmp_path, **SAVING, torch_compile=False, callbacks=[StopAt(2)])
+    resumed = run(tmp_path, **SAVING, resume=str(tmp_path / "checkpoint-2"))
+    assert (resumed.window_step.compilation.decided, compiler.graphs) == (compilation.NOTHING, [])
+
+
+# ---- On a GPU ----
+
+
+@pytest.mark.gpu
+@on_ranks(1, backend="nccl", timeout=300)
+def test_on_a_gpu_the_gradients_are_those_of_layers_as_they_are(rank, world_size, tmp_path):
+    options = {"max_steps": 3, "use_cpu": False, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+    for more in ({}, {"bf16": True}):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            expected = run(tmp_path, **options, **more, torch_compile=False)
+            monkeypatch.setattr(compilation, "ENOUGH", 0.0)
+            trainer = run(tmp_path, data=models.Pairs(40), **options, **more)
+        assert trainer.window_step.compilation.decided == compilation.LAYERS
+        assert not any(type(module) is QuickGELUActivation for module in trainer.model.modules())
+        start = torch.nn.utils.parameters_to_vector(clip().parameters()).to(trainer.args.device)
+        change = parameters(expected) - start
+        assert (parameters(trainer) - parameters(expected)).norm() < (0.03 if more else 1e-4) * change.norm()
