@@ -19,8 +19,8 @@ from torch.utils.data import default_collate
 from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers
 from hf_infcl.data.pairs import usable_captions
 from hf_infcl.models.counting import count_operations
-from hf_infcl.models.dual_encoder import IMAGE_FEATURES, NO_TEXTS, TEXT_INPUTS, DualEncoder
-from hf_infcl.models.model_types import AT_END_IF_PADDED, MODEL_TYPES
+from hf_infcl.models.dual_encoder import IMAGE_FEATURES, NO_MASK, NO_TEXTS, TEXT_INPUTS, DualEncoder
+from hf_infcl.models.model_types import MODEL_TYPES
 from hf_infcl.step.window import Window, deal_texts
 
 
@@ -368,28 +368,36 @@ def test_a_list_that_is_stored_as_text_is_a_list(text, captions):
 def test_causal_towers_need_no_mask_if_padding_is_on_the_right(kind):
     model, batch = KINDS[kind]().eval(), models.batch_for(kind)
     batch |= {name: value for name, value in models.Pairs(5, longest=9).batch().items() if name in TEXT_INPUTS}
-    encoder = DualEncoder(model)
-    assert encoder.pooling is not None
-    if encoder.pooling.place == AT_END_IF_PADDED:
-        assert encoder.needs_mask(batch)
+    encoder, tokens, mask = DualEncoder(model), batch["input_ids"], batch["attention_mask"]
+    if kind == "aimv2":
+        assert encoder.reads_to_end is None
         return
-    assert not encoder.needs_mask(batch)
+    assert encoder.reads_to_end is not None
+    needs_mask = encoder.reads_to_end.needs_mask
+    assert not needs_mask(tokens, mask)
     weights = torch.linspace(-1, 1, 5 * encoder.width()).view(5, -1)
     results = []
-    for masked in (True, False):
-        embeds = encoder.embed(model, batch, masked=masked)
-        gradients = torch.autograd.grad(
-            sum((one * weights).sum() for one in embeds), list(model.parameters()), allow_unused=True
-        )
+    for inputs in (batch, batch | {NO_MASK: True}):
+        embeds = encoder.embed(model, inputs)
+        loss = (embeds[0] * weights).sum() + (embeds[1] * weights).sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         results.append([*embeds, *(one for one in gradients if one is not None)])
     for masked, unmasked in zip(*results, strict=True):
         torch.testing.assert_close(unmasked, masked, rtol=1e-4, atol=1e-6)
-    assert encoder.needs_mask(batch | {"attention_mask": batch["attention_mask"].flip(1)}), "padding on the left"
-    behind = batch["input_ids"] * batch["attention_mask"] % (models.VOCABULARY - 1)  # no text has an end
+    assert needs_mask(tokens, mask.flip(1)), "padding on the left"
+    behind = tokens * mask % (models.VOCABULARY - 1)  # no text has an end
     behind[:, -1] = models.VOCABULARY - 1
-    assert encoder.needs_mask(batch | {"input_ids": behind}), "the embedding is taken in the padding"
+    assert needs_mask(behind, mask), "the embedding is taken in the padding"
 
 
 @pytest.mark.parametrize("kind", ["siglip", "blip", "align", "two towers"])
 def test_other_towers_get_their_mask(kind):
-    assert DualEncoder(KINDS[kind]()).needs_mask(models.Pairs(5, longest=9).batch())
+    assert DualEncoder(KINDS[kind]()).reads_to_end is None
+
+
+def test_a_window_needs_the_mask_if_one_of_its_batches_does():
+    for flags, left in (([True, True], True), ([True, False], None)):
+        window = Window(
+            [batch | {NO_MASK: flag} for batch, flag in zip(batches_of([[3, 20], [9, 2]]), flags, strict=True)]
+        )
+        assert [batch.get(NO_MASK) for batch in window.batches] == [left] * 2

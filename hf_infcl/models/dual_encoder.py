@@ -21,6 +21,7 @@ from .towers import PlaceholderText, embeds_of, part_of, pooled, remembered, ret
 
 IMAGE_FEATURES = "image_features"  # in a batch, instead of images: the output of a frozen image tower for each
 IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+NO_MASK = "no_mask"  # in a batch whose embeddings do not depend on the attention mask
 NO_TEXTS = "no_texts"  # in a batch whose texts are encoded with those of another one
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
@@ -65,6 +66,8 @@ class DualEncoder:
         self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
         self.pooling = Pooling.of_tower(text_tower)
         self._same_embeddings = SameEmbeddings(self.pooling)
+        # That of a tower of transformers that reads no padding.
+        self.reads_to_end = None if kind.texts in (None, AT_END_IF_PADDED) else self.pooling
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property
@@ -151,8 +154,6 @@ class DualEncoder:
         forward: Callable[..., object],
         batch: Mapping[str, Tensor],
         frozen_outputs: dict[str, object] | None = None,
-        *,
-        masked: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """L2-normalised image and text embeddings, [images, D] and [texts, D], through the whole model's forward.
 
@@ -161,18 +162,18 @@ class DualEncoder:
                 DDP's synchronisation of gradients.
             batch: the inputs of one micro-batch; other entries are ignored. Instead of images it may have
                 ``image_features`` [images, H], the pooled output of the frozen image tower, which then does not run.
-                With ``no_texts`` its text is only a placeholder: 0 text embeddings are returned.
+                With ``no_texts`` its text is only a placeholder: 0 text embeddings are returned. With ``no_mask`` the
+                text tower gets no attention mask.
             frozen_outputs: where the outputs of frozen towers for this micro-batch are kept. It is empty in the
                 first pass; in the second pass the frozen towers do not run. With None all towers run.
-            masked: whether the text tower gets the attention mask; see `needs_mask`.
 
         Raises:
             ValueError: the images have another size than those of the model.
         """
         self.check_images(batch)
         inputs = _select(batch, IMAGE_INPUTS + TEXT_INPUTS)
-        if not masked:
-            del inputs["attention_mask"]
+        if batch.get(NO_MASK):
+            inputs.pop("attention_mask", None)
         if (features := batch.get(IMAGE_FEATURES)) is not None:
             frozen_outputs = {} if frozen_outputs is None else frozen_outputs
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
@@ -192,18 +193,6 @@ class DualEncoder:
             outputs = forward(**inputs, **self._return_dict)
         images, texts = embeds_of(outputs, self.base)
         return images, texts[:0] if no_texts else texts
-
-    def needs_mask(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether the embeddings of the texts of a batch, in host memory, depend on its attention mask.
-
-        Causal towers of transformers that take the embedding at the end of a text read nothing behind it, so that
-        padding on the right needs no mask. Faster kernels then compute the attention.
-        """
-        if self._kind.texts in (None, AT_END_IF_PADDED) or self.pooling is None or "attention_mask" not in batch:
-            return True
-        tokens, mask = batch["input_ids"], batch["attention_mask"]
-        taken = (tokens if self.pooling.at_largest else tokens == self.pooling.stated).int().argmax(1, keepdim=True)
-        return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, taken).all())
 
     def image_features(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does.

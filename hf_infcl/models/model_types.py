@@ -215,6 +215,15 @@ class Pooling:
                 return pooling
         return None
 
+    def needs_mask(self, tokens: Tensor, mask: Tensor) -> bool:
+        """Whether the embeddings of texts, [n, L] in host memory, depend on their attention mask.
+
+        A causal tower reads nothing behind the token at which it takes the embedding, so that padding on the right
+        needs no mask. Faster kernels then compute the attention.
+        """
+        taken = (tokens if self.at_largest else tokens == self.stated).int().argmax(1, keepdim=True)
+        return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, taken).all())
+
     def reading(self, tokens: Sequence[int], last: int, ends: int = 1) -> Reading | None:
         """What the tower reads of a text; None if it takes the embedding at a token that ends texts.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType
@@ -147,8 +147,7 @@ class LayerCompilation:
         batch = next(batch for batch in window.batches if not batch.get(NO_TEXTS))
         try:
             with torch.no_grad():
-                masked = gets_mask(self._context, batch)
-                encoder.embed(encoder.model, self._context.prepare_inputs(dict(batch)), masked=masked)
+                encoder.embed(encoder.model, self._context.prepare_inputs(dict(batch)))
                 for buffer, value in buffers:
                     buffer.copy_(value)
         finally:
@@ -166,11 +165,6 @@ class LayerCompilation:
         output = output if isinstance(output, Tensor) else output[0]
         if output.requires_grad:
             torch.autograd.grad(output, [first] * first.requires_grad + trained, output.detach(), allow_unused=True)
-
-
-def gets_mask(context: Context, batch: Mapping[str, Any]) -> bool:
-    """Whether the text tower gets the attention mask of a batch: on a GPU, without it, flash attention runs."""
-    return context.args.device.type != "cuda" or batch["input_ids"].is_cuda or context.encoder.needs_mask(batch)
 
 
 def layers_of(encoder: DualEncoder) -> dict[str, list[nn.Module]]:

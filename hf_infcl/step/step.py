@@ -26,7 +26,7 @@ from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases
 from .checks import NumberChecks, RowsOfDataset, check_own_loss, finite_rows
-from .compilation import LayerCompilation, gets_mask
+from .compilation import LayerCompilation
 from .extensions import (
     NO_ROWS,
     Extension,
@@ -271,9 +271,7 @@ class WindowStep:
             inputs = change.inputs(inputs)
         # Leaving out a tower would trigger another compilation of a whole model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
-        if micro_batch.masked is None:
-            micro_batch.masked = gets_mask(self.context, micro_batch.inputs)
-        embeds: Features = self.context.encoder.embed(model, inputs, frozen_outputs, masked=micro_batch.masked)
+        embeds: Features = self.context.encoder.embed(model, inputs, frozen_outputs)
         if micro_batch.references is None:
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..loss import contrastive_loss
-from ..models.dual_encoder import NO_TEXTS, TEXT_INPUTS, images_of
+from ..models.dual_encoder import NO_MASK, NO_TEXTS, TEXT_INPUTS, images_of
 from .grad_cache import Features
 
 MULTIPLE = 8  # of tokens to which micro-batches are padded: few shapes, which suit the matrix units
@@ -100,7 +100,6 @@ class MicroBatch:
     inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
     references: list[Features] | None = None  # until the first pass
-    masked: bool | None = None  # whether the text tower gets the attention mask, once known
 
 
 class Window:
@@ -129,6 +128,9 @@ class Window:
 
     def _take(self, batches: list[Any]) -> None:
         self.batches = batches
+        if not all(batch.get(NO_MASK) for batch in batches):  # texts of one go to another
+            for batch in batches:
+                batch.pop(NO_MASK, None)
         # As the data loader returned them, if they are kept.
         self.loaded = [dict(batch) for batch in batches] if self._keeps_loaded else []
         # The numbers of images, and of texts, in each micro-batch as the data loader returned it.

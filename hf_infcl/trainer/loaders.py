@@ -22,6 +22,7 @@ from ..data.pairs import REPEATED, caption_pair_id
 from ..data.replay import Epochs, Replayed
 from ..data.store import KeyedItem, PlainRows, all_parts, has_epochs, most_captions, negative_caption_columns
 from ..files.text import counted
+from ..models.dual_encoder import NO_MASK
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.signals import heed_parent_alone
 from ..quality.teachers import StoredTeacher
@@ -124,14 +125,15 @@ def set_sizes(collator: object, args: InfCLTrainingArguments) -> None:
 class TrainingCollator:
     """The data collator of a training, which runs in the loader's workers: its batches also have what a teacher needs.
 
-    It checks the tokens against the model's vocabulary while they are in host memory. Of items with keys, the batch
-    gets ``pair_keys`` [images] int64.
+    While the tokens are in host memory, it checks them against the model's vocabulary, and says, for a GPU, whether the
+    text tower needs the attention mask. Of items with keys, the batch gets ``pair_keys`` [images] int64.
     """
 
     def __init__(self, collate: DataCollator, context: Context) -> None:
         of_terms = [term.teacher for term in of_kind(context.extensions, TeacherDistance)]
         self._teachers = [teacher for teacher in of_terms if isinstance(teacher, StoredTeacher)]
         self._collate, self._vocabulary = collate, context.encoder.vocabulary
+        self._reads_to_end = context.encoder.reads_to_end if context.args.device.type == "cuda" else None
 
     def __call__(self, items: list[Any]) -> Any:
         keyed = isinstance(items[0], KeyedItem)
@@ -142,6 +144,9 @@ class TrainingCollator:
         if isinstance(tokens := batch.get("input_ids"), Tensor):
             check_tokens(tokens, self._vocabulary)
         added = {name: value for one in self._teachers for name, value in one.inputs(plain, batch).items()}
+        mask = batch.get("attention_mask")
+        if self._reads_to_end is not None and isinstance(mask, Tensor):
+            added[NO_MASK] = not self._reads_to_end.needs_mask(tokens, mask)
         if keyed:
             added["pair_keys"] = torch.tensor([one.key for one in items])
         return {**batch, **added} if added else batch

@@ -81,26 +81,35 @@ def make_pool(
     pixel_dtype: torch.dtype,
     *,
     image_size: int | None = None,
-    tokens: int | None = None,
+    tokens: int | str | None = None,
 ) -> list[Batch]:
     """Different micro-batches of random images and captions in host memory, pinned if there is a GPU.
 
-    The captions have the full length of the model, or so many tokens.
+    The captions have the full length of the model, so many tokens, or with "web" 24 in the mean: each batch has one of
+    the full length, to which the others are padded.
     """
     config = transformers.CLIPConfig(**sizes_of(name, image_size))
-    size, length = config.vision_config.image_size, tokens or config.text_config.max_position_embeddings
+    positions = config.text_config.max_position_embeddings
+    size, length = config.vision_config.image_size, tokens if isinstance(tokens, int) else positions
     g = torch.Generator().manual_seed(common.rank())
     last = config.text_config.eos_token_id
     pool = []
     for _ in range(count):
         texts = torch.randint(3, last - 1, (rows, length), generator=g)
-        texts[:, -1] = last
+        lengths = torch.full((rows,), length)
+        if tokens == "web":
+            lengths = (length * torch.rand(rows, generator=g) ** 2.5).long().clamp(5, length)
+            lengths[0] = length
+        places = torch.arange(length)
+        texts[places == lengths[:, None] - 1] = last
+        texts[places >= lengths[:, None]] = config.text_config.pad_token_id
+        mask = (places < lengths[:, None]).long()
         shape = rows, 3, size, size
         if pixel_dtype == torch.uint8:
             images = torch.randint(256, shape, dtype=torch.uint8, generator=g)
         else:
             images = torch.randn(shape, generator=g).to(pixel_dtype)
-        batch = {"pixel_values": images, "input_ids": texts, "attention_mask": torch.ones_like(texts)}
+        batch = {"pixel_values": images, "input_ids": texts, "attention_mask": mask}
         pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
     return pool
 
@@ -109,10 +118,13 @@ class Loader:
     """Yields a given number of batches from a pool, over and over.
 
     With a device, each batch is a separate copy on it, as from a data loader, so a window takes its full memory. With
-    ``rows``, a batch has so many images, a multiple or a divisor of what the batches of the pool have.
+    ``rows``, a batch has so many images, a multiple or a divisor of what the batches of the pool have; it also has what
+    the collator of a training says of it (``more``).
     """
 
-    def __init__(self, pool: list[Batch], length: int, device: torch.device | None, rows: int | None = None) -> None:
+    def __init__(
+        self, pool: list[Batch], length: int, device: torch.device | None, rows: int | None = None, **more: bool
+    ) -> None:
         own = len(pool[0]["pixel_values"])
         if rows is not None and rows > own:
             count = rows // own
@@ -122,7 +134,7 @@ class Loader:
                 pool = [{name: value.pin_memory() for name, value in batch.items()} for batch in pool]
         elif rows is not None and rows < own:
             pool = [{name: value[:rows] for name, value in batch.items()} for batch in pool]
-        self._pool, self._length, self._device = pool, length, device
+        self._pool, self._length, self._device, self._more = pool, length, device, more
 
     def __len__(self) -> int:
         return self._length
@@ -132,7 +144,7 @@ class Loader:
             batch = self._pool[index % len(self._pool)]
             if self._device is not None:
                 batch = {name: value.to(self._device, non_blocking=True, copy=True) for name, value in batch.items()}
-            yield dict(batch)  # trainers remove what they have used from the batch
+            yield {**batch, **self._more}  # trainers remove what they have used from the batch
 
 
 class Normaliser:

@@ -371,7 +371,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
     parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="default: that of the model")
     parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], metavar="SHARE", help="default: none")
-    parser.add_argument("--text-tokens", type=int, nargs="+", help="of a text; default: as many as it may have")
+    parser.add_argument(
+        "--text-tokens",
+        type=lambda text: text if text == "web" else int(text),
+        nargs="+",
+        metavar="N|web",
+        help="of a text, or lengths as of captions on the web; default: as many as it may have",
+    )
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="'NAME, compiled' is not measured eager; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")

@@ -21,7 +21,7 @@ import hf_infcl.step.compilation
 import hf_infcl.step.step
 import hf_infcl.step.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.models.dual_encoder import DualEncoder, PatchDropout
+from hf_infcl.models.dual_encoder import NO_MASK, DualEncoder, PatchDropout
 from hf_infcl.step.terms import TeacherDistance
 
 from . import peers
@@ -221,7 +221,8 @@ class PooledInfCLTrainer(InfCLTrainer):
         if any(isinstance(one, TeacherDistance) for one in self.window_step.extensions):
             pool = [self._with_embeddings(batch) for batch in pool]
         length, rows = self.args.max_steps * self.args.gradient_accumulation_steps, self._train_batch_size
-        return Loader(pool, length, device, rows if self.args.divides_by_itself else None)
+        no_mask = {NO_MASK: True} if self.args.device.type == "cuda" else {}  # the captions end with their last token
+        return Loader(pool, length, device, rows if self.args.divides_by_itself else None, **no_mask)
 
     def _with_embeddings(self, batch: Batch) -> Batch:
         """A batch with random embeddings for `InBatch`."""
