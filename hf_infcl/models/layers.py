@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import QuickGELUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .model_types import MODEL_TYPES
 
@@ -79,6 +80,13 @@ def frozen_begin(tower: nn.Module) -> Iterator[nn.Module]:
             yield module
         elif depths_within and min(depths_within) < first_trained:
             waiting |= {f"{name}.{child}": part for child, part in module.named_children()}
+
+
+def layers_of(tower: nn.Module) -> list[nn.Module]:
+    """The layers of a tower, as transformers marks them, without those within others."""
+    found = [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
+    within = {part for layer in found for part in layer.modules() if part is not layer}
+    return [layer for layer in found if layer not in within]
 
 
 def can_fuse(device: torch.device, backend: str = "auto") -> bool:

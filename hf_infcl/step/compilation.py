@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from ..models.dual_encoder import NO_TEXTS, DualEncoder
-from ..models.layers import can_fuse
+from ..models.dual_encoder import NO_TEXTS
+from ..models.layers import can_fuse, layers_of
 from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
@@ -132,7 +131,8 @@ class LayerCompilation:
 
         The layer gets the inputs that it has in the step.
         """
-        encoder, layers = self._context.encoder, layers_of(self._context.encoder)
+        encoder = self._context.encoder
+        layers = {name: found for name, tower in encoder.towers().items() if (found := layers_of(tower))}
         encoder.model.train()
         encoder.eval_frozen_parts()
         inputs: dict[str, tuple[Any, dict[str, Any]]] = {}
@@ -165,17 +165,6 @@ class LayerCompilation:
         output = output if isinstance(output, Tensor) else output[0]
         if output.requires_grad:
             torch.autograd.grad(output, [first] * first.requires_grad + trained, output.detach(), allow_unused=True)
-
-
-def layers_of(encoder: DualEncoder) -> dict[str, list[nn.Module]]:
-    """The layers of each tower, as transformers marks them, without those within others; no towers that have none."""
-    layers: dict[str, list[nn.Module]] = {}
-    for name, tower in encoder.towers().items():
-        found = [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
-        within = {part for layer in found for part in layer.modules() if part is not layer}
-        if found:
-            layers[name] = [layer for layer in found if layer not in within]
-    return layers
 
 
 def _call(layer: nn.Module, *args: object, **kwargs: object) -> Any:
