@@ -433,8 +433,8 @@ def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
     calls, agree = [], Processes.agree
     monkeypatch.setattr(Processes, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
     trainer_for(tmp_path, data=models.Stream(20), max_steps=6, logging_strategy="no").train()
-    # Agreements: two before the first step, about callbacks and compilation; in each of three passes one per full window
-    # (two) and one at the end; and one for the incomplete window in the two passes that reached it.
+    # Agreements: two before the first step, about callbacks and compilation; in each of three passes one per full
+    # window (two) and one at the end; and one for the incomplete window in the two passes that reached it.
     assert len(calls) == 2 + 3 + 3 + 3 + 2
 
 
