@@ -213,8 +213,8 @@ def test_no_import_comes_back_to_itself():
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
     **{"files": 150, "processes": 600, "kernels": 1800, "evaluation": 600, "refusals": 40},
-    **{"loss": 1250, "shards": 950, "models": 2300, "optim": 400, "options": 1250, "data": 2700, "step": 2250},
-    **{"quality": 1000, "trainer": 2600, "card": 1300, "cli": 3000},
+    **{"loss": 1250, "shards": 950, "models": 2300, "optim": 400, "options": 1250, "data": 2700, "step": 2350},
+    **{"quality": 1000, "trainer": 2500, "card": 1300, "cli": 3000},
 }
 
 
