@@ -309,6 +309,25 @@ class TestLoadPairs:
         assert rows["caption"] == ["None", "NA", None, "null"]
         assert rows["id"] == [1, None, 3, 4]
 
+    def test_a_file_in_another_encoding_is_named(self, tmp_path):
+        folder = tmp_path / "table"
+        folder.mkdir()
+        for name, caption in (("a.csv", b"a"), ("b.csv", "caf\xe9".encode("latin-1"))):
+            (folder / name).write_bytes(b"image,caption\na.png," + caption)
+        with pytest.raises(ValueError, match=r"b\.csv' is not UTF-8: 'utf-8' codec can't decode byte 0xe9"):
+            load_pairs(str(folder), split="train")
+
+    def test_a_data_url_is_not_printed_whole(self):
+        rows = Dataset.from_dict({"image": ["data:image/png;base64," + "A" * 9000], "caption": ["a"]})
+        with pytest.raises(ValueError, match="data:image") as error:
+            ImageTextDataset(rows)[0]
+        assert len(str(error.value)) < 1500
+
+    @pytest.mark.parametrize("source", ["pipe:aws s3 cp s3://b/{00..10}.tar -", "a/{0..3}.tar::b/{0..3}.tar"])
+    def test_sources_of_webdataset_are_told_how_they_are_written_here(self, source):
+        with pytest.raises(ValueError, match=r"is written for webdataset\. .*several sources one after the other"):
+            find_shards(source)
+
     def test_no_data(self, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"There is no dataset at '.*nothing'"):
             load_pairs(str(tmp_path / "nothing"), split="train")

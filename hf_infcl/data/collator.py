@@ -110,7 +110,7 @@ class ContrastiveCollator:
         if positions is not None:
             stated = getattr(getattr(processor, "tokenizer", None), "model_max_length", None)
             length = int(min(positions, stated or positions))
-        fit_tokenizer(getattr(processor, "tokenizer", None), config)
+        fit_tokenizer(getattr(processor, "tokenizer", None), config, is_of_model=False)
         collator = cls(processor, max_length=length, fixed_length=pads_texts(config) or None, uint8=uint8)
         collator.positions = positions or collator.max_length
         return collator

@@ -49,7 +49,6 @@ _PLAIN = (0xE0, 0xFE, 0xDB, 0xC4, 0xDD)
 _SIZE = (0xC0, 0xC1, 0xC2)  # the size in a baseline, extended or progressive JPEG
 _PIXELS = 0xDA
 _PNG = b"\x89PNG\r\n\x1a\n"
-_OF_16_BITS = "PNG", "PPM"  # formats whose grey of 16 bits PIL may open as integers of 32
 
 
 class BadSampleError(ValueError):
@@ -214,7 +213,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             yield
         except Exception as error:
             path = (self.table[row][self.image_column] or {}).get("path") or ""
-            path = path if not path.startswith("data:") else f"{path[:30]}..."  # the whole image
             reason = isinstance(error, OSError) and error.strerror  # without the path, which stands before it
             cause = f"{type(error).__name__}: {reason or without_secrets(str(error))}"
             if isinstance(error, FileNotFoundError) and not os.path.isabs(path) and "://" not in path:
@@ -222,7 +220,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     f" in the working folder {os.getcwd()}. For paths that are relative to the folder of their table, "
                     f"call load_pairs with image_column={self.image_column!r}"
                 )
-            of_file = f"{Url(member_file(path))!r}: " if path else ""
+            of_file = f"{Url(member_file(path)[:400])!r}: " if path else ""
             raise self._bad_sample(row, f"column {self.image_column!r}: {of_file}{cause}") from error
 
     def number(self, row: int) -> int:
@@ -320,7 +318,8 @@ def _decoded(encoded: bytes, min_side: int | None) -> np.ndarray:
     is_upright = is_jpeg and _orientation(image) not in _UPRIGHT
     if is_upright and (pixels := _decode_jpeg(encoded, *image.size)) is not None:
         return pixels
-    if image.mode == "F" or (image.mode == "I" and image.format not in _OF_16_BITS):
+    # Grey of 16 bits in a PNG or PPM may be opened as integers of 32.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         kind = "floating point numbers" if image.mode == "F" else "32-bit integers"
         raise ValueError(f"its pixels are {kind}, whose range is not known")
     image.load()  # which turns a TIFF already

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
-import json
 import math
 import random
 import unicodedata
@@ -339,7 +338,7 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
     """The captions in a value of the caption column that have a visible character and are valid Unicode.
 
     Spaces, control characters and direction marks are not visible. JSON can contain halves of surrogate pairs, which no
-    tokenizer accepts. A list that a table holds as text, in JSON or as Python prints it, is read as a list.
+    tokenizer accepts. A list of strings that a table holds as text is read as a list.
 
     Raises:
         ValueError: the value is neither a string nor a list of strings and Nones.
@@ -352,12 +351,11 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
 
 def _as_list(text: str) -> Any:
     """The list of strings that a text writes out, or else the text alone."""
-    if text[:1] == "[" and text.rstrip()[-1:] == "]":
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                captions = read(text)
-                if all(isinstance(caption, (str, NoneType)) for caption in captions):
-                    return captions
+    if text[:1] == "[":
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            captions = ast.literal_eval(text.strip())
+            if all(isinstance(caption, (str, NoneType)) for caption in captions):
+                return captions
     return [text]
 
 

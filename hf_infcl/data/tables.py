@@ -142,7 +142,10 @@ class Table:
         except StopIteration as error:  # JSON without a line
             raise ValueError(_not_loaded(source, split, "one of its files has no rows")) from error
         except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason
-            cause = error if error.__cause__ is None else error.__cause__
+            cause: BaseException | str = error if error.__cause__ is None else error.__cause__
+            if isinstance(cause, UnicodeDecodeError):
+                every = map(str, itertools.chain(*(self._builder.config.data_files or {}).values()))
+                cause = f"{Url(next(filter(_is_not_utf_8, every), source))!r} is not UTF-8: {cause}"
             raise ValueError(_not_loaded(source, split, cause)) from error
 
 
@@ -153,6 +156,11 @@ def _not_loaded(source: str, split: str, error: BaseException | str) -> str:
     if "Error tokenizing data" in told:  # of pandas, which names the line
         told += f". {_QUOTE}"
     return told
+
+
+def _is_not_utf_8(file: str) -> bool:
+    with open_shard(file) as opened:
+        return "\ufffd" in opened.read().decode("utf-8", "replace")
 
 
 def _load_saved(source: str, split: str) -> datasets.Dataset:

@@ -127,13 +127,14 @@ def _refusal(what: str, model_type: str | None) -> ValueError:
     )
 
 
-def fit_tokenizer(tokenizer: Any, config: PretrainedConfig | None) -> None:
+def fit_tokenizer(tokenizer: Any, config: PretrainedConfig | None, *, is_of_model: bool = True) -> None:
     """Lets a tokenizer pad texts where the text tower of this config does not read, and raises as `check_vocabulary`.
 
     Towers of transformers count positions from the left, and most take the embedding at the first or the end token, so
-    that padding on the left would make it depend on the other texts of its batch.
+    that padding on the left would make it depend on the other texts of its batch. With ``is_of_model``, the tokenizer
+    must have about as many tokens as the tower has embeddings.
     """
-    check_vocabulary(tokenizer, config)
+    check_vocabulary(tokenizer, config if is_of_model else None)
     if getattr(tokenizer, "padding_side", "right") == "right" or pads_texts(config):
         return
     if getattr(config, "model_type", None) in MODEL_TYPES:

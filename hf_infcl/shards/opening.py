@@ -56,6 +56,11 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
             f"The shards at {source!r} are on the Hub, which could not be reached. Try again, or name a local copy."
         )
     literal = len(existing_part(source))
+    if source.startswith("pipe:") or (".tar::" in source and literal < len(source)):
+        raise ValueError(
+            f"{source!r} is written for webdataset. Shards are read where they are, to resume at any sample: name the "
+            "path or URL (s3://bucket/{000..127}.tar), and several sources one after the other (--dataset a b)."
+        )
     patterns = [source] if literal == len(source) else _expand_braces(source, literal)
     if os.path.isdir(source):
         found = _data_files(source, split, name)

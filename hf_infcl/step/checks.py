@@ -259,7 +259,8 @@ def check_own_loss(context: Context, batch: Mapping[str, Any]) -> None:
     rows = min(len(batch["pixel_values"]), len(batch["input_ids"]))
     inputs = {name: batch[name][:rows] for name in IMAGE_INPUTS + TEXT_INPUTS if name in batch}
     parameters = inspect.signature(encoder.base.forward).parameters.values()
-    if any(p.name == "return_loss" or p.kind == p.VAR_KEYWORD for p in parameters):
+    of_transformers = any(kind.__module__.startswith("transformers.") for kind in type(encoder.base).__mro__)
+    if any(p.name == "return_loss" or (of_transformers and p.kind == p.VAR_KEYWORD) for p in parameters):
         inputs["return_loss"] = True
     buffers = [(buffer, buffer.clone()) for buffer in encoder.model.buffers()]
     with random_state_kept(context.args.device):

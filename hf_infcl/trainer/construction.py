@@ -292,7 +292,7 @@ def make_collator(
     collator, image_size = default if data_collator is None else data_collator, args.image_size
     if data_collator is None and processor is not None:
         collator = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
-    elif isinstance(collator, ContrastiveCollator):
+    if isinstance(collator, ContrastiveCollator):
         fit_tokenizer(collator.processor.tokenizer, getattr(model, "config", None))
     set_sizes(collator, args)
     if image_size is not None and hasattr(processor, "image_processor"):
