@@ -11,7 +11,7 @@ from helpers import models
 from helpers.demo import SCRIPTS
 from helpers.trainers import StopAt, trainer_for
 
-from hf_infcl.trainer.checkpoints import MANIFEST_NAME
+from hf_infcl.trainer import checkpoints
 
 ROOT = SCRIPTS.parent
 
@@ -52,7 +52,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
-def test_a_checkpoint_runs_no_code(tmp_path, name):
+def test_a_checkpoint_runs_no_code(tmp_path, name, monkeypatch):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     trainer_for(tmp_path, **options, callbacks=[StopAt(1)]).train()
     checkpoint = tmp_path / "checkpoint-1"
@@ -60,13 +60,16 @@ def test_a_checkpoint_runs_no_code(tmp_path, name):
     resumed = trainer_for(tmp_path, models.clip(seed=1), **options)
     with pytest.raises(ValueError, match=f"{name} has"):  # detected by size or checksum
         resumed.train(resume_from_checkpoint=str(checkpoint))
-    (checkpoint / MANIFEST_NAME).unlink()
-    (checkpoint / "infcl_run.json").unlink()  # as in a checkpoint of another trainer
+    monkeypatch.setattr(checkpoints, "damage", lambda checkpoint: None)  # as if its manifest had been forged
     if name == "training_args.bin":
         resumed.train(resume_from_checkpoint=str(checkpoint))  # does not read the malicious file
     else:
         with pytest.raises(pickle.UnpicklingError):
             resumed.train(resume_from_checkpoint=str(checkpoint))
+    for missing in ("infcl_run.json", "infcl_manifest.json"):
+        (checkpoint / missing).unlink()
+    with pytest.raises(ValueError, match="another trainer wrote it"):
+        resumed.train(resume_from_checkpoint=str(checkpoint))
     assert not (tmp_path / "run").exists()
 
 

@@ -273,7 +273,7 @@ _NEVER_CALLED = {  # methods of Trainer: what InfCLTrainer does instead, and wha
 }
 
 
-def check_overrides(kind: type, base: type) -> None:
+def check_overrides(kind: Any, base: Any) -> None:
     """Raises a ValueError if a subclass ``kind`` of ``base`` overrides a method that is not called as Trainer does."""
     for name, (does, cure) in _NEVER_CALLED.items():
         of_step = name == "compute_loss" and kind.training_step is not base.training_step
