@@ -29,17 +29,8 @@ def summary(packages: list[dict[str, Any]]) -> tuple[str, int]:
 
 
 def main() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip_audit",
-        "--path",
-        sysconfig.get_path("purelib"),
-        "--format",
-        "json",
-        "--progress-spinner",
-        "off",
-    ]
+    options = ["--path", sysconfig.get_path("purelib"), "--format", "json", "--progress-spinner", "off"]
+    command = [sys.executable, "-m", "pip_audit", *options]
     audit = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
         text, code = summary(json.loads(audit.stdout)["dependencies"])

@@ -12,28 +12,26 @@ All methods see the same pairs equally often, in micro-batches of 16, starting f
 warm-up over a tenth of the steps and cosine decay to 0. For each method, three learning rates are tried and the best
 one on the validation set is kept (recall@1 of the first seed). Results are those on the test set, with three seeds.
 
-The script writes global_batch.csv (each run after every second epoch) and global_batch.png, and prints a table. There
-are 30 runs of one to three minutes, as many at a time as there are cores. No GPU is used. --methods adds those whose
-names hold one of the given words to the CSV of an earlier run.
+The script appends to global_batch.csv (each run after every second epoch), draws global_batch.png and prints a table.
+There are 45 runs of one to three minutes, as many at a time as there are cores. No GPU is used. --methods runs those
+whose names hold one of the given words, beside the rows that are there.
 """
 
 import argparse
-import csv
 import json
 import multiprocessing
 import os
 import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from benchmarks.common import commit
+from benchmarks import common
+from benchmarks.common import Row
 from make_digits import CLASS_NAMES
 from make_small_clip import small_clip
 from matplotlib.figure import Figure
@@ -45,23 +43,17 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments, contrastive_loss
 from hf_infcl.card.pictures import COLOURS
 from hf_infcl.evaluation import retrieval_metrics
 
-MICRO_BATCH, WINDOW = 16, 32
+MICRO_BATCH = 16
 EPOCHS, SEEDS = 20, (0, 1, 2)
-SIZES = {"train": 16 * MICRO_BATCH * WINDOW, "validation": 800, "test": 1000}
-
-ACCUMULATED = f"Trainer: {MICRO_BATCH} pairs per loss, {WINDOW} losses per step"
-EVERY_BATCH = f"Trainer: {MICRO_BATCH} pairs per loss, 1 loss per step"
-GLOBAL = f"InfCLTrainer: {MICRO_BATCH * WINDOW} pairs per loss, 1 loss per step"
-SMALL = f"InfCLTrainer: {4 * MICRO_BATCH} pairs per loss, 1 loss per step"
-MEDIUM = f"InfCLTrainer: {8 * MICRO_BATCH} pairs per loss, 1 loss per step"
-METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {  # options, and the learning rates that are tried
-    ACCUMULATED: ({"gradient_accumulation_steps": WINDOW}, (1e-3, 2e-3, 4e-3)),
-    EVERY_BATCH: ({}, (1.25e-4, 2.5e-4, 5e-4)),
-    GLOBAL: ({"gradient_accumulation_steps": WINDOW}, (2e-3, 4e-3, 8e-3)),
-    SMALL: ({"gradient_accumulation_steps": 4}, (5e-4, 1e-3, 2e-3)),
-    MEDIUM: ({"gradient_accumulation_steps": 8}, (2e-3, 4e-3, 8e-3)),
+SIZES = {"train": 8192, "validation": 800, "test": 1000}
+GLOBAL = "InfCLTrainer: 512 pairs per loss, 1 loss per step"
+METHODS = {  # the micro-batches of a step, and the learning rates that are tried
+    "Trainer: 16 pairs per loss, 32 losses per step": (32, (1e-3, 2e-3, 4e-3)),
+    "Trainer: 16 pairs per loss, 1 loss per step": (1, (1.25e-4, 2.5e-4, 5e-4)),
+    GLOBAL: (32, (2e-3, 4e-3, 8e-3)),
+    "InfCLTrainer: 64 pairs per loss, 1 loss per step": (4, (5e-4, 1e-3, 2e-3)),
+    "InfCLTrainer: 128 pairs per loss, 1 loss per step": (8, (2e-3, 4e-3, 8e-3)),
 }
-Row = dict[str, Any]
 
 
 def main() -> None:
@@ -69,84 +61,60 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/global_batch"))
     parser.add_argument("--methods", nargs="+", default=[""], metavar="WORDS", help="of their names; default: all")
     args = parser.parse_args()
-    folder = args.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / "global_batch.csv"
     methods = [method for method in METHODS if any(words in method for words in args.methods)]
-    earlier = [row for row in rows_of(folder / "global_batch.csv") if row["method"] not in methods]
-
     # One single-threaded process per core, since the model is too small to benefit from more threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
-        sweep = [(method, rate, SEEDS[0]) for method in methods for rate in METHODS[method][1]]
-        rows = run_all(pool, sweep)
-        best = {method: best_rate(rows, method) for method in methods}
-        rows += run_all(pool, [(method, rate, seed) for method, rate in best.items() for seed in SEEDS[1:]])
 
-    origin = {
-        "date": date.today(),
-        "commit": commit(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    with open(folder / "global_batch.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], *origin])
-        writer.writeheader()
-        writer.writerows([*earlier, *({**row, **origin} for row in rows)])
-    rows = [*earlier, *rows]
-    best = {method: best_rate(rows, method) for method in METHODS if any(row["method"] == method for row in rows)}
+        def run_all(runs: list[tuple[str, float, int]]) -> None:
+            for measured in pool.map(train, *zip(*runs, strict=True)):
+                for row in measured:
+                    common.append(path, tuple(row), row)
+
+        run_all([(method, rate, SEEDS[0]) for method in methods for rate in METHODS[method][1]])
+        best = best_rates(rows_of(path))
+        run_all([(method, best[method], seed) for method in methods for seed in SEEDS[1:]])
+    rows = rows_of(path)
+    best = best_rates(rows)
     chosen = [row for row in rows if row["learning_rate"] == best[row["method"]]]
-    plot(chosen, folder / "global_batch.png")
+    plot(chosen, path.with_suffix(".png"))
     print(table(chosen, best))
-    print(f"Written to {folder}: global_batch.csv, global_batch.png")
 
 
-def rows_of(table: Path) -> list[Row]:
-    """The rows of an earlier run, if there are any."""
-    if not table.exists():
-        return []
-    with table.open(newline="", encoding="utf-8") as file:
-        words = {"method", "date", "commit", "torch", "transformers"}
-        return [{k: v if k in words else json.loads(v) for k, v in row.items()} for row in csv.DictReader(file)]
-
-
-def run_all(pool: ProcessPoolExecutor, runs: list[tuple[str, float, int]]) -> list[Row]:
-    rows = []
-    for (method, rate, seed), measured in zip(runs, pool.map(train, *zip(*runs, strict=True)), strict=True):
-        rows += measured
-        recall = measured[-1]["validation_recall@1"]
-        print(f"{method}, learning rate {rate:g}, seed {seed}: validation recall@1 {recall:.3f}", flush=True)
-    return rows
+def rows_of(path: Path) -> list[Row]:
+    """The rows with numbers as numbers, the newest of each run and epoch."""
+    words = {"method", "date", "commit", "torch", "transformers"}
+    found = [{k: v if k in words else json.loads(v) for k, v in row.items()} for row in common.read(path, bool)]
+    keys = ("method", "learning_rate", "seed", "epoch")
+    return list({tuple(row[key] for key in keys): row for row in found}.values())
 
 
 def train(method: str, learning_rate: float, seed: int) -> list[Row]:
     """Trains once; returns the measurements after every second epoch."""
-    of_method, _ = METHODS[method]
     model, processor = small_clip(data()["train"][1], image_size=16, patch_size=8, seed=seed)
     splits = {name: items(*split, processor) for name, split in data().items()}
     measure = Measure(splits, {"method": method, "learning_rate": learning_rate, "seed": seed})
+    ours = method.startswith("InfCLTrainer")
     with tempfile.TemporaryDirectory() as scratch:
-        options = {
-            "output_dir": scratch,
-            "per_device_train_batch_size": MICRO_BATCH,
-            "num_train_epochs": EPOCHS,
-            "learning_rate": learning_rate,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 0.1,
-            "adam_beta2": 0.98,
-            "seed": seed,
-            "use_cpu": True,
-            "report_to": "none",
-            "save_strategy": "no",
-            "logging_strategy": "no",
-            "disable_tqdm": True,
-            **of_method,
-        }
-        both: Any = {"train_dataset": splits["train"], "callbacks": [measure]}  # of both trainers
-        trainer: Trainer
-        if method.startswith("InfCLTrainer"):
-            trainer = InfCLTrainer(model, InfCLTrainingArguments(**options), default_data_collator, **both)
-        else:
-            trainer = Trainer(model, TrainingArguments(**options), collate_with_loss, **both)
+        args = (InfCLTrainingArguments if ours else TrainingArguments)(
+            output_dir=scratch,
+            per_device_train_batch_size=MICRO_BATCH,
+            gradient_accumulation_steps=METHODS[method][0],
+            num_train_epochs=EPOCHS,
+            learning_rate=learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=0.1,
+            adam_beta2=0.98,
+            seed=seed,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        kind, collate = (InfCLTrainer, default_data_collator) if ours else (Trainer, collate_with_loss)
+        trainer = kind(model, args, collate, train_dataset=splits["train"], callbacks=[measure])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return measure.rows
@@ -163,6 +131,8 @@ class Measure(TrainerCallback):
     def __init__(self, splits: dict[str, list[dict[str, torch.Tensor]]], run: Row) -> None:
         self.batches = {name: default_data_collator(splits[name]) for name in ("validation", "test")}
         self.run, self.rows = run, []
+        self.origin = common.environment(torch.device("cpu"), "transformers")
+        del self.origin["device"]
 
     @torch.no_grad()
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -178,7 +148,7 @@ class Measure(TrainerCallback):
             for k in (1, 5, 10):
                 both = recalls[f"image_retrieval_recall@{k}"], recalls[f"text_retrieval_recall@{k}"]
                 row[f"{name}_recall@{k}"] = round(sum(both) / 2, 4)
-        self.rows.append(row)
+        self.rows.append(row | self.origin)
 
 
 @cache
@@ -209,9 +179,13 @@ def items(images: torch.Tensor, captions: list[str], processor: Any) -> list[dic
     return [{"pixel_values": image, "input_ids": ids} for image, ids in zip(images, tokens["input_ids"], strict=True)]
 
 
-def best_rate(rows: list[Row], method: str) -> float:
-    last = [row for row in rows if row["method"] == method and row["epoch"] == EPOCHS and row["seed"] == SEEDS[0]]
-    return max(last, key=lambda row: row["validation_recall@1"])["learning_rate"]
+def best_rates(rows: list[Row]) -> dict[str, float]:
+    """The best rate of each method on the validation set, by the first seed."""
+    last = [row for row in rows if row["epoch"] == EPOCHS and row["seed"] == SEEDS[0]]
+    found = common.grouped(last, lambda row: row["method"])
+    return {
+        method: max(runs, key=lambda row: row["validation_recall@1"])["learning_rate"] for method, runs in found.items()
+    }
 
 
 def table(rows: list[Row], best: dict[str, float]) -> str:
@@ -232,18 +206,13 @@ def plot(rows: list[Row], path: Path) -> None:
     figure = Figure(figsize=(10, 4.6), layout="constrained", dpi=150)
     panels = {"test_loss": "global contrastive loss (nats)", "test_recall@1": "retrieval recall@1"}
     for axis, (column, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        shown = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[5])
-        for method, colour, marker in zip(METHODS, shown, "s^oDP", strict=True):
-            points: dict[int, list[float]] = {}
-            for row in rows:
-                if row["method"] == method:
-                    points.setdefault(row["pairs_seen"], []).append(row[column])
-            seen = np.array(list(points)) / 1000
-            if not points:
-                continue
-            values = np.array(list(points.values()))  # [points, seeds]
-            axis.plot(seen, values.mean(1), color=colour, marker=marker, markersize=4, label=method)
-            axis.fill_between(seen, values.min(1), values.max(1), color=colour, alpha=0.2, linewidth=0)
+        for method, colour, marker in zip(METHODS, (COLOURS[i] for i in (1, 4, 0, 2, 5)), "s^oDP", strict=True):
+            points = common.grouped((r for r in rows if r["method"] == method), lambda row: row["pairs_seen"])
+            if points:
+                seen = np.array(list(points)) / 1000
+                values = np.array([[row[column] for row in of_point] for of_point in points.values()])
+                axis.plot(seen, values.mean(1), color=colour, marker=marker, markersize=4, label=method)
+                axis.fill_between(seen, values.min(1), values.max(1), color=colour, alpha=0.2, linewidth=0)
         axis.set(xlabel="pairs seen (thousands)", title=f"{label}, {SIZES['test']:,} held-out pairs")
         axis.set(xlim=(0, None), ylim=(0, None))
         axis.grid(alpha=0.3)

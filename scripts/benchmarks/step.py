@@ -4,7 +4,6 @@
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 16 --text-tokens 24 77 \\
         --implementations 'hf_infcl by default' 'OpenCLIP accumulation' --compile
-    python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --profile outputs/profile
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile \\
         --patch-dropout 0 0.5 0.75 --image-size 112 160 224
     torchrun --nproc-per-node 4 scripts/benchmark.py step --global-batch-sizes 32768 131072 --micro-batch-size 256
@@ -29,10 +28,6 @@ micro-batches has warmed up model and libraries, and after each loss has been ca
 exists before that step. A batch that does not fit by computation (the peak of that window, the inputs of the full
 window, the logits) gets a row with a note. With --compile everything is compiled. A single step then includes the
 compilation, whose results the window before it has cached on disk.
-
-With --profile FOLDER, the benchmark instead measures the time of each phase of InfCLTrainer's step (data, first pass,
-loss, second pass, clipping, optimizer), with the device synchronised between phases. It prints a table, and writes it
-to FOLDER together with a trace of one step without synchronisation.
 
 Inputs come from a pool of a few micro-batches of random images in pinned memory, which is used over and over: data
 loading is not measured, and host memory need not hold a window of a million images. On the device every micro-batch is
@@ -112,23 +107,18 @@ def run(args: argparse.Namespace) -> None:
     settings = [argparse.Namespace(**{**vars(args), **one}) for one in combinations]
     for one in settings:
         inputs.sizes_of(args.model, one.image_size)  # refuses before anything is measured
-    if args.profile is not None and len(settings) > 1:
-        raise SystemExit(f"--profile takes one value of each of {', '.join(values)}.")
     for one in settings:
         environment = common.environment(device, "transformers")
         pixels = getattr(torch, args.pixel_dtype)
         shape = {"image_size": one.image_size, "tokens": one.text_tokens}
         pool = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **shape)
-        if args.profile is not None:
-            profile(one, pool, device)
-            continue
         if one is settings[0] and not args.global_batch_sizes:  # warms the card up for the rows
             measured(one, one.accumulation_steps, device, trains(one, pool, training.PlainTrainer))
         same = ("model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
         environment |= {"world_size": common.world_size()} | {name: getattr(one, name) for name in same}
         for row in (table if args.global_batch_sizes else overhead)(one, pool, device):
             common.append(args.output, COLUMNS, environment | row)
-    if args.profile is None and common.rank() == 0:
+    if common.rank() == 0:
         plot(args.output)
     common.end_processes()
 
@@ -222,39 +212,6 @@ def implementations(
 
     yield "OpenCLIP's own model", own, 1
     yield "OpenCLIP's own model, --accum-freq", own, steps
-
-
-def profile(args: argparse.Namespace, pool: list[Any], device: torch.device) -> None:
-    """The phases of InfCLTrainer's steps as a table, and a trace."""
-    if args.implementations and len(args.implementations) > 1:
-        raise SystemExit("--profile takes one of --implementations.")
-    name = args.implementations[0] if args.implementations else OURS
-    options = {"texts_at_once": 1, **OVERHEAD[name], **({"torch_compile": True} if args.compile else {})}
-    if options["retain_graphs"] == "all":
-        options["retain_graphs"] = str(args.accumulation_steps)
-    args.profile.mkdir(parents=True, exist_ok=True)
-    steps = args.warmup + args.steps
-    phases = training.Phases(device, skip=args.warmup)
-    ours = training.PooledInfCLTrainer
-    trains(args, pool, ours, phases=phases, **options)(steps, args.accumulation_steps)
-    trace = training.Trace(args.profile / f"trace-rank{common.rank()}.json", args.warmup)
-    clock, _ = trains(args, pool, ours, callbacks=[trace], **options)(steps + 2, args.accumulation_steps)
-    step_ms = common.quantiles(b - a for a, b in zip(clock.stamps, clock.stamps[1:], strict=False))["ms"]
-    times = phases.milliseconds()
-    total = sum(times.values())
-    lines = [
-        f"{name}{', compiled' * args.compile}: {args.model}, {args.accumulation_steps} micro-batches of "
-        f"{args.micro_batch_size} on {common.world_size()} processes, {common.environment(device)}",
-        "",
-        "| phase | ms per step | share |",
-        "|---|---|---|",
-        *(f"| {phase} | {ms:.2f} | {ms / total:.1%} |" for phase, ms in times.items()),
-        f"| all, one after another | {total:.2f} | 100.0% |",
-        f"| a step as it runs | {step_ms:.2f} | {step_ms / total:.1%} |",
-    ]
-    if common.rank() == 0:
-        (args.profile / "phases.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(*lines, sep="\n")
 
 
 def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
@@ -381,5 +338,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="'NAME, compiled' is not measured eager; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace and a table of phases instead")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")

@@ -13,30 +13,15 @@ from pathlib import Path
 from .common import RESULTS, Row, grouped, newest
 
 K = 1024
+PAPER_SIZES = (32, 64, 128, 256, 1024)
 PAPER_MEMORY = {  # table 1: ViT-L/14, gradient cache with micro-batches of 128, AdamW; loss (peak) in GB
-    "8 × A800": {
-        "CLIP": {32: "16.67 (46.40)", 64: "66.11 (77.94)", 128: "✗", 256: "✗", 1024: "✗"},
-        "OpenCLIP": {32: "2.27 (43.97)", 64: "8.63 (46.38)", 128: "33.64 (51.23)", 256: "✗", 1024: "✗"},
-        "Inf-CL": {32: "0.18 (44.20)", 64: "0.36 (46.63)", 128: "0.72 (51.46)", 256: "1.45 (61.13)", 1024: "✗"},
-        "Inf-CL, data offload": {
-            32: "0.18 (42.40)",
-            64: "0.36 (42.49)",
-            128: "0.72 (42.69)",
-            256: "1.45 (43.07)",
-            1024: "6.53 (45.40)",
-        },
-    },
-    "32 × A800": {
-        "CLIP": {32: "16.66 (42.85)", 64: "66.11 (75.52)", 128: "✗", 256: "✗", 1024: "✗"},
-        "OpenCLIP": {32: "0.71 (42.46)", 64: "2.45 (43.06)", 128: "8.98 (44.26)", 256: "34.35 (46.71)", 1024: "✗"},
-        "Inf-CL": {
-            32: "0.05 (42.48)",
-            64: "0.09 (43.08)",
-            128: "0.18 (44.30)",
-            256: "0.35 (46.71)",
-            1024: "1.44 (61.20)",
-        },
-    },
+    "CLIP, 8 × A800": ("16.67 (46.40)", "66.11 (77.94)", "✗", "✗", "✗"),
+    "OpenCLIP, 8 × A800": ("2.27 (43.97)", "8.63 (46.38)", "33.64 (51.23)", "✗", "✗"),
+    "Inf-CL, 8 × A800": ("0.18 (44.20)", "0.36 (46.63)", "0.72 (51.46)", "1.45 (61.13)", "✗"),
+    "Inf-CL, data offload, 8 × A800": ("0.18 (42.40)", "0.36 (42.49)", "0.72 (42.69)", "1.45 (43.07)", "6.53 (45.40)"),
+    "CLIP, 32 × A800": ("16.66 (42.85)", "66.11 (75.52)", "✗", "✗", "✗"),
+    "OpenCLIP, 32 × A800": ("0.71 (42.46)", "2.45 (43.06)", "8.98 (44.26)", "34.35 (46.71)", "✗"),
+    "Inf-CL, 32 × A800": ("0.05 (42.48)", "0.09 (43.08)", "0.18 (44.30)", "0.35 (46.71)", "1.44 (61.20)"),
 }
 PAPER_MAXIMUM = (  # table 2: budget, then batch (loss memory) of CLIP, OpenCLIP and Inf-CL
     ("ViT-B/16, 8 × A800", "68k (74.39 GB)", "172k (59.95 GB)", "800k (3.01 GB)"),
@@ -75,11 +60,11 @@ def thousands(batch: int) -> str:
 
 
 def memory(steps: list[Row]) -> str:
-    sizes = sorted({K * size for size in (32, 64, 128, 256, 1024)} | {int(row["batch_size"]) for row in steps})
+    sizes = sorted({K * size for size in PAPER_SIZES} | {int(row["batch_size"]) for row in steps})
     lines: list[tuple[str, ...]] = []
-    for hardware, losses in PAPER_MEMORY.items():
-        for loss, figures in losses.items():
-            lines.append((f"{loss}, {hardware} (paper)", *(figures.get(size // K, "–") for size in sizes)))
+    for name, values in PAPER_MEMORY.items():
+        of_size = dict(zip(PAPER_SIZES, values, strict=True))
+        lines.append((f"{name} (paper)", *(of_size.get(size // K, "–") for size in sizes)))
     for hardware, rows in by_hardware(steps).items():
         for name in dict.fromkeys(row["implementation"] for row in rows):
             cells = dict.fromkeys(sizes, "–")

@@ -1,13 +1,11 @@
-"""The trainers that the benchmarks compare, with the time of their steps and phases and their peak memory."""
+"""The trainers that the benchmarks compare, with the time of their steps and their peak memory."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +16,6 @@ import transformers
 from torch import Tensor
 
 import hf_infcl.step.compilation
-import hf_infcl.step.step
 import hf_infcl.step.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.models.dual_encoder import NO_MASK, DualEncoder, PatchDropout
@@ -89,68 +86,6 @@ class Clock(transformers.TrainerCallback):
         return measured
 
 
-class Phases(transformers.TrainerCallback):
-    """Measures the phases of a step one by one, with the device synchronised before and after each.
-
-    Their times therefore add up to a step without overlap, which is a little longer than a real one. InfCLTrainer names
-    its phases with `torch.profiler.record_function`, which `phase` replaces.
-    """
-
-    def __init__(self, device: torch.device, skip: int) -> None:
-        self._device, self._skip = device, skip
-        self._seconds: collections.Counter[str] = collections.Counter()
-        self._steps = 0
-        self._mark = 0.0
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        begin = self._now()
-        yield
-        self._mark = self._now()
-        self._add(name, self._mark - begin)
-
-    def _add(self, name: str, seconds: float) -> None:
-        if self._steps >= self._skip:
-            self._seconds[name.removeprefix("infcl: ")] += seconds
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        before, self._mark = self._mark, self._now()
-        self._add("clipping", self._mark - before)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        before, self._mark = self._mark, self._now()
-        self._add("optimizer", self._mark - before)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        before, self._mark = self._mark, self._now()
-        self._add("scheduler, zeroing", self._mark - before)
-        self._steps += 1
-
-    def milliseconds(self) -> dict[str, float]:
-        """The mean duration of each phase in one step."""
-        return {name: 1000 * seconds / (self._steps - self._skip) for name, seconds in self._seconds.items()}
-
-
-class Trace(transformers.TrainerCallback):
-    """Writes a trace for chrome://tracing or Perfetto, of the step that follows ``step`` (at least one) others."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self._path, self._step = path, max(1, step)
-        self._profiler = torch.profiler.profile()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
-            self._profiler.start()
-        elif state.global_step == self._step + 1:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self._path))
-
-
 class PlainTrainer(transformers.Trainer):
     """Trainer with batches from a pool. Its loss is that of the model, for each micro-batch."""
 
@@ -211,10 +146,6 @@ class PooledInfCLTrainer(InfCLTrainer):
 
     pool: list[Batch]
 
-    def get_batch_samples(self, *args: Any) -> tuple[list, Any]:
-        with hf_infcl.step.step.record_function("infcl: data"):
-            return super().get_batch_samples(*args)
-
     def get_train_dataloader(self) -> Any:
         device = None if self.args.offload_inputs else self.args.device
         pool = self.pool
@@ -248,8 +179,6 @@ def train(
     accumulation: int,
     *,
     loss: Any = None,
-    phases: Phases | None = None,
-    callbacks: Sequence[Any] = (),
     patch_dropout: float = 0.0,
     taught: bool = False,
     data_collator: Any = None,
@@ -258,9 +187,9 @@ def train(
 ) -> tuple[Clock, Any]:
     """Trains; returns the clock and the trainer.
 
-    ``loss`` replaces `contrastive_loss` in InfCLTrainer, and its memory is recorded. ``phases`` measures InfCLTrainer's
-    phases; if it is ``taught``, the embeddings of a teacher lie in the batch. The other trainers drop patches with the
-    hook of InfCLTrainer's ``patch_dropout``, at each forward anew.
+    ``loss`` replaces `contrastive_loss` in InfCLTrainer, and its memory is recorded. If it is ``taught``, a teacher's
+    embeddings lie in the batch. The other trainers drop patches with the hook of InfCLTrainer's ``patch_dropout``, at
+    each forward anew.
     """
     on_gpu = torch.cuda.is_available()
     if patch_dropout and issubclass(trainer_class, InfCLTrainer):
@@ -283,8 +212,7 @@ def train(
         )
         clock = Clock(args.device)
         term: dict[str, Any] = {"extensions": [TeacherDistance(InBatch(), 1.0)]} if taught else {}
-        callbacks = [clock, *([phases] if phases else []), *callbacks]
-        trainer = trainer_class(model, args, data_collator, train_dataset=train_dataset, callbacks=callbacks, **term)
+        trainer = trainer_class(model, args, data_collator, train_dataset=train_dataset, callbacks=[clock], **term)
         trainer.pool = pool
         in_uint8, by_default = pool[0]["pixel_values"].dtype == torch.uint8, "global_batch_size" in options
         if data_collator is None and (in_uint8 or by_default):
@@ -295,8 +223,6 @@ def train(
         if loss is not None:
             window = hf_infcl.step.window
             stack.enter_context(mock.patch.object(window, "contrastive_loss", clock.recorded(loss)))
-        if phases is not None:
-            stack.enter_context(mock.patch.object(hf_infcl.step.step, "record_function", phases.phase))
         trainer.train()
         return clock, trainer
 

@@ -26,6 +26,11 @@ from .swaps import KINDS, negative_captions, swaps_of
 VOCABULARY, LENGTH = 8192, 24  # tokens
 SPECIAL = {"<start>": 0, "<end>": 1, "<padding>": 2}  # the text tower reads its result at the first <end>
 TEMPLATES = ("{}", "{}: a drawing")
+RETRIEVAL = {  # the evaluation sets with captions, and their folders
+    "validation": "held_out_concepts/validation",
+    "concepts": "held_out_concepts/test",
+    "vendor": "held_out_vendor/test",
+}
 
 
 def prepare(corpus: Path, *, with_icons: bool = False, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
@@ -64,39 +69,30 @@ def prepare(corpus: Path, *, with_icons: bool = False, tokenizer: Tokenizer | No
     def tokens(texts: Sequence[str]) -> Tensor:
         return torch.tensor([encoding.ids for encoding in tokenizer.encode_batch(list(texts))], dtype=torch.int32)
 
+    def retrieval(contents: Sequence[bytes], captions: Sequence[str], **more: Tensor) -> dict[str, Any]:
+        return {"images": _pixels(contents), "tokens": tokens(captions), "swaps": _swaps(captions, tokens), **more}
+
     most = max(len(row["caption"]) for row in rows)
     captions = [row["caption"] + row["caption"][:1] * (most - len(row["caption"])) for row in rows]
     names = {name: number for number, name in enumerate(sorted({row["name"] for row in rows}))}
-    sets = {}
-    for name, place in {
-        "validation": "held_out_concepts/validation",
-        "concepts": "held_out_concepts/test",
-        "vendor": "held_out_vendor/test",
-    }.items():
-        folder = corpus / "evaluation" / place
-        found = [json.loads(line) for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
+    sets, evaluation = {}, corpus / "evaluation"
+    for name, place in RETRIEVAL.items():
+        lines = (evaluation / place / "metadata.jsonl").read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines]
+        contents = [(evaluation / place / row["file_name"]).read_bytes() for row in found]
+        clip_art = torch.tensor([row["source"] in ("openclipart", "tuxpaint") for row in found])
+        sets[name] = retrieval(contents, [row["caption"] for row in found], clip_art=clip_art)
+    for name in ("zero_shot_concepts", "zero_shot_vendor"):
+        classes = sorted(path.name for path in (evaluation / name / "test").iterdir())
+        files = [sorted((evaluation / name / "test" / c).iterdir()) for c in classes]
         sets[name] = {
-            "images": _pixels([(folder / row["file_name"]).read_bytes() for row in found]),
-            "tokens": tokens([row["caption"] for row in found]),
-            "clip_art": torch.tensor([row["source"] in ("openclipart", "tuxpaint") for row in found]),
-            "swaps": _swaps([row["caption"] for row in found], tokens),
-        }
-    for name, place in {"zero_shot_concepts": "zero_shot_concepts", "zero_shot_vendor": "zero_shot_vendor"}.items():
-        folder = corpus / "evaluation" / place / "test"
-        classes = sorted(path.name for path in folder.iterdir())
-        found = [(path, label) for label, c in enumerate(classes) for path in sorted((folder / c).iterdir())]
-        sets[name] = {
-            "images": _pixels([path.read_bytes() for path, _ in found]),
-            "labels": torch.tensor([label for _, label in found]),
+            "images": _pixels([path.read_bytes() for of_class in files for path in of_class]),
+            "labels": torch.tensor([label for label, of_class in enumerate(files) for _ in of_class]),
             "prompts": tokens([template.format(c) for c in classes for template in TEMPLATES]),
         }
     for name, part in {"icons": "test", "icon_set": "another set"}.items() if with_icons else ():
         found = _table(corpus / ICONS[part])
-        sets[name] = {
-            "images": _pixels([row["image"]["bytes"] for row in found]),
-            "tokens": tokens([row["name"] for row in found]),
-            "swaps": _swaps([row["name"] for row in found], tokens),
-        }
+        sets[name] = retrieval([row["image"]["bytes"] for row in found], [row["name"] for row in found])
     negatives = [negative_captions(row["caption"]) for row in rows]
     titles = {number: row["title"] for number, row in enumerate(rows) if "title" in row}
     return {
@@ -182,14 +178,6 @@ class InMemory(Dataset):
 
     Each time a pair is drawn, some of its captions are drawn and its image is scaled by 0.85 to 1.15 and moved by up to
     a tenth of its side.
-
-    Args:
-        data: the result of `prepare`, on a device.
-        seed: the seed of the captions, scales and moves that are drawn.
-        pair_ids: whether batches tell which pairs have one name.
-        captions_per_image: the number of different captions that are drawn; an image with fewer gives them all.
-        negatives: whether one of the hard negative captions is drawn for each image that has any.
-        sources: only the pairs of these.
     """
 
     def __init__(
@@ -197,11 +185,12 @@ class InMemory(Dataset):
         data: dict,
         seed: int,
         *,
-        pair_ids: bool = False,
-        captions_per_image: int = 1,
-        negatives: bool = False,
-        sources: Sequence[str] | None = None,
+        pair_ids: bool = False,  # batches say which pairs have one name
+        captions_per_image: int = 1,  # different ones; an image with fewer gives them all
+        negatives: bool = False,  # one of the hard negative captions is drawn for each image that has any
+        sources: Sequence[str] | None = None,  # only the pairs of these
     ) -> None:
+        """Takes the result of `prepare`, on a device, and the seed of what is drawn."""
         self._data, self._pair_ids, self._negatives = data, pair_ids, negatives
         self.captions_per_image = captions_per_image
         self._rows = [row for row, source in enumerate(data["sources"]) if sources is None or source in sources]

@@ -53,27 +53,16 @@ PER_NAME = 8  # drawings of one name that a source may contribute: clip art has 
 
 @dataclass
 class Drawing:
-    """A picture and what its source says about it.
+    """A picture and what its source says about it."""
 
-    Attributes:
-        source: a key of `LICENCES`.
-        file: PNG or SVG.
-        name: what it shows, in English and lower case: "horse face". Drawings of one name show the same thing.
-        category: the source's, for zero-shot classification: "animal mammal".
-        keywords: the source's.
-        concept: what splits must not separate: variants of one motif (gender, skin tone, numbering) have one concept.
-        translations: the name by language.
-        title: of its file, if that is its collection's: "lemon svg theme" is a wrong caption.
-    """
-
-    source: str
-    file: Path
-    name: str
-    category: str
-    keywords: list[str]
-    concept: str
-    translations: dict[str, str] = field(default_factory=dict)
-    title: str = ""
+    source: str  # a key of `LICENCES`
+    file: Path  # PNG or SVG
+    name: str  # what it shows, in English and lower case: "horse face"; drawings of one name show the same thing
+    category: str  # the source's, for zero-shot classification: "animal mammal"
+    keywords: list[str]  # the source's
+    concept: str  # what splits must not separate: variants of one motif (gender, skin tone, numbering) have one
+    translations: dict[str, str] = field(default_factory=dict)  # the name by language
+    title: str = ""  # of its file, if that is its collection's: "lemon svg theme" is a wrong caption
 
     @property
     def captions(self) -> list[str]:
@@ -215,16 +204,9 @@ class _Emoji:
         entry = self._entries.get(code)
         if entry is None or "subgroup" not in entry:
             return None
-        name = entry["label"].lower()
-        return Drawing(
-            source,
-            file,
-            name,
-            self._categories[entry["subgroup"]],
-            list(entry.get("tags", [])),
-            concept_of(name),
-            self._names.get(code, {}),
-        )
+        name, category = entry["label"].lower(), self._categories[entry["subgroup"]]
+        names = self._names.get(code, {})
+        return Drawing(source, file, name, category, list(entry.get("tags", [])), concept_of(name), names)
 
     def named_by_code(self, source: str, folder: Path) -> list[Drawing]:
         files = [path for path in sorted(folder.iterdir()) if path.suffix in (".png", ".svg")]
@@ -232,12 +214,9 @@ class _Emoji:
         return [drawing for drawing in found if drawing is not None]
 
     def named_by_words(self, source: str, folder: Path) -> list[Drawing]:
-        found = []
-        for path in sorted(folder.glob("*.svg")):
-            code = self._code_of.get(path.stem.removesuffix("-default"))
-            if code is not None and (drawing := self.drawing(source, path, code)) is not None:
-                found.append(drawing)
-        return found
+        codes = {path: self._code_of.get(path.stem.removesuffix("-default")) for path in sorted(folder.glob("*.svg"))}
+        found = (self.drawing(source, path, code) for path, code in codes.items() if code is not None)
+        return [drawing for drawing in found if drawing is not None]
 
 
 def _code(name: str) -> str:

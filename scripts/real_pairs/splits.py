@@ -55,11 +55,11 @@ class Seen:
 
     def __init__(self, pictures: Sequence[Looks], room: int = 0) -> None:
         """Args: pictures: those that are there already; room: how many `add` may add."""
-        self._count, total = len(pictures), len(pictures) + room
+        self._count, total = 0, len(pictures) + room
         self._bits = np.zeros((2, total), dtype=np.uint64)  # one row for each half of the outline
         self._shades = np.zeros((total, 192), dtype=np.float32)
-        for number, picture in enumerate(pictures):
-            self._bits[:, number], self._shades[number] = _halves(picture), picture.colours
+        for picture in pictures:
+            self.add(picture)
 
     def has(self, picture: Looks) -> bool:
         first, second = self._bits[:, : self._count]

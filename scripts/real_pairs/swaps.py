@@ -9,46 +9,25 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-NUMBERS = "one two three four five six seven eight nine ten eleven twelve"
-# Words of one group exclude each other: where one of them is true, the others are false. The pattern requires a context
-# for words that could mean something else by themselves ("light bulb", "an orange", "close-up").
+# Words of one group exclude each other: where one of them is true, the others are false. The pattern of some groups
+# requires a context for words that could mean something else by themselves ("light bulb", "an orange", "close-up").
 GROUPS: dict[str, list[tuple[str, str]]] = {
     "attribute": [
-        ("light medium-light medium medium-dark dark", r"{}(?= skin tone)"),
-        ("man woman", "{}"),
-        ("men women", "{}"),
-        ("boy girl", "{}"),
-        ("male female", "{}"),
-        ("king queen", "{}"),
-        ("prince princess", "{}"),
-        ("red orange yellow green blue purple brown black white pink", r"{}(?=[ -]\w)"),
-        ("open closed", "{}"),
-        ("big small", "{}"),
-        ("old young", "{}"),
-        ("happy sad", "{}"),
-        ("smiling frowning crying", "{}"),
-        ("full empty", "{}"),
-        ("hot cold", "{}"),
-        ("raised lowered", "{}"),
-        ("locked unlocked", "{}"),
-        ("increasing decreasing", "{}"),
+        (r"{}(?= skin tone)", "light medium-light medium medium-dark dark"),
+        ("{}", "man woman, men women, boy girl, male female, king queen, prince princess"),
+        (r"{}(?=[ -]\w)", "red orange yellow green blue purple brown black white pink"),
+        ("{}", "open closed, big small, old young, happy sad, smiling frowning crying, full empty, hot cold"),
+        ("{}", "raised lowered, locked unlocked, increasing decreasing"),
     ],
     "number": [
-        (NUMBERS, "(?<!formula ){}(?! of)"),
-        ("1st 2nd 3rd", "{}"),
-        ("0 1 2 3 4 5 6 7 8 9 10", "(?<=keycap: ){}"),
+        ("(?<!formula ){}(?! of)", "one two three four five six seven eight nine ten eleven twelve"),
+        ("{}", "1st 2nd 3rd"),
+        ("(?<=keycap: ){}", "0 1 2 3 4 5 6 7 8 9 10"),
     ],
     "relation": [
-        ("left right", "{}"),
-        ("leftwards rightwards", "{}"),
-        ("upwards downwards", "{}"),
-        ("up down", "(?<!-){}"),
-        ("with without", "{}"),
-        ("over under", "{}"),
-        ("above below", "{}"),
-        ("top bottom", "{}"),
-        ("inside outside", "{}"),
-        ("before after", "{}"),
+        ("{}", "left right, leftwards rightwards, upwards downwards"),
+        ("(?<!-){}", "up down"),
+        ("{}", "with without, over under, above below, top bottom, inside outside, before after"),
     ],
 }
 KINDS = tuple(GROUPS)
@@ -60,8 +39,8 @@ class Swap(NamedTuple):
 
 
 def _compiled() -> Iterator[tuple[str, list[str], re.Pattern[str]]]:
-    for kind, groups in GROUPS.items():
-        for words, pattern in groups:
+    for kind, patterns in GROUPS.items():
+        for pattern, words in ((pattern, words) for pattern, groups in patterns for words in groups.split(", ")):
             several = sorted(words.split(), key=len, reverse=True)
             word = rf"(?<![\w-])(?:{'|'.join(several)})(?!\w)"
             yield kind, words.split(), re.compile(pattern.format(word))

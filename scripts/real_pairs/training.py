@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,68 +43,40 @@ SIZES = {"tiny": TINY, "small": SMALL, "large": LARGE}
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of one training.
+    """The settings of one training."""
 
-    Attributes:
-        table: the CSV of its rows.
-        experiment: the experiment in results.csv that it belongs to.
-        method: a key of `TRAINERS`.
-        batch: the pairs of one optimizer step.
-        micro_batch: the pairs of one forward. `Trainer` computes a loss for each.
-        samples: the pairs seen, in all.
-        learning_rate: after a warm-up over a tenth of the steps; a cosine ends at 0. With Muon, that of its matrices.
-        objective: "softmax" or "sigmoid".
-        pair_ids: pairs of one name are not each other's negatives.
-        seed: of the initial weights, the order, the captions drawn and the augmentation.
-        evaluations: how often the run is measured; with 0, only its time and memory are.
-        captions: the captions drawn per image.
-        equal_ids: "exclude" or "positive", as in `InfCLTrainingArguments`.
-        negatives: a hard negative caption is drawn for each image that has any.
-        optimizer: "adamw" or "muon".
-        way: of a fine-tuning on clip art: "full", "LoRA" or "locked image tower"; "base" is the training before it.
-        options: further options of `InfCLTrainingArguments`, in JSON.
-        sources: of the pairs, with commas between them; by default all.
-        replay: the sources of old pairs that are mixed in, with commas between them.
-        size: a key of `SIZES`.
-        wrong: the share of the pairs that have the captions of another pair, or "titles": drawings of Open Clip Art
-            have the titles of their files, also where these are those of their collections.
-        oracle: pairs with wrong captions are removed before the training.
-        cleaned: removed are the pairs that a ledger calls wrong with at least this probability: the ledger of a
-            training with ``leave_out`` and the same captions or, for a fine-tuning, of its base.
-        taught_by: the teacher whose stored embeddings are learned.
-        weight, side: the teacher's weight, and the side that it teaches: "image", "text" or "both".
-        towers: of pretrained towers, what trains beside their heads: "heads", "lit", "text lora" or "both".
-        compiled: whether the layers are compiled, on a GPU.
-    """
-
-    table: str
-    method: str
-    batch: int
-    micro_batch: int
-    samples: int
-    learning_rate: float
-    experiment: str = ""
-    objective: str = "softmax"
-    pair_ids: bool = False
-    seed: int = 0
-    evaluations: int = 1
-    captions: int = 1
-    equal_ids: str = "exclude"
-    negatives: bool = False
-    optimizer: str = "adamw"
-    way: str = ""
-    options: str = "{}"
-    sources: str = ""
-    replay: str = ""
-    size: str = "small"
+    table: str  # the CSV of its rows
+    method: str  # a key of `TRAINERS`
+    batch: int  # the pairs of one optimizer step
+    micro_batch: int  # the pairs of one forward; `Trainer` computes a loss for each
+    samples: int  # the pairs seen, in all
+    learning_rate: float  # after a warm-up over a tenth of the steps; a cosine ends at 0. With Muon, of its matrices
+    experiment: str = ""  # the experiment in results.csv that it belongs to
+    objective: str = "softmax"  # or "sigmoid"
+    pair_ids: bool = False  # pairs of one name are not each other's negatives
+    seed: int = 0  # of the initial weights, the order, the captions drawn and the augmentation
+    evaluations: int = 1  # how often the run is measured; with 0, only its time and memory are
+    captions: int = 1  # that are drawn per image
+    equal_ids: str = "exclude"  # or "positive", as in `InfCLTrainingArguments`
+    negatives: bool = False  # a hard negative caption is drawn for each image that has any
+    optimizer: str = "adamw"  # or "muon"
+    way: str = ""  # of fine-tuning on clip art: "full", "LoRA", "locked image tower"; "base" is the training before it
+    options: str = "{}"  # further options of `InfCLTrainingArguments`, in JSON
+    sources: str = ""  # of the pairs, with commas between them; by default all
+    replay: str = ""  # the sources of old pairs that are mixed in, with commas between them
+    size: str = "small"  # a key of `SIZES`
+    # The share of the pairs that have the captions of another pair, or "titles": drawings of Open Clip Art have the
+    # titles of their files, also where these are those of their collections.
     wrong: str = "0.0"
-    oracle: bool = False
+    oracle: bool = False  # pairs with wrong captions are removed before the training
+    # Removed are the pairs that a ledger calls wrong with at least this probability: the ledger of a training with
+    # ``leave_out`` and the same captions or, for a fine-tuning, of its base.
     cleaned: float = 0.0
-    taught_by: str = ""
-    weight: float = 0.0
-    side: str = "both"
-    towers: str = ""
-    compiled: bool = True
+    taught_by: str = ""  # the teacher whose stored embeddings are learned
+    weight: float = 0.0  # of the teacher
+    side: str = "both"  # that it teaches: "image", "text" or "both"
+    towers: str = ""  # of pretrained towers, what trains beside their heads: "heads", "lit", "text lora" or "both"
+    compiled: bool = True  # whether the layers are compiled, on a GPU
 
     @property
     def adamw_rate(self) -> float:
@@ -144,9 +116,7 @@ def new_model(
 def compile_layers(model: CLIPModel, *, texts: bool) -> None:
     """Compiles the layers in place, each for itself: a layer's code serves all layers and all models.
 
-    Args:
-        model: the model.
-        texts: whether the text tower is compiled as well. Batches have to have the same number of texts then.
+    With ``texts`` those of the text tower, too; batches have to have the same number of texts then.
     """
     for tower in (model.vision_model, model.text_model) if texts else (model.vision_model,):
         for layer in tower.encoder.layers:
@@ -181,6 +151,19 @@ TRAINERS: dict[str, Any] = {
 # ---- Measuring ----
 
 
+def encoded(dual: DualEncoder, values: Tensor, size: int = 1024) -> Tensor:
+    """The embeddings of tokens [N, L], or of images or their features, in batches of this size."""
+    is_text = values.dtype == torch.int32
+    with torch.autocast(values.device.type, torch.bfloat16, enabled=values.is_cuda):
+        parts = [
+            dual.encode_texts({"input_ids": part.long()})
+            if is_text
+            else dual.encode_images({"pixel_values": normalised(part)})
+            for part in values.split(size)
+        ]
+    return torch.cat(parts).float()
+
+
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # evaluation sets are of many sizes
 def measure(model: Any, data: dict, sets: Sequence[str], width: int | None = None) -> Row:
@@ -190,32 +173,20 @@ def measure(model: Any, data: dict, sets: Sequence[str], width: int | None = Non
     """
     model.eval()
     dual = DualEncoder(model, width)
-    device = data["images"].device
-
-    def encode(images: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        found = []
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            for part in (images if images is not None else tokens).split(1024):  # type: ignore[union-attr]
-                if images is not None:
-                    found.append(dual.encode_images({"pixel_values": normalised(part)}))
-                else:
-                    found.append(dual.encode_texts({"input_ids": part.long()}))
-        return torch.cat(found).float()
-
     row: Row = {}
     for name in sets:
         values = data["sets"][name]
-        images = encode(images=values["images"])
+        images = encoded(dual, values["images"])
         if "labels" in values:
-            classifier = zero_shot_classifier(encode(tokens=values["prompts"]), num_templates=len(TEMPLATES))
+            classifier = zero_shot_classifier(encoded(dual, values["prompts"]), num_templates=len(TEMPLATES))
             accuracies = zero_shot_metrics(images, classifier, values["labels"])
             row |= {f"{name}_{metric}": round(accuracies[metric], 5) for metric in ("acc1", "mean_per_class_recall")}
             continue
-        texts = encode(tokens=values["tokens"])
-        found = retrieval_metrics(images, texts, torch.arange(len(images), device=device))
+        texts = encoded(dual, values["tokens"])
+        found = retrieval_metrics(images, texts, torch.arange(len(images), device=images.device))
         row |= {f"{name}_{metric.replace('_retrieval', '')}": round(value, 5) for metric, value in found.items()}
         if name != "validation":
-            swaps = swap_accuracies(images, texts, values["swaps"], encode)
+            swaps = swap_accuracies(images, texts, values["swaps"], dual)
             row |= {f"{name}_{kind}_swaps": share for kind, share in swaps}
             best = (texts[example_captions(len(texts))] @ images.T).topk(min(5, len(images)), dim=1)
             row[f"{name}_examples"] = json.dumps(best.indices.tolist())
@@ -223,14 +194,14 @@ def measure(model: Any, data: dict, sets: Sequence[str], width: int | None = Non
 
 
 def swap_accuracies(
-    images: Tensor, texts: Tensor, swaps: dict[str, Tensor], encode: Callable[..., Tensor]
+    images: Tensor, texts: Tensor, swaps: dict[str, Tensor], dual: DualEncoder
 ) -> Iterator[tuple[str, float | str]]:
     """For each kind of swap how often an image is nearer to its caption than to the swapped one (SugarCrepe's measure).
 
     The share is empty where a set has no such swap.
     """
     of_image = swaps["image"]
-    swapped = encode(tokens=swaps["tokens"])
+    swapped = encoded(dual, swaps["tokens"])
     right = (images[of_image] * (texts[of_image] - swapped)).sum(1) > 0
     for number, kind in enumerate(KINDS):
         found = right[swaps["kind"] == number]
@@ -362,15 +333,9 @@ def muon_for_trainer(run: Run, model: nn.Module, args: TrainingArguments) -> Muo
 def train(
     run: Run, data: dict, origin: Row, *, model: Any = None, toy: bool = False, **guests: Any
 ) -> tuple[list[Row], Any]:
-    """Trains; returns what was measured and the trainer.
+    """Trains on the data of `prepare`; returns what was measured, with the columns of ``origin``, and the trainer.
 
-    Args:
-        run: what to train.
-        data: of `prepare`, on the device to train on.
-        origin: columns for every row, such as the commit and the device.
-        model: the model to train on; by default a new one.
-        toy: whether a new model is tiny, to try things out.
-        guests: ``extensions`` for `InfCLTrainer`.
+    Without a ``model`` it trains a new one, which is tiny if it is a ``toy``; ``guests`` are of `InfCLTrainer` alone.
     """
     if run.batch % run.micro_batch or run.samples < run.batch:
         raise ValueError(f"{run.samples} samples and micro-batches of {run.micro_batch} do not make up {run.batch}.")
@@ -386,16 +351,8 @@ def train(
         args = arguments(run, folder, on_gpu=data["images"].is_cuda)
         own = run.method == "InfCLTrainer" or run.optimizer == "adamw"
         optimizer = None if own else muon_for_trainer(run, model, args)
-        trainer = TRAINERS[run.method](
-            model,
-            args,
-            pairs.collate,
-            train_dataset=pairs,
-            **old,
-            callbacks=[callback],
-            optimizers=(optimizer, None),
-            **guests,
-        )
+        more = {"callbacks": [callback], "optimizers": (optimizer, None), **old, **guests}
+        trainer = TRAINERS[run.method](model, args, pairs.collate, train_dataset=pairs, **more)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     if not run.evaluations:  # a run for its cost: the median of the steps, without the first ones

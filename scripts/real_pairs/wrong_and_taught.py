@@ -15,7 +15,7 @@ from hf_infcl.quality.ledger import probability_wrong
 from hf_infcl.step.grad_cache import Features
 from hf_infcl.step.selection import WithoutNoisyPairs, mean_of_trained
 
-from .in_memory import normalised
+from .training import encoded
 
 
 def with_wrong_captions(data: dict[str, Any], wrong: str) -> tuple[dict[str, Any], Tensor, Tensor]:
@@ -55,11 +55,8 @@ class FromBatch:
 @torch.no_grad()
 def stored(model: Any, data: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """A model's normalised embeddings of the images, [N, D], and of all captions, [N, C, D]."""
-    dual, device = DualEncoder(model.eval()), data["images"].device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        images = [dual.encode_images({"pixel_values": normalised(part)}) for part in data["images"].split(1024)]
-        texts = [dual.encode_texts({"input_ids": t.long()}) for t in data["tokens"].flatten(0, 1).split(4096)]
-    return torch.cat(images).float(), torch.cat(texts).float().unflatten(0, data["tokens"].shape[:2])
+    dual, tokens = DualEncoder(model.eval()), data["tokens"]
+    return encoded(dual, data["images"]), encoded(dual, tokens.flatten(0, 1), 4096).unflatten(0, tokens.shape[:2])
 
 
 def called_wrong(scores: Tensor, probability: float) -> Tensor:
