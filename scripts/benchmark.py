@@ -18,7 +18,7 @@ import sys
 
 BENCHMARKS = {
     "loss": "time, memory and error of the loss on one GPU",
-    "ring": "time of the loss across GPUs, and how communication overlaps computation",
+    "ring": "time of the loss across GPUs, beside that without communication",
     "memory": "memory of the loss across GPUs",
     "step": "time and memory of a training step of a CLIP",
     "optimizer": "time and memory of a step of Muon and AdamW",

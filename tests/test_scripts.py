@@ -200,7 +200,7 @@ def test_global_batch_data_has_one_right_answer(script, monkeypatch):
     assert all(-1 <= image.min() < image.max() <= 1 for image in images)
 
 
-# ---- Benchmarks: that they run and draw. Their GPU paths (events, memory, NCCL, traces of kernels) need GPUs. ----
+# ---- Benchmarks: that they run and draw. Their GPU paths (events, memory, NCCL) need GPUs. ----
 
 
 def rows_of(table: Path) -> list[dict[str, str]]:
@@ -409,26 +409,6 @@ def test_openclip_accumulation_has_the_gradient_of_the_whole_batch(script):
     assert scale.item() == pytest.approx(3, rel=1e-4), "counted once per micro-batch"
     for name, gradient in ours.items():
         torch.testing.assert_close(theirs[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
-
-
-def test_timeline_counts_what_computation_hides(script, tmp_path):
-    timeline = script("benchmarks.timeline")
-    events = [
-        timeline.Event(7, "nvjet_gemm", 0, 100),
-        timeline.Event(7, "softmax_kernel", 100, 50),
-        timeline.Event(20, "ncclDevKernel_SendRecv(...)", 50, 60),
-        timeline.Event(20, "ncclDevKernel_SendRecv(...)", 140, 40),
-        timeline.Event(20, "ncclDevKernel_AllReduce_Sum_f32", 300, 500),
-        timeline.Event(7, "Memset (Device)", 150, 30),
-    ]
-    assert timeline.hidden(events) == pytest.approx(0.7)
-    assert timeline.hidden(events[:2]) is None
-    steps: list[int] = []
-    assert timeline.record(lambda: steps.append(1), torch.device("cpu")) == [], "a CPU has no kernels"
-    assert len(steps) == 3
-    title = timeline.draw(events, tmp_path / "timeline.png", "a step")
-    assert "70.0%" in title
-    assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
 def test_plots_show_the_newest_rows(script, tmp_path):

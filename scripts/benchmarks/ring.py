@@ -1,7 +1,6 @@
-"""Time of the loss across GPUs: the strategies, other implementations, and the overlap of communication.
+"""Time of the loss across GPUs: the strategies, and other implementations.
 
     torchrun --nproc-per-node 4 scripts/benchmark.py ring --objectives softmax sigmoid
-    torchrun --nproc-per-node 4 scripts/benchmark.py ring --timeline scripts/benchmarks/results/ring_timeline.png
 
 A row is a forward and backward of one implementation on W GPUs with b pairs each (inputs as in `loss`). All processes
 start a repetition together, and its time is that of the slowest process. Times are quantiles in milliseconds.
@@ -45,7 +44,7 @@ from hf_infcl.kernels import torch_backend as tiled
 from hf_infcl.loss import OBJECTIVES, local_contrastive_loss, strategies
 from hf_infcl.loss.strategies import STRATEGIES
 
-from . import common, peers, timeline
+from . import common, peers
 from .common import BIAS, RESULTS, SCALE, Row
 from .peers import Loss
 
@@ -56,7 +55,7 @@ COLUMNS = tuple(
     """.split()
 )
 SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
-ALONE, OURS, RING = "no communication", "hf_infcl", "hf_infcl ring"
+ALONE, OURS = "no communication", "hf_infcl"
 
 
 @dataclass
@@ -93,7 +92,7 @@ def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
     """The yardstick, this package's strategies beginning with the ring, and other losses with this objective."""
     ours = functools.partial(contrastive_loss, objective=objective)
     known = {ALONE: Implementation(functools.partial(repeated_alone, objective=objective))}
-    known |= {OURS: Implementation(ours), RING: Implementation(ours, context=always_ring)}
+    known |= {OURS: Implementation(ours), "hf_infcl ring": Implementation(ours, context=always_ring)}
     known |= {
         f"hf_infcl {strategy}": Implementation(functools.partial(ours, strategy=strategy))
         for strategy in STRATEGIES
@@ -173,16 +172,6 @@ def measure(step: Step, device: torch.device, budget: float) -> Row:
 def run(args: argparse.Namespace) -> None:
     device = common.start_processes()
     dtype = getattr(torch, args.dtype)
-    if args.timeline:
-        draw_timeline(args, device, dtype)
-    else:
-        rows_of(args, device, dtype)
-        if common.rank() == 0:
-            plot(args.output)
-    common.end_processes()
-
-
-def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
     w = common.world_size()
     environment = common.environment(device, "triton") | {"world_size": w, "dtype": args.dtype}
     sizes = [*args.per_gpu_batch_sizes, *(batch // w for batch in args.global_batch_sizes)]
@@ -216,20 +205,9 @@ def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
                     first = gradient if first is None else first
                     row["gradient_difference"] = f"{difference(gradient, first, device):.1e}"
             common.append(args.output, COLUMNS, row)
-
-
-def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
-    """Draws the timeline of the ring, with the first value of each option."""
-    objective, dim, b = args.objectives[0], args.dims[0], args.per_gpu_batch_sizes[0]
-    step = Step(implementations(objective, dtype.itemsize)[RING], b, dim, dtype, device)
-    events = timeline.record(step, device)
-    if common.rank() != 0:
-        return
-    if not events:
-        raise SystemExit("A timeline shows GPU kernels, and this run had none.")
-    what = f"{objective} loss over {common.world_size()} GPUs, b = {b:,}, D = {dim}, {args.dtype}, rank 0"
-    what += ", {device}, torch {torch}, {date}".format(**common.environment(device))
-    print(timeline.draw(events, args.timeline, what))
+    if common.rank() == 0:
+        plot(args.output)
+    common.end_processes()
 
 
 def plot(table: Path) -> None:
@@ -290,7 +268,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementations", nargs="+", help="by name, default: all; 'no communication' always")
     parser.add_argument("--milliseconds", type=int, default=1000, help="of repetitions per row")
     parser.add_argument("--captions", type=int, default=1, help="texts of each image")
-    parser.add_argument("--timeline", type=Path, help="instead: draw the GPU streams of one step of the ring here")
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "ring.csv", help="appended to; its plot lies beside it"
     )
