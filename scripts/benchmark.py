@@ -23,7 +23,7 @@ BENCHMARKS = {
     "step": "time and memory of a training step of a CLIP",
     "optimizer": "time and memory of a step of Muon and AdamW",
     "evaluation": "a zero-shot evaluation beside a pure forward",
-    "data": "images per second and core, and training from shards",
+    "data": "images per second and core, decoded and read from shards",
     "embedders": "a step of ExactContrastiveLoss beside sentence-transformers' cached loss",
     "tables": "the tables of the Inf-CL paper, from the rows of the others",
 }

@@ -457,8 +457,8 @@ def test_tables_need_no_rows_and_the_committed_ones_are_those_of_the_committed_r
 
 def test_benchmark_data_measures_each_way_to_a_batch(script, tmp_path):
     data, words = script("benchmarks.data"), ["--rounds", 1, "--images", 12, "--batch", 4, "--parts", "worker", "tar"]
-    few = functools.partial(data.write_tars, samples=40, shards=1)
-    with mock.patch.object(data, "write_tars", lambda folder, files, *sizes: few(folder, files)):
+    few = functools.partial(data.write_tar, samples=40)
+    with mock.patch.object(data, "write_tar", lambda path, files, samples: few(path, files)):
         found = measure(data, *words, "--output", tmp_path / "data.csv")
     rows = {row["implementation"]: row for row in found}
     assert {"OpenCLIP, training", "hf_infcl, center crop", "hf_infcl, random crop", "tarfile"} <= rows.keys()

@@ -207,7 +207,7 @@ def read(table: Path, wanted: Callable[[Row], Any]) -> list[Row]:
     """The ``wanted`` rows, in the order of measurement; none if there is no table."""
     if not table.exists():
         return []
-    with table.open(newline="") as file:
+    with table.open(newline="", encoding="utf-8") as file:
         return [row for row in csv.DictReader(file) if wanted(row)]
 
 

@@ -1,9 +1,8 @@
-"""Images on their way to the model: the costs of a worker and of reading shards; training from shards.
+"""Images on their way to the model: the costs of a worker and of reading shards.
 
     python scripts/benchmark.py data
-    python scripts/benchmark.py data --parts train --images 20000 --workers 14
 
-The parts, of which only the last needs a GPU:
+The parts:
 
 ``worker``: a DataLoader worker turns JPEGs of 500 × 375 pixels into a batch of 224 × 224, or of the smaller images of
 the first steps of a training, for which a JPEG may be decoded at half its size. ``ms`` is the worker's CPU
@@ -12,8 +11,6 @@ turns, so that other load on the machine affects all of them. ``per_second`` is 
 core. OpenCLIP's transforms are taken from open_clip_torch if it can be imported, which needs a torchvision that matches
 torch; otherwise they are written out with PIL.
 ``tar``: samples with an image, a text and a JSON file are read from a tar shard. ``ms`` is the CPU time per sample.
-``train``: InfCLTrainer trains a ViT-B/16 from tar shards of such JPEGs and, for comparison, from a pool of
-micro-batches in host memory. ``per_second`` is the number of images per second of wall time after a warm-up.
 """
 
 from __future__ import annotations
@@ -50,13 +47,10 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 
 
 def run(args: argparse.Namespace) -> None:
-    device = torch.device("cuda") if torch.cuda.is_available() and "train" in args.parts else torch.device("cpu")
     packages = ("torchvision", "transformers", "pillow", "simplejpeg", "open_clip_torch")
-    environment = common.environment(device, *packages)
-    if device.type == "cpu":
-        environment["device"] = processor_name()
+    environment = common.environment(torch.device("cpu"), *packages) | {"device": processor_name()}
     for part in args.parts:
-        for row in {"worker": worker, "tar": tar, "train": train}[part](args):
+        for row in PARTS[part](args):
             common.append(args.output, COLUMNS, environment | {"part": part, "rounds": args.rounds} | row)
     plot(args.output)
 
@@ -195,26 +189,24 @@ def seconds_per_image(dataset: Any, collate: Any, batch: int) -> float:
 # ---- Reading shards ----
 
 
-def write_tars(folder: Path, files: Sequence[bytes], samples: int, shards: int) -> str:
-    """Writes shards of samples with .jpg, .txt and .json, whose images repeat; returns their name with a range."""
-    for shard in range(shards):
-        with tarfile.open(folder / f"{shard:05}.tar", "w") as tar:
-            for number in range(shard, samples, shards):
-                caption = f"caption {number}".encode()
-                parts = {"jpg": files[number % len(files)], "txt": caption, "json": json.dumps({"id": number}).encode()}
-                for extension, data in parts.items():
-                    member = tarfile.TarInfo(f"{number:08}.{extension}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
-    return f"{folder}/{{00000..{shards - 1:05}}}.tar"
+def write_tar(path: str, files: Sequence[bytes], samples: int) -> None:
+    """Writes a shard of samples with .jpg, .txt and .json, whose images repeat."""
+    with tarfile.open(path, "w") as tar:
+        for number in range(samples):
+            caption = f"caption {number}".encode()
+            parts = {"jpg": files[number % len(files)], "txt": caption, "json": json.dumps({"id": number}).encode()}
+            for extension, data in parts.items():
+                member = tarfile.TarInfo(f"{number:08}.{extension}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
 
 
 def tar(args: argparse.Namespace) -> Iterator[Row]:
     from hf_infcl.shards.readers import Columns, TarReader
 
     with tempfile.TemporaryDirectory() as folder:
-        write_tars(Path(folder), jpegs(24), 4000, 1)
         url = f"{folder}/00000.tar"
+        write_tar(url, jpegs(24), 4000)
         reader = TarReader(Columns("image", "caption"), [url])
         times: dict[str, list[float]] = {"hf_infcl": [], "tarfile": []}
         for _ in range(args.rounds):
@@ -232,52 +224,7 @@ def tar(args: argparse.Namespace) -> Iterator[Row]:
         yield {"implementation": name} | row
 
 
-# ---- Training from shards ----
-
-
-def train(args: argparse.Namespace) -> Iterator[Row]:
-    """Rows of the pool and of the shards, in eager mode and compiled, with inputs on the device and in host memory."""
-    import transformers
-
-    from hf_infcl import InfCLTrainer
-    from hf_infcl.data.streams import ImageTextStream
-
-    from . import inputs, training
-
-    side = inputs.MODELS[args.model]["vision_config"]["image_size"]
-    length = inputs.MODELS[args.model]["text_config"]["max_position_embeddings"]
-    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    # Texts have full length, regardless of their captions.
-    collator = ContrastiveCollator(processor(images), max_length=length, fixed_length=True, uint8=True)
-    batch = args.micro_batch_size * args.accumulation_steps
-    with tempfile.TemporaryDirectory() as folder:
-        files = jpegs(256)
-        shards = write_tars(Path(folder), files, args.samples, args.shards)
-        items = [{"image": decoding.decode_rgb(file), "caption": ["a"]} for file in files]
-        micro_batches = [[items[(n + start) % 256] for n in range(args.micro_batch_size)] for start in range(8)]
-        pool = [collator(micro_batch) for micro_batch in micro_batches]
-        if torch.cuda.is_available():
-            pool = [{name: value.pin_memory() for name, value in batch.items()} for batch in pool]
-        for mode in args.modes:
-            reference = None
-            for name in ("pool", "tar shards", "pool, offload_inputs", "tar shards, offload_inputs"):
-                options: dict[str, Any] = {"dataloader_num_workers": args.workers, "offload_inputs": "offload" in name}
-                options |= {"dataloader_prefetch_factor": 4 if args.workers else None, "data_collator": collator}
-                kind: Any = training.PooledInfCLTrainer
-                if name.startswith("tar"):
-                    kind, options["train_dataset"] = InfCLTrainer, ImageTextStream(shards, augmentation="crop")
-                model, steps = inputs.build(args.model), args.warmup + args.steps
-                options["torch_compile"] = mode == "compiled"
-                clock, _ = training.train(kind, model, pool, steps, args.accumulation_steps, **options)
-                times = np.diff(clock.stamps)[args.warmup :]
-                row = common.quantiles(times.tolist())
-                row["per_second"] = round(batch * len(times) / float(times.sum()), 1)
-                reference = reference or row["per_second"]
-                row |= {"ratio": round(row["per_second"] / reference, 3), "rounds": args.steps}
-                row["peak_gib"] = round(clock.peak / common.GIB, 3)
-                sizes = f"{args.accumulation_steps} × {args.micro_batch_size}"
-                row["note"] = f"{args.model}, {sizes}, {args.workers} workers"
-                yield {"implementation": f"{name}, {mode}", "ratio_to": f"pool, {mode}"} | row
+PARTS = {"worker": worker, "tar": tar}
 
 
 def plot(table: Path) -> None:
@@ -305,18 +252,8 @@ def plot(table: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parts = ["worker", "tar", "train"]
-    parser.add_argument("--parts", nargs="+", default=parts[:2], choices=parts)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--rounds", type=int, default=7, help="in which all implementations take turns")
     parser.add_argument("--images", type=int, default=256, help="of a round of the part worker")
     parser.add_argument("--batch", type=int, default=32, help="of the part worker")
-    parser.add_argument("--model", default="vit-b-16", help="as benchmark.py step")
-    parser.add_argument("--micro-batch-size", type=int, default=256)
-    parser.add_argument("--accumulation-steps", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=14, help="of the part train")
-    parser.add_argument("--samples", type=int, default=20000, help="in the shards of the part train")
-    parser.add_argument("--shards", type=int, default=64, help="of the part train")
-    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
-    parser.add_argument("--warmup", type=int, default=4, help="steps")
-    parser.add_argument("--steps", type=int, default=16, help="measured after those")
     parser.add_argument("--output", type=Path, default=RESULTS / "data.csv", help="appended to; plot beside it")

@@ -15,8 +15,7 @@ shorter, until the workers' rate is left, which sets of many images have. The no
 no worker loads, those after the last batch, and those in which blocks of pinned memory were allocated. ``error`` is the
 largest difference of a cosine between bf16 and fp32, for random weights.
 
-In rows before 2026-11-26, ``start_s`` is the time of an evaluation of a single batch, and ``loop_per_second`` the rate
-of the images after it, with their share of the intervals.
+In rows before 2026-11-26, ``start_s`` is that of an evaluation of one batch, and ``loop_per_second`` counts the rest.
 """
 
 from __future__ import annotations

@@ -181,8 +181,6 @@ def train(
     loss: Any = None,
     patch_dropout: float = 0.0,
     taught: bool = False,
-    data_collator: Any = None,
-    train_dataset: Any = None,
     **options: Any,
 ) -> tuple[Clock, Any]:
     """Trains; returns the clock and the trainer.
@@ -212,10 +210,10 @@ def train(
         )
         clock = Clock(args.device)
         term: dict[str, Any] = {"extensions": [TeacherDistance(InBatch(), 1.0)]} if taught else {}
-        trainer = trainer_class(model, args, data_collator, train_dataset=train_dataset, callbacks=[clock], **term)
+        trainer = trainer_class(model, args, callbacks=[clock], **term)
         trainer.pool = pool
         in_uint8, by_default = pool[0]["pixel_values"].dtype == torch.uint8, "global_batch_size" in options
-        if data_collator is None and (in_uint8 or by_default):
+        if in_uint8 or by_default:
             parts = {(True, False): Normaliser, (False, True): Padded, (True, True): PaddedNormaliser}
             trainer.data_collator = parts[in_uint8, by_default]()
         trainer.remove_callback(transformers.PrinterCallback)

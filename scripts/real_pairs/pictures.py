@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import statistics
 import textwrap
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.common import grouped
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image, ImageDraw, ImageFont
@@ -168,12 +168,10 @@ def draw_curves(rows: list[Row], path: Path) -> None:
             if key not in shown or (key == ("InfCLTrainer", 256) and ("Trainer", 256) in {s[:2] for s in found}):
                 continue  # the two are one training, but for rounding
             name, colour, marker = shown[key]
-            by_point: dict[float, list[float]] = collections.defaultdict(list)
-            for row in configuration.points:
-                by_point[row["samples_seen"]].append(100 * value(row, STYLE))
+            by_point = grouped(configuration.points, lambda row: row["samples_seen"])
             samples = np.array(sorted(by_point))
-            means = np.array([statistics.mean(by_point[s]) for s in samples])
-            low, high = (np.array([f(by_point[s]) for s in samples]) for f in (min, max))
+            recalls = [[100 * value(row, STYLE) for row in by_point[s]] for s in samples]
+            means, low, high = (np.array([f(r) for r in recalls]) for f in (statistics.mean, min, max))
             for axis, scale in ((against_samples, 1e-3), (against_time, seconds.get(key))):
                 if scale is not None:
                     axis.plot(samples * scale, means, color=colour, marker=marker, label=name)

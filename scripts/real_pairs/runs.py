@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks and real_pairs
 
 import torch
-from benchmarks.common import environment
+from benchmarks import common
 from torch import Tensor
 
 from hf_infcl import InfCLTrainingArguments
@@ -72,11 +72,8 @@ AVERAGES = (0.25, 0.5, 0.75)  # of a fine-tuning's start and its end
 def rows_of(table: str, folder: Path = RESULTS, **wanted: str) -> list[dict[str, str]]:
     """The rows with these cells; none without the table."""
     path = folder / f"{table}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    if unknown := sorted(wanted.keys() - {column for row in rows for column in row}):
+    rows = common.read(path, bool)
+    if rows and (unknown := sorted(wanted.keys() - rows[0].keys())):
         raise SystemExit(f"{path} has no column {', '.join(unknown)}: it has {', '.join(rows[0])}.")
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
@@ -325,7 +322,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = pretrained_towers.tokenizer() if args.table == "pretrained_towers" else None
     data = to_device(prepare(args.corpus, with_icons=args.table == "icons", tokenizer=tokens), device)
-    path, origin = args.output_dir / f"{args.table}.csv", environment(device, "transformers")
+    path, origin = args.output_dir / f"{args.table}.csv", common.environment(device, "transformers")
     done = {run_of(args.table, row) for row in rows_of(args.table, args.output_dir)}
     needed = {other for run in runs for other in needed_by(run).values()}
     for run, cells in runs.items():

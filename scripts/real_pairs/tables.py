@@ -11,8 +11,6 @@ test sets.
 from __future__ import annotations
 
 import argparse
-import collections
-import csv
 import json
 import statistics
 import sys
@@ -20,10 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for real_pairs
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks and real_pairs
+
+from benchmarks import common
+from benchmarks.common import Row, grouped
 
 RESULTS = Path(__file__).parent / "results"
-Row = dict[str, Any]
 # The figures of the tables: a name, and the columns whose mean it is.
 FIGURES: dict[str, Sequence[str]] = {
     "other style, R@1": ("vendor_image_recall@1", "vendor_text_recall@1"),
@@ -84,8 +84,7 @@ class Setting(NamedTuple):
 
 def read(table: Path) -> list[Row]:
     """The rows with numbers as numbers; text and empty cells stay as they are."""
-    with table.open(newline="", encoding="utf-8") as file:
-        return [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return [{name: _number(text) for name, text in row.items()} for row in common.read(table, bool)]
 
 
 def _number(text: str) -> Any:
@@ -154,10 +153,9 @@ class Configuration:
 
 def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> dict[Setting, Configuration]:
     """The configurations of the experiments with these values, `Trainer` first, then the small batches."""
-    groups: dict[Setting, list[Row]] = collections.defaultdict(list)
-    for row in rows:
-        if row["experiment"] in experiments and all(row.get(name) == value for name, value in wanted.items()):
-            groups[Setting.of(row)].append(row)
+    of_these = (row for row in rows if row["experiment"] in experiments)
+    chosen = (row for row in of_these if all(row.get(name) == value for name, value in wanted.items()))
+    groups = grouped(chosen, Setting.of)
     complete = {key: found for key, found in groups.items() if any(row["finished"] for row in found)}
     return {key: Configuration(complete[key]) for key in sorted(complete, key=lambda key: (key[0] != "Trainer", key))}
 
@@ -310,16 +308,9 @@ def rates(rows: list[Row]) -> str:
     body = []
     for batch, configuration in found.items():
         tried = ", ".join(f"{rate:g}: {100 * score(row):.1f}" for rate, row in sorted(configuration.by_rate.items()))
-        factor = batch / 256
-        body.append(
-            [
-                f"{batch:,}",
-                f"{configuration.rate:g}: {100 * score(configuration.by_rate[configuration.rate]):.1f}",
-                of_rule(configuration, base * factor**0.5),
-                of_rule(configuration, base * factor),
-                tried,
-            ]
-        )
+        tuned = f"{configuration.rate:g}: {100 * score(configuration.by_rate[configuration.rate]):.1f}"
+        rules = (of_rule(configuration, base * (batch / 256) ** power) for power in (0.5, 1))
+        body.append([f"{batch:,}", tuned, *rules, tried])
     return markdown(["batch", "tuned", "square-root rule", "linear rule", "all that were tried"], body)
 
 
@@ -348,14 +339,10 @@ def steps_and_batch(rows: list[Row], figure: str) -> str:
         if setting.method == "InfCLTrainer"
     }
     batches = sorted({batch for _, _, batch in found})
-    body = [
-        [
-            name,
-            f"{steps:,}",
-            *(found[of].cell(figure) if (of := (name, steps, batch)) in found else "" for batch in batches),
-        ]
-        for name, steps in sorted({(name, steps) for name, steps, _ in found})
-    ]
+    body = []
+    for name, steps in sorted({(name, steps) for name, steps, _ in found}):
+        of_steps = (found.get((name, steps, batch)) for batch in batches)
+        body.append([name, f"{steps:,}", *(c.cell(figure) if c else "" for c in of_steps)])
     return markdown(["optimizer", "steps", *(f"{batch:,} pairs" for batch in batches)], body)
 
 
@@ -548,7 +535,7 @@ def cost(rows: list[Row], experiment: str = "5_cost") -> str:
 
 # ---- The tables of the other rows ----
 
-# The columns of scripts that run jobs side by side, and what the tables call them.
+# The columns of the other rows, and what the tables call them.
 SIDE_BY_SIDE = {
     "vendor_recall@1": STYLE,
     "concepts_recall@5": CONCEPTS,
@@ -566,19 +553,18 @@ SIDE_BY_SIDE = {
 
 def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping[str, str]]]:
     """The rows of wrong_and_taught.csv by setting and seed; the newest run of a seed counts. Empty without the file."""
-    if not path.exists():
-        return {}
-    found: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = collections.defaultdict(dict)  # by setting and seed
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            wrong, cleaned = row["wrong"], float(row["cleaned"] or 0)
-            share = "titles of collections" if wrong == "titles" else f"{float(wrong):.0%}"
-            kept = "right pairs" if row["oracle"] == "True" else f"cleaned at {cleaned:g}" if cleaned else "all"
-            taught = f"{row['teacher']}, {row['taught_by']}, β {row['weight']}, {row['side']}" if row["teacher"] else ""
-            options = " ".join(f"`{name}` {value}" for name, value in json.loads(row["options"]).items())
-            length = [row["trained_on"], row["size"], OPTIMIZERS[row["optimizer"]], f"{int(row['samples']):,}"]
-            found[(*length, share, kept, taught, options)][row["seed"]] = row
-    return found
+
+    def setting(row: Mapping[str, str]) -> tuple[str, ...]:
+        wrong, cleaned = row["wrong"], float(row["cleaned"] or 0)
+        share = "titles of collections" if wrong == "titles" else f"{float(wrong):.0%}"
+        kept = "right pairs" if row["oracle"] == "True" else f"cleaned at {cleaned:g}" if cleaned else "all"
+        taught = f"{row['teacher']}, {row['taught_by']}, β {row['weight']}, {row['side']}" if row["teacher"] else ""
+        options = " ".join(f"`{name}` {value}" for name, value in json.loads(row["options"]).items())
+        length = (row["trained_on"], row["size"], OPTIMIZERS[row["optimizer"]], f"{int(row['samples']):,}")
+        return (*length, share, kept, taught, options)
+
+    groups = grouped(common.read(path, bool), setting)
+    return {key: {row["seed"]: row for row in rows} for key, rows in groups.items()}
 
 
 def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, str]]]) -> str:
@@ -591,19 +577,13 @@ def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, s
 
 
 def means(path: Path, setting: Mapping[str, str]) -> str:
-    """The means over the seeds of each setting of a script that runs jobs side by side; empty without its file.
+    """The means of a CSV over the seeds of each setting; empty without the file.
 
-    Args:
-        path: its CSV.
-        setting: the columns that tell settings apart, by the heads of the table.
+    ``setting`` has the columns that tell settings apart, by the heads of the table.
     """
-    if not path.exists():
-        return ""
-    found: dict[tuple[str, ...], list[Mapping[str, str]]] = collections.defaultdict(list)
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            found[tuple(row[column] for column in (*setting.values(), "samples"))].append(row)
-    figures = [name for name in SIDE_BY_SIDE if all(name in row for rows in found.values() for row in rows)]
+    read_rows = common.read(path, bool)
+    found = grouped(read_rows, lambda row: tuple(row[column] for column in (*setting.values(), "samples")))
+    figures = [name for name in SIDE_BY_SIDE if all(name in row for row in read_rows)]
     body = []
     for key, rows in sorted(found.items(), key=lambda item: [(len(part), part) for part in item[0]]):
         *names, samples = (OPTIMIZERS.get(part, part) for part in key)
