@@ -167,13 +167,13 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert "--logging_steps 1 --save_strategy epoch --eval_strategy epoch --save_total_limit 3" in printed
     assert "--metric_for_best_model pairs_loss" in printed
     assert printed.count("global_batch_size 8") == 1, "what stays the same is told once"
-    assert len(re.findall(r"^step \d of 6: loss ", printed, re.MULTILINE)) == 6
+    assert len(re.findall(r"^step \d of 7: loss ", printed, re.MULTILINE)) == 7
     tables = [line.split()[1] for line in printed.splitlines() if line.startswith("pairs ")][1:]
     assert tables == ["loss"] * (3 + ("With the weights that are saved:" in printed))
     assert "{'" not in printed, "no dict"
     assert "The global batch of 8 pairs is 8 per device × 1 accumulation step × 1 process." in printed
     last = printed.splitlines()[-1]
-    assert last.startswith("It is doubtful that this model has learned anything: the training made 6 steps instead ")
+    assert last.startswith("It is doubtful that this model has learned anything: the training made 7 steps instead ")
     card = (tmp_path / "out/README.md").read_text()
     assert card.split("# out\n\n")[1].startswith(f"{last}\n\nThis is a `CLIPModel` trained with"), "its first sentence"
     assert (tmp_path / "out/pictures.png").stat().st_size > 1000

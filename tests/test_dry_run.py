@@ -41,7 +41,7 @@ def test_nothing_is_written(small, tmp_path, monkeypatch, capsys):
     } == before
     assert {path.name for path in Path(place).iterdir()} <= {"_run.lock"}
     printed = capsys.readouterr().out
-    assert "Dry run: 3 steps of 6. Nothing was written.\nMemory: " in printed
+    assert "Dry run: 3 steps of 7. Nothing was written.\nMemory: " in printed
     assert re.search(r"^Memory: \d+\.\d\d GiB at the peak, on each process\.$", printed, re.MULTILINE)
     speed = r"^Speed: [\d,.]+ images a second; a step of 8 pairs takes \S+ s, of which it waits \S+ s for data\.$"
     assert re.search(speed, printed, re.MULTILINE)
@@ -68,7 +68,7 @@ def run(*words: Any) -> None:
 def test_two_processes_tell_it_once(small, tmp_path):
     code, output = launched(run, *small, "--dry_run")
     assert code == 0, output
-    assert output.count("Dry run: 2 steps of 2. Nothing was written.") == 1, output
+    assert output.count("Dry run: 3 steps of 4. Nothing was written.") == 1, output
     assert not (tmp_path / "out").exists()
 
 

@@ -182,7 +182,7 @@ def _with_tokenizer(processor: Any, tokenizer: str | None, config: PretrainedCon
             check_length(new, rows, exact=False)
         new.model_max_length = min(new.model_max_length, processor.tokenizer.model_max_length)
         processor.tokenizer = new
-    fit_tokenizer(processor.tokenizer, config)
+    fit_tokenizer(processor.tokenizer, config, is_of_model=tokenizer is None)
     return processor
 
 

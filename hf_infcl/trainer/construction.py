@@ -293,7 +293,8 @@ def make_collator(
     if data_collator is None and processor is not None:
         collator = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
     if isinstance(collator, ContrastiveCollator):
-        fit_tokenizer(collator.processor.tokenizer, getattr(model, "config", None))
+        # A tokenizer that was passed, as by --tokenizer, may be a smaller one.
+        fit_tokenizer(collator.processor.tokenizer, getattr(model, "config", None), is_of_model=False)
     set_sizes(collator, args)
     if image_size is not None and hasattr(processor, "image_processor"):
         set_image_size(processor.image_processor, image_size)

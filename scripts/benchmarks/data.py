@@ -141,7 +141,7 @@ def processor(image_processor: Any) -> Any:
     import transformers
     from tokenizers import Tokenizer, models
 
-    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", model_max_length=77)
     return transformers.CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer)
 

@@ -12,7 +12,7 @@ import torch
 from . import interpreted  # noqa: F401 - before Triton is imported
 from .demo import all_digits, copy_rows, made_once
 from .hub import Hub, hub_for_this_process
-from .processes import FreshRanks, Ranks, leave_out_of_collections, without_tf32
+from .processes import FreshRanks, Ranks, leave_out_of_collections
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,8 @@ def memory_for_other_tests() -> Iterator[None]:
 def full_precision() -> Iterator[None]:
     """A training of another test may have enabled TF32 in this process."""
     yield
-    without_tf32()
+    if torch.backends.fp32_precision == "tf32":
+        torch.backends.fp32_precision = "none"
 
 
 @pytest.fixture(scope="module")
