@@ -179,14 +179,14 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert (tmp_path / "out/pictures.png").stat().st_size > 1000
     assert "](pictures.png)" in (tmp_path / "out/README.md").read_text()
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 8))
     evaluated = {e["step"]: e["eval_pairs_loss"] for e in state["log_history"] if "eval_pairs_loss" in e}
     assert evaluated.pop(0) > 0, "before the training"
-    assert evaluated.keys() == {3, 6}
-    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
+    assert evaluated.keys() == {4, 7}
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-7"}
     best = min(evaluated, key=evaluated.__getitem__)
     assert state["best_model_checkpoint"].endswith(f"checkpoint-{best}")
-    assert ("With the weights that are saved:" in printed) == (best == 3), "those of the last step are measured already"
+    assert ("With the weights that are saved:" in printed) == (best == 4), "those of the last step are measured already"
 
 
 @pytest.mark.parametrize("best", [[], ["--load_best_model_at_end"]])
