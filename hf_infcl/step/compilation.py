@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -33,6 +34,10 @@ from .window import Window
 LAYERS, MODEL, NOTHING = "layers", "model", "nothing"  # what is compiled
 ENOUGH = 300.0  # seconds that the layers of a training take, some twenty times what their compilation takes
 BACKEND = "inductor"
+# The share of what a layer keeps that it may keep where graphs compete for memory. The rest, cheap to compute, is
+# computed again: on an H200, graphs of a ViT-B/16 take 45 GiB for 1,024 pairs instead of 68, and a step 1.3% longer. A
+# graph that fits in their place saves a forward, a third of its micro-batch's time.
+_KEPT = 0.8
 _NUMBERS = itertools.count()  # of the functions that are compiled
 
 logger = logging.get_logger(__name__)
@@ -72,17 +77,19 @@ class LayerCompilation:
                     f"The training of the checkpoint compiled {self._before}, and this one compiles {self.decided}: it "
                     "goes on, but not to the bit as without the interruption."
                 )
-        with self._called():
+        with self._called(window):
             yield
 
     @contextmanager
-    def _called(self) -> Iterator[None]:
+    def _called(self, window: Window) -> Iterator[None]:
         """The context in which the layers call their compiled functions."""
         self.is_active = bool(self._functions)
         for layer, function in self._functions.items():
             layer._compiled_call_impl = function
+        kept = _KEPT if len(window) > 1 else 1.0
         try:
-            yield
+            with torch._functorch.config.patch(activation_memory_budget=kept):
+                yield
         finally:
             self.is_active = False
             for layer in self._functions:
@@ -107,7 +114,7 @@ class LayerCompilation:
             try:
                 for name, of_tower in layers.items():
                     self._functions |= _compiled(name, of_tower)
-                with self._called():
+                with self._called(window):
                     for trial in trials.values():
                         trial()
             except Exception as error:
@@ -153,14 +160,16 @@ class LayerCompilation:
         finally:
             for hook in hooks:
                 hook.remove()
-        trials = {name: partial(self._trial, name, layers[name][-1], *inputs[name]) for name in inputs}
+        trials: dict[str, Callable[[], None]] = {
+            name: partial(self._trial, name, layers[name][-1], *inputs[name]) for name in inputs
+        }
         return {name: layers[name] for name in inputs}, trials  # a tower whose outputs are cached does not run
 
     def _trial(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         trained = [p for p in layer.parameters() if p.requires_grad]
         others = set(self._context.encoder.towers()[name].parameters()) - set(layer.parameters())
         first = args[0].detach().requires_grad_(any(p.requires_grad for p in others))
-        with torch.enable_grad(), self._context.accelerator.autocast():
+        with torch.set_grad_enabled(first.requires_grad or bool(trained)), self._context.accelerator.autocast():
             output = layer(first, *args[1:], **kwargs)
         output = output if isinstance(output, Tensor) else output[0]
         if output.requires_grad:
