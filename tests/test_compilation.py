@@ -239,8 +239,15 @@ def test_a_resume_does_what_the_training_did(tmp_path, compiler, monkeypatch):
 
 def test_a_resume_of_a_training_that_compiled_nothing_compiles_nothing(tmp_path, compiler):
     run(tmp_path, **SAVING, torch_compile=False, callbacks=[StopAt(2)])
-    resumed = run(tmp_path, **SAVING, resume=str(tmp_path / "checkpoint-2"))
+    checkpoint = str(tmp_path / "checkpoint-2")
+    with mock.patch.object(compilation.logger, "warning") as told:
+        resumed = run(tmp_path, **SAVING, resume=checkpoint)
     assert (resumed.window_step.compilation.decided, compiler.graphs) == (compilation.NOTHING, [])
+    assert not told.called
+    with mock.patch.object(compilation.logger, "warning") as told:
+        run(tmp_path, **SAVING, resume=checkpoint, torch_compile=True, torch_compile_backend="eager")
+    told.assert_called_once()
+    assert "compiled nothing, and this one compiles model" in told.call_args.args[0]
 
 
 # ---- On a GPU ----

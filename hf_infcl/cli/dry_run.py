@@ -95,7 +95,9 @@ class _FirstSteps(TrainerCallback):
         state, args = self._trainer.state, self._trainer.args
         seconds = [end - before for before, end in zip(self._ends, self._ends[1:], strict=False)]
         waits = [begin - before for before, begin in zip(self._ends, self._begins, strict=False)]
-        later = slice(min(1, len(seconds) - 1), None)  # without the first, if there are others
+        # Without the first, if there are others, and without those after which it is known how many graphs fit.
+        warm_up = 2 if self._device.type == "cuda" and args.retain_graphs == "auto" else 1
+        later = slice(min(warm_up, len(seconds) - 1), None)
         step, wait = (sum(times[later]) / len(times[later]) for times in (seconds, waits))
         yield f"Dry run: {counted(state.global_step, 'step')} of {state.max_steps:,}. Nothing was written."
         of = "on each process"

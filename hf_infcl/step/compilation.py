@@ -11,7 +11,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -72,11 +72,12 @@ class LayerCompilation:
         """The context of a step. The first one decides, compiles and says so; collective."""
         if self.decided is None:
             self.decided = self._decide(window)
-            if self._before not in (None, self.decided):
-                self._tell(
-                    f"The training of the checkpoint compiled {self._before}, and this one compiles {self.decided}: it "
-                    "goes on, but not to the bit as without the interruption."
-                )
+        if self._before not in (None, self.decided):
+            self._tell(
+                f"The training of the checkpoint compiled {self._before}, and this one compiles {self.decided}: it "
+                "goes on, but not to the bit as without the interruption."
+            )
+        self._before = None
         with self._called(window):
             yield
 
@@ -86,9 +87,9 @@ class LayerCompilation:
         self.is_active = bool(self._functions)
         for layer, function in self._functions.items():
             layer._compiled_call_impl = function
-        kept = _KEPT if len(window) > 1 else 1.0
+        competes = self.is_active and len(window) > 1
         try:
-            with torch._functorch.config.patch(activation_memory_budget=kept):
+            with torch._functorch.config.patch(activation_memory_budget=_KEPT) if competes else nullcontext():
                 yield
         finally:
             self.is_active = False

@@ -161,6 +161,7 @@ def without_tf32() -> None:
     """Turns TF32 off, which transformers (first name) and accelerate (second name) enable for compiled models."""
     torch.backends.fp32_precision = "ieee"
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False  # which torch.export reads, and refuses to read after the first line alone
 
 
 class FreshRanks:
