@@ -96,6 +96,7 @@ def train(method: str, learning_rate: float, seed: int) -> list[Row]:
     splits = {name: items(*split, processor) for name, split in data().items()}
     measure = Measure(splits, {"method": method, "learning_rate": learning_rate, "seed": seed})
     ours = method.startswith("InfCLTrainer")
+    off: Row = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     with tempfile.TemporaryDirectory() as scratch:
         args = (InfCLTrainingArguments if ours else TrainingArguments)(
             output_dir=scratch,
@@ -108,10 +109,7 @@ def train(method: str, learning_rate: float, seed: int) -> list[Row]:
             adam_beta2=0.98,
             seed=seed,
             use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
+            **off,
         )
         kind, collate = (InfCLTrainer, default_data_collator) if ours else (Trainer, collate_with_loss)
         trainer = kind(model, args, collate, train_dataset=splits["train"], callbacks=[measure])
@@ -182,10 +180,9 @@ def items(images: torch.Tensor, captions: list[str], processor: Any) -> list[dic
 def best_rates(rows: list[Row]) -> dict[str, float]:
     """The best rate of each method on the validation set, by the first seed."""
     last = [row for row in rows if row["epoch"] == EPOCHS and row["seed"] == SEEDS[0]]
-    found = common.grouped(last, lambda row: row["method"])
-    return {
-        method: max(runs, key=lambda row: row["validation_recall@1"])["learning_rate"] for method, runs in found.items()
-    }
+    groups = common.grouped(last, lambda row: row["method"]).items()
+    best = {method: max(runs, key=lambda row: row["validation_recall@1"]) for method, runs in groups}
+    return {method: row["learning_rate"] for method, row in best.items()}
 
 
 def table(rows: list[Row], best: dict[str, float]) -> str:

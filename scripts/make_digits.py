@@ -59,10 +59,8 @@ def main() -> None:
     model, processor = small_clip(captions, image_size=8, patch_size=2, seed=args.seed)
     for part in (model, processor):
         part.save_pretrained(args.output_dir / "clip-init")
-    print(
-        f"{args.output_dir / 'clip-init'}: CLIPModel of {model.num_parameters():,} parameters, "
-        f"a vocabulary of {len(processor.tokenizer)} tokens"
-    )
+    tokens = len(processor.tokenizer)
+    print(f"{args.output_dir / 'clip-init'}: CLIPModel of {model.num_parameters():,} parameters, {tokens} tokens")
 
 
 def write_split(folder: Path, images: np.ndarray, labels: np.ndarray, rng: random.Random) -> list[str]:
@@ -73,10 +71,8 @@ def write_split(folder: Path, images: np.ndarray, labels: np.ndarray, rng: rando
         for index, (image, label) in enumerate(zip(images, labels, strict=True)):
             name = f"{index:04d}.png"
             Image.fromarray((image * (255 / 16)).round().astype(np.uint8)).save(folder / name)
-            caption = [
-                template.format(rng.choice([CLASS_NAMES[label], str(label)]))
-                for template in rng.sample(CAPTION_TEMPLATES, CAPTIONS_PER_IMAGE)
-            ]
+            templates = rng.sample(CAPTION_TEMPLATES, CAPTIONS_PER_IMAGE)
+            caption = [template.format(rng.choice([CLASS_NAMES[label], str(label)])) for template in templates]
             metadata.write(json.dumps({"file_name": name, "caption": caption, "label": int(label)}) + "\n")
             captions += caption
     return captions

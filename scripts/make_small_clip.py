@@ -121,20 +121,14 @@ def small_clip(
         tokenizer=train_tokenizer(captions, vocabulary),
     )
     tokenizer = processor.tokenizer
-    tower = {
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // HEAD,
-    }
+    tower = {"hidden_size": width, "intermediate_size": 4 * width}
+    tower |= {"num_hidden_layers": layers, "num_attention_heads": width // HEAD}
     config = CLIPConfig(
         text_config={
             **tower,
             "vocab_size": len(tokenizer),
             "max_position_embeddings": tokenizer.model_max_length,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
+            **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")},
         },
         vision_config={**tower, "image_size": image_size, "patch_size": patch_size},
         projection_dim=width,

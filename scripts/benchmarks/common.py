@@ -94,6 +94,13 @@ def features(batch: int, dim: int, dtype: torch.dtype, device: Any, seed: int = 
 # ---- Time and memory ----
 
 
+def now(device: torch.device) -> float:
+    """The time at which all that the device was given is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def seconds(step: Callable[[], Any], device: torch.device) -> float:
     """The duration of one step on this process. All processes start together."""
     if dist.is_initialized():
@@ -273,19 +280,11 @@ def draw_lines(axis: Any, lines: dict[str, list[tuple[float, float]]], style: di
     low, right = -1.0, max((x for x, _, _ in ends), default=0.0) + 0.035
     for x, y, name in sorted(ends, key=lambda end: end[1]):
         low = max(y, low + 0.052)
-        axis.annotate(
-            name,
-            (x, y),
-            (right, low),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            va="center",
-            fontsize=8.5,
-            color=style[name]["color"],
-            weight="bold" if name == "hf_infcl" else "normal",
-            arrowprops={"arrowstyle": "-", "lw": 0.5, "ls": (0, (1, 3)), "color": "0.5"},
-            annotation_clip=False,
-        )
+        where = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
+        weight = "bold" if name == "hf_infcl" else "normal"
+        text = {"va": "center", "fontsize": 8.5, "color": style[name]["color"], "weight": weight}
+        dotted = {"arrowstyle": "-", "lw": 0.5, "ls": (0, (1, 3)), "color": "0.5"}
+        axis.annotate(name, (x, y), (right, low), arrowprops=dotted, **where, **text)
 
 
 def draw_bars(axis: Any, values: dict[str, float], notes: dict[str, str]) -> None:
@@ -296,15 +295,8 @@ def draw_bars(axis: Any, values: dict[str, float], notes: dict[str, str]) -> Non
     axis.barh(names, [values[name] for name in names], color=colors, height=0.65)
     for position, name in enumerate(names):
         behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-        axis.annotate(
-            notes[name],
-            (values[name], position),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            bbox=behind,
-        )
+        text = {"textcoords": "offset points", "va": "center", "fontsize": 8, "bbox": behind}
+        axis.annotate(notes[name], (values[name], position), (4, 0), **text)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
     axis.margins(x=0.45)

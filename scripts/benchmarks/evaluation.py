@@ -41,7 +41,7 @@ from hf_infcl.models.layers import can_fuse, fuse_layers
 from hf_infcl.trainer.evaluating import class_vectors
 
 from . import common, data, inputs
-from .common import RESULTS, Row
+from .common import RESULTS, Row, now
 
 COLUMNS = tuple(
     """
@@ -143,16 +143,10 @@ class Ends(transformers.TrainerCallback):
 def evaluated(args: argparse.Namespace, model: Any, collator: Any, pool: list[Any], dtype: str) -> Row:
     """The columns of an evaluation, after a short one that warms up."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = InfCLTrainingArguments(
-            output_dir=folder,
-            per_device_eval_batch_size=args.batch,
-            use_cpu=not torch.cuda.is_available(),
-            bf16=dtype == "bf16",
-            dataloader_num_workers=args.workers,
-            dataloader_prefetch_factor=4 if args.workers else None,
-            report_to="none",
-            disable_tqdm=True,
-        )
+        options: dict[str, Any] = {"dataloader_num_workers": args.workers, "bf16": dtype == "bf16", "report_to": "none"}
+        options |= {"dataloader_prefetch_factor": 4 if args.workers else None, "disable_tqdm": True}
+        options |= {"per_device_eval_batch_size": args.batch, "use_cpu": not torch.cuda.is_available()}
+        arguments = InfCLTrainingArguments(output_dir=folder, **options)
         device = arguments.device
         trainer = InfCLTrainer(model, arguments, collator)
         trainer.remove_callback(transformers.PrinterCallback)
@@ -182,12 +176,6 @@ def pinned_blocks() -> tuple[float, float]:
     """The blocks of pinned memory that this process has allocated so far, and the seconds that this took."""
     found = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
     return found.get("num_host_alloc", 0), found.get("host_alloc_time.total", 0) / 1e6  # from microseconds
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -69,10 +69,7 @@ def implementations(objective: str, batch: int) -> dict[str, Loss]:
         losses["hf_infcl compiled"] = torch.compile(ours, mode="reduce-overhead", dynamic=False)
         losses["vanilla compiled, graphs"] = torch.compile(plain, mode="reduce-overhead", dynamic=False)
     if objective == "softmax":
-        losses |= {
-            "inf_cl": peers.inf_cl,
-            "cut_cross_entropy": peers.cut_cross_entropy,
-        }
+        losses |= {"inf_cl": peers.inf_cl, "cut_cross_entropy": peers.cut_cross_entropy}
         if hasattr(F, "linear_cross_entropy"):
             losses["torch linear_cross_entropy"] = peers.torch_linear_cross_entropy
     else:
@@ -115,12 +112,8 @@ def form_of_batch(
     return y, functools.partial(functools.partial, ours), others
 
 
-def truth(x: Tensor, y: Tensor, objective: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its gradients by x and y, in float64 and in chunks."""
-    return in_float64(functools.partial(peers.checkpointed, objective=objective, rows=2048), x, y)
-
-
 def in_float64(loss_of: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss and its gradients by x and y."""
     x, y = (t.double().requires_grad_() for t in (x, y))
     scale, bias = (torch.tensor(value, dtype=torch.float64, device=x.device) for value in (SCALE, BIAS))
     loss = loss_of(x, y, scale, bias)
@@ -202,7 +195,7 @@ def run(args: argparse.Namespace) -> None:
         if form == "pairs":
             losses = implementations(objective, batch)
             if batch <= args.errors_up_to:
-                true = truth(x, y, objective)
+                true = in_float64(functools.partial(peers.checkpointed, objective=objective, rows=2048), x, y)
         else:
             y, ours, others = form_of_batch(form, objective, x, y)
             losses = {"hf_infcl": ours(), **others}
@@ -246,10 +239,9 @@ def plot(table: Path) -> None:
     if not shown:
         return
     figure, axes = common.subplots(len(shown), 2, (7.2, 4.6))
+    labels = {"ms": "forward + backward, ms", "peak_mib": "peak memory, MiB"}
     for (title, group), panels in zip(shown.items(), axes, strict=True):
-        for axis, key, label in zip(
-            panels, ("ms", "peak_mib"), ("forward + backward, ms", "peak memory, MiB"), strict=True
-        ):
+        for axis, (key, label) in zip(panels, labels.items(), strict=True):
             lines = common.lines_of((row for row in group if row[key]), "batch_size", key)
             # A line needs two points.
             common.draw_lines(axis, {name: points for name, points in lines.items() if len(points) > 1}, style)
@@ -267,6 +259,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--milliseconds", type=int, default=300, help="of repetitions per row")
     parser.add_argument("--deterministic", action="store_true", help="under torch.use_deterministic_algorithms")
     parser.add_argument("--errors-up-to", type=int, default=65536, help="largest batch compared with float64")
-    parser.add_argument(
-        "--output", type=Path, default=RESULTS / "loss.csv", help="the CSV, appended to; its plot lies beside it"
-    )
+    parser.add_argument("--output", type=Path, default=RESULTS / "loss.csv", help="appended to; plot beside it")

@@ -46,10 +46,9 @@ def run(args: argparse.Namespace) -> None:
                 continue
             for b in sorted(dict.fromkeys(sizes)):
                 step = ring.Step(implementation, b, args.dim, dtype, device)
-                inputs = 2 * b * args.dim * dtype.itemsize
+                inputs = round(2 * b * args.dim * dtype.itemsize / common.MIB)  # as much as their gradients
                 row: Row = {"objective": objective, "dim": args.dim, "per_gpu_batch_size": b, "batch_size": w * b}
-                row |= environment | {"implementation": name, "inputs_mib": round(inputs / common.MIB)}
-                row["gradients_mib"] = row["inputs_mib"]  # gradients have the dtype of the inputs
+                row |= environment | {"implementation": name, "inputs_mib": inputs, "gradients_mib": inputs}
                 if note := step.obstacle(b):
                     row["note"] = note
                 elif (peak := common.peak_bytes(step, device)) is not None:

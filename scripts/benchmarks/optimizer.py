@@ -52,14 +52,14 @@ def run(args: argparse.Namespace) -> None:
     environment = common.environment(device) | {"world_size": common.world_size()}
     for name in args.models:
         groups = random_groups(name, device)
-        matrices = [p for g in groups if g["algorithm"] == "muon" for p in g["params"]]
+        matrices = matrices_of(groups)
         size: Row = {
             "model": name,
             "matrices": len(matrices),
             "matrix_values": sum(p.numel() for p in matrices),
             "values": sum(p.numel() for g in groups for p in g["params"]),
         }
-        expected = first_updates(groups, torch_step)
+        expected = first_updates(groups, Both)
         for implementation in args.implementations:
             if implementation == "hf_infcl redundant" and common.world_size() == 1:
                 continue  # there is nobody to share with
@@ -125,21 +125,15 @@ def optimizer(implementation: str, groups: list[Group]) -> Any:
     return MuonAdamW(groups, RATE, DECAY, fused=True, processes=Processes() if shares else None)
 
 
-def torch_step(groups: list[Group]) -> None:
-    Both(groups).step()
+def matrices_of(groups: list[Group]) -> list[nn.Parameter]:
+    return [p for g in groups if g["algorithm"] == "muon" for p in g["params"]]
 
 
-def first_updates(groups: list[Group], step: Callable[[list[Group]], None]) -> list[Tensor]:
-    """The change of each matrix by a step."""
+def first_updates(groups: list[Group], make: Callable[[list[Group]], Any]) -> list[Tensor]:
+    """The change of each matrix by a step of the optimizer that is made."""
     copied = copies(groups)
-    step(copied)
-    pairs = [
-        (q, p)
-        for old, new in zip(groups, copied, strict=True)
-        if old["algorithm"] == "muon"
-        for p, q in zip(old["params"], new["params"], strict=True)
-    ]
-    return [q.detach() - p.detach() for q, p in pairs]
+    make(copied).step()
+    return [q.detach() - p.detach() for p, q in zip(matrices_of(groups), matrices_of(copied), strict=True)]
 
 
 def measured(
@@ -155,23 +149,20 @@ def measured(
     with limit, mock.patch.object(muon_adamw, "orthogonalised", function):
         try:
             if implementation != "AdamW":
-                found = first_updates(groups, lambda copied: optimizer(implementation, copied).step())
+                found = first_updates(groups, lambda copied: optimizer(implementation, copied))
                 differences = [(a - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
                 row["difference"] = f"{torch.stack(differences).max().item():.2g}"
                 del found, differences
             own = optimizer(implementation, copies(groups))
             own.step()
-            row["state_mib"] = round(sum(_nbytes(s) for s in own.state.values()) / common.MIB, 3)
+            tensors = (value for s in own.state.values() for value in s.values() if isinstance(value, Tensor))
+            row["state_mib"] = round(sum(value.nbytes for value in tensors) / common.MIB, 3)
             peak = common.peak_bytes(own.step, device)
             row["peak_mib"] = "" if peak is None else round(peak / common.MIB, 1)
             times = common.slowest_seconds(own.step, device, seconds)
         except torch.OutOfMemoryError:
             return {"note": "out of memory"}
     return row | {"steps": len(times)} | common.quantiles(times)
-
-
-def _nbytes(state: dict[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

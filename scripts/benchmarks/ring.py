@@ -268,6 +268,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementations", nargs="+", help="by name, default: all; 'no communication' always")
     parser.add_argument("--milliseconds", type=int, default=1000, help="of repetitions per row")
     parser.add_argument("--captions", type=int, default=1, help="texts of each image")
-    parser.add_argument(
-        "--output", type=Path, default=RESULTS / "ring.csv", help="appended to; its plot lies beside it"
-    )
+    parser.add_argument("--output", type=Path, default=RESULTS / "ring.csv", help="appended to; plot beside it")

@@ -118,7 +118,6 @@ def ablation(memories: list[Row], times: list[Row]) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-
     def is_whole(row: Row) -> bool:
         return row["comparison"] == "table" and not float(row["patch_dropout"] or 0)
 

@@ -287,21 +287,11 @@ def train_open_clip(
 
     loader = Batches(pool, steps * accumulation, None)
     data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
-    args = SimpleNamespace(
-        device=str(device),
-        precision="amp_bf16" if device.type == "cuda" else "fp32",
-        distill=False,
-        accum_freq=accumulation,
-        skip_scheduler=False,
-        horovod=False,
-        grad_clip_norm=None,
-        log_every_n_steps=10**9,
-        batch_size=rows,
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        wandb=False,
-    )
+    off = dict.fromkeys(("distill", "skip_scheduler", "horovod", "wandb"), False)
+    alone = {"world_size": 1, "rank": 0, "local_rank": 0, "log_every_n_steps": 10**9, "grad_clip_norm": None}
+    precision = "amp_bf16" if device.type == "cuda" else "fp32"
+    counts = {"accum_freq": accumulation, "batch_size": rows}
+    args = SimpleNamespace(device=str(device), precision=precision, **counts, **alone, **off)
     train_one_epoch(model, data, open_clip.ClipLoss(), 0, optimizer, None, at_each_micro_batch, None, args)
     clock.on_step_end(None, None, None)
     return clock, None

@@ -178,8 +178,7 @@ def as_written(pair: Pair) -> Looks:
 def render_all(drawings: Sequence[Drawing], size: int, processes: int | None = None) -> list[Pair]:
     """The drawings in their order, without files that cannot be drawn or that are drawn empty."""
     if processes == 1:
-        rendered: Iterable[Pair | None] = (render(drawing, size) for drawing in drawings)
-        return [pair for pair in rendered if pair is not None]
+        return [pair for drawing in drawings if (pair := render(drawing, size)) is not None]
     with concurrent.futures.ProcessPoolExecutor(processes) as pool:
         rendered = pool.map(render, drawings, [size] * len(drawings), chunksize=64)
         return [pair for pair in rendered if pair is not None]

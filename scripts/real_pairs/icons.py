@@ -163,13 +163,10 @@ def _icons_of(file: Path, icons: dict[str, Any]) -> Iterator[Icon]:
 
 
 def split_style(key: str, styles: Collection[str], keys: Collection[str]) -> tuple[str, str]:
-    """A name without its style, and the style: ("alarm", "outline bold") of "alarm-24-outline-bold".
+    """An icon's name without its style, and the style: ("alarm", "outline bold") of "alarm-24-outline-bold".
 
-    Args:
-        key: the name of an icon.
-        styles: suffixes and prefixes of its set, which are styles and sizes.
-        keys: the names in its set: where no style is declared, a word such as "light" is one if there is an icon of
-            the other words.
+    ``styles`` are suffixes and prefixes of its set, styles and sizes; ``keys`` are the names in it: where no style is
+    declared, a word such as "light" is one if there is an icon of the other words.
     """
     found: list[str] = []
     for style in sorted(styles, key=len, reverse=True):

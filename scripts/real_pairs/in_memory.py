@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -37,13 +38,11 @@ def prepare(corpus: Path, *, with_icons: bool = False, tokenizer: Tokenizer | No
     """The corpus as tensors, without its icons or with them, by default with tokens that are learned from its captions.
 
     Returns:
-        images: uint8 [N, 3, S, S].
+        images: uint8 [N, 3, S, S], ``sources``: N names, and ``vocabulary``: the number of tokens.
         tokens: int32 [N, C, LENGTH], the captions of each image, and ``counts`` [N] of them.
         negatives: int32 [M, LENGTH], the hard negative captions of all images in order, and ``negative_counts`` [N].
         titles: int32 [K, LENGTH], the titles of collections that files have, and ``titled`` [K], of which images.
         names: int64 [N], equal for equal names.
-        sources: N names.
-        vocabulary: the number of tokens.
         sets: for each evaluation set its images, and tokens [N, LENGTH], or labels [N] with the tokens of the prompts.
             Those with tokens also have ``swaps``, captions with one word replaced: tokens [S, LENGTH], the ``image``
             [S] that each one is wrong for, and its ``kind`` [S], a place in `KINDS`.
@@ -60,7 +59,7 @@ def prepare(corpus: Path, *, with_icons: bool = False, tokenizer: Tokenizer | No
                 else:
                     pictures.append(content.read())
     if with_icons:
-        found = _table(corpus / ICONS["train"])
+        found = pq.read_table(corpus / ICONS["train"]).to_pylist()
         rows += found
         pictures += [row["image"]["bytes"] for row in found]
     if tokenizer is None:
@@ -91,7 +90,7 @@ def prepare(corpus: Path, *, with_icons: bool = False, tokenizer: Tokenizer | No
             "prompts": tokens([template.format(c) for c in classes for template in TEMPLATES]),
         }
     for name, part in {"icons": "test", "icon_set": "another set"}.items() if with_icons else ():
-        found = _table(corpus / ICONS[part])
+        found = pq.read_table(corpus / ICONS[part]).to_pylist()
         sets[name] = retrieval([row["image"]["bytes"] for row in found], [row["name"] for row in found])
     negatives = [negative_captions(row["caption"]) for row in rows]
     titles = {number: row["title"] for number, row in enumerate(rows) if "title" in row}
@@ -130,12 +129,8 @@ def train_tokenizer(captions: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    learned = {"vocab_size": VOCABULARY, "special_tokens": list(SPECIAL), "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **learned)
     tokenizer.train_from_iterator(captions, trainer)
     start, end, padding = SPECIAL
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -144,12 +139,6 @@ def train_tokenizer(captions: Sequence[str]) -> Tokenizer:
     tokenizer.enable_truncation(LENGTH)
     tokenizer.enable_padding(length=LENGTH, pad_id=SPECIAL[padding], pad_token=padding)
     return tokenizer
-
-
-def _table(path: Path) -> list[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
-    return pq.read_table(path).to_pylist()
 
 
 def _pixels(contents: Sequence[bytes]) -> Tensor:

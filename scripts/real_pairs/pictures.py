@@ -14,25 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image, ImageDraw, ImageFont
 
-from .tables import (
-    COST_OF_OPTIMIZERS,
-    FIXED_SAMPLES,
-    FIXED_STEPS,
-    GROWING_BATCH,
-    OPTIMIZERS,
-    STYLE,
-    Configuration,
-    Row,
-    Setting,
-    at_fixed_samples,
-    at_fixed_steps,
-    configurations,
-    fronts,
-    name_of_way,
-    seconds_alone,
-    stages_of,
-    value,
-)
+from . import tables
+from .tables import FIXED_SAMPLES, FIXED_STEPS, OPTIMIZERS, STYLE, Row, Setting, at_fixed_samples, at_fixed_steps
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"  # Okabe and Ito
 SKY = "#56B4E9"
@@ -82,7 +65,7 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
     step_seconds = {
         (row.get("optimizer") or "adamw", row["batch"]): row["seconds"] / row["steps"]
         for row in rows
-        if row["experiment"] == COST_OF_OPTIMIZERS
+        if row["experiment"] == tables.COST_OF_OPTIMIZERS
     }
     figure, (axes,) = panels(1, 2 if step_seconds else 1)
     for optimizer, colour in (("muon", VERMILION), ("adamw", BLUE)):
@@ -103,9 +86,9 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
                 side, offset = ("right", (-5, 7)) if many else ("left", (4, -11))
                 text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
                 axes[1].annotate(f"{c.batch:,}", place, offset, **text)
-        for setting, c in configurations(rows, GROWING_BATCH, optimizer=optimizer).items():
-            if step_seconds and (seconds := seconds_alone(rows, setting, FIXED_SAMPLES[0])) is not None:
-                sizes = list(stages_of(setting))
+        for setting, c in tables.configurations(rows, tables.GROWING_BATCH, optimizer=optimizer).items():
+            if step_seconds and (seconds := tables.seconds_alone(rows, setting, FIXED_SAMPLES[0])) is not None:
+                sizes = list(tables.stages_of(setting))
                 place = seconds, 100 * statistics.mean(c.values(STYLE))
                 axes[1].plot(*place, "*", color=colour, ms=10, zorder=4)
                 text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": "right"}
@@ -129,7 +112,7 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
 
 
 def draw_batches(
-    axis: Any, found: dict[Setting, Configuration], shown: str, method: str, style: tuple[str, str, str]
+    axis: Any, found: dict[Setting, tables.Configuration], shown: str, method: str, style: tuple[str, str, str]
 ) -> None:
     """Mean and deviation of a trainer's runs against the batch, with a name for the legend, a colour and a form."""
     name, colour, form = style
@@ -170,7 +153,7 @@ def draw_curves(rows: list[Row], path: Path) -> None:
             name, colour, marker = shown[key]
             by_point = grouped(configuration.points, lambda row: row["samples_seen"])
             samples = np.array(sorted(by_point))
-            recalls = [[100 * value(row, STYLE) for row in by_point[s]] for s in samples]
+            recalls = [[100 * tables.value(row, STYLE) for row in by_point[s]] for s in samples]
             means, low, high = (np.array([f(r) for r in recalls]) for f in (statistics.mean, min, max))
             for axis, scale in ((against_samples, 1e-3), (against_time, seconds.get(key))):
                 if scale is not None:
@@ -208,7 +191,7 @@ def draw_fronts(rows: list[Row], path: Path) -> None:
         "full, replay_share 0.5, Muon": ("replay, a half, Muon", VERMILION, "P"),
     }
     found = {
-        base: {name_of_way(setting): front for setting, front in fronts(rows, base).items()}
+        base: {tables.name_of_way(setting): front for setting, front in tables.fronts(rows, base).items()}
         for base in ("AdamW", "Muon")
     }
     found = {base: of_base for base, of_base in found.items() if of_base}
@@ -241,17 +224,11 @@ WRONG_CAPTIONS = {  # by the pairs that are trained on, and how the training cho
 def draw_wrong_captions(found: dict[tuple[str, ...], dict[str, Any]], path: Path) -> None:
     """Recalls against the share of wrong captions: trained on all pairs, without those found, and on right ones.
 
-    Args:
-        found: of `tables.wrong_and_taught_rows`.
-        path: of the picture.
+    The rows are those of `tables.wrong_and_taught_rows`.
     """
     figure, (axes,) = panels(1, 2)
-    for axis, name, title in zip(
-        axes,
-        ("vendor_recall@1", "concepts_recall@5"),
-        ("another style, recall@1", "new concepts, recall@5"),
-        strict=True,
-    ):
+    titles = {"vendor_recall@1": "another style, recall@1", "concepts_recall@5": "new concepts, recall@5"}
+    for axis, (name, title) in zip(axes, titles.items(), strict=True):
         for (kept, rule), (label, colour, form) in WRONG_CAPTIONS.items():
             points = {}
             chosen = ("", f"`leave_out` {rule}" if rule else "")

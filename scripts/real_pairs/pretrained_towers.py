@@ -89,12 +89,8 @@ class ImageTower(nn.Module):
 
 
 def two_towers(trained: str) -> TwoTowers:
-    """The towers and their heads.
-
-    Args:
-        trained: beside the heads: with "both" both towers, else the image tower is the identity, for features of
-            `ImageTower`; with "lit" the text tower trains, with "text lora" adapters in it, with "heads" nothing.
-    """
+    """The towers and their heads, with which "both" towers are trained, or of the text tower ("lit") all, adapters
+    ("text lora") or nothing ("heads"): the image tower is then the identity, for features of `ImageTower`."""
     texts: Any = MeanOfTokens(AutoModel.from_pretrained(minilm_folder(), dtype=torch.float32))
     if trained == "text lora":
         import peft

@@ -97,11 +97,7 @@ class Drawing:
 
 
 def fetch(downloads: Path, more: dict[str, str] | None = None) -> dict[str, Path]:
-    """The folder of each unpacked package, and of more of them from npm; what is there is not fetched again.
-
-    Raises:
-        SystemExit: a program is missing or could not fetch a package.
-    """
+    """The folder of each unpacked package, and of more of them from npm; what is there is not fetched again."""
     folders = {}
     for name, package in (DEBIAN | NPM | (more or {})).items():
         folder = folders[name] = folder_of(downloads, package)
@@ -268,9 +264,8 @@ def _clip_art(pictures: Path, described: Path) -> list[Drawing]:
         title = _TITLE.search(text)
         keywords = [html.unescape(keyword).strip().lower() for keyword in _KEYWORD.findall(text)]
         name = plain(html.unescape(title[1])) if title else ""
-        entries.append(
-            (picture, place.parts[:-1], name, [k.replace("_", " ") for k in keywords if k not in _NO_KEYWORDS])
-        )
+        keywords = [keyword.replace("_", " ") for keyword in keywords if keyword not in _NO_KEYWORDS]
+        entries.append((picture, place.parts[:-1], name, keywords))
     titles = collections.Counter(title for _, _, title, _ in entries)
     found = []
     for path, folders, title, keywords in entries:

@@ -107,11 +107,7 @@ def value(row: Row, figure: str) -> float:
 
 
 class Configuration:
-    """The runs of one setting.
-
-    Args:
-        rows: its rows, of all learning rates, seeds and points of the trainings.
-    """
+    """The runs of one setting, of its rows of all learning rates, seeds and points of the trainings."""
 
     def __init__(self, rows: list[Row]) -> None:
         ended = [row for row in rows if row["finished"]]
@@ -206,9 +202,7 @@ def label(setting: Setting, micro_batch: int = 256) -> str:
     if setting.method != "Trainer":
         return f"`{setting.method}`, one loss over {batch:,}"
     losses = batch // micro_batch
-    return (
-        "`Trainer`, a step for each loss over 256" if losses == 1 else f"`Trainer`, {losses} losses over 256 in a step"
-    )
+    return "`Trainer`, " + ("a step for each loss over 256" if losses == 1 else f"{losses} losses over 256 in a step")
 
 
 def tunings(rows: list[Row], base: str) -> dict[Setting, Configuration]:
@@ -439,10 +433,8 @@ def losses_of_optimizers(rows: list[Row]) -> str:
         wanted = {(s.method, s.objective) for s in found if s.optimizer == "muon"}
         for setting, c in found.items():
             if (setting.method, setting.objective) in wanted:
-                name = f"{label(setting)}, {setting.objective}"
-                body.append(
-                    [name, f"{c.steps:,}", f"{samples:,.0f}", OPTIMIZERS[setting.optimizer], *c.cells(STYLE, CONCEPTS)]
-                )
+                of_run = [f"{label(setting)}, {setting.objective}", f"{c.steps:,}", f"{samples:,.0f}"]
+                body.append([*of_run, OPTIMIZERS[setting.optimizer], *c.cells(STYLE, CONCEPTS)])
     return markdown(["", "steps", "samples", "optimizer", *COLUMNS, STYLE, CONCEPTS], body)
 
 
@@ -648,10 +640,9 @@ def main() -> None:
     text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items() if table)
     (args.results / "TABLES.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-    pictures.draw_global_batch(
-        rows, args.results / "global_batch.png", STYLE, "recall@1, known concepts in another style, %"
-    )
-    pictures.draw_global_batch(rows, args.results / "new_concepts.png", CONCEPTS, "recall@5, new concepts, %")
+    style, concepts = "recall@1, known concepts in another style, %", "recall@5, new concepts, %"
+    pictures.draw_global_batch(rows, args.results / "global_batch.png", STYLE, style)
+    pictures.draw_global_batch(rows, args.results / "new_concepts.png", CONCEPTS, concepts)
     pictures.draw_optimizers(rows, args.results / "optimizers.png")
     pictures.draw_curves(rows, args.results / "curves.png")
     pictures.draw_fronts(rows, args.results / "keeping.png")

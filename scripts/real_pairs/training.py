@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import benchmarks.training
 import torch
+from benchmarks.common import now
+from benchmarks.inputs import tower
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -25,20 +26,12 @@ from .swaps import KINDS
 
 Row = dict[str, Any]
 
-# A ViT of 8.7 M parameters, and a text tower of 6.3 M, 2.6 M of which are the embeddings of 8,192 tokens.
-VISION = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 7, "num_attention_heads": 5}
-TEXT = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 3, "num_attention_heads": 5}
-TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-SMALL = (VISION, TEXT)
-TINY = (  # 5 M
-    {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 3},
-    {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 3},
-)
-LARGE = (  # 39 M
-    {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "num_attention_heads": 8},
-    {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 6},
-)
-SIZES = {"tiny": TINY, "small": SMALL, "large": LARGE}
+TOY = tower(32, 64, 2, 2)
+SIZES = {  # of the ViT and of the text tower
+    "tiny": (tower(192, 768, 5, 3), tower(192, 768, 2, 3)),  # 5 M
+    "small": (tower(320, 1280, 7, 5), tower(320, 1280, 3, 5)),  # 8.7 and 6.3 M, 2.6 M of them embeddings of tokens
+    "large": (tower(512, 2048, 9, 8), tower(384, 1536, 4, 6)),  # 39 M
+}
 
 
 @dataclass(frozen=True)
@@ -96,13 +89,8 @@ def new_model(
     """A CLIP with random weights; with the sigmoid objective it has SigLIP's temperature and bias at their start."""
     vision, words = (TOY, TOY) if toy else SIZES[size]
     start, end, padding = SPECIAL.values()
-    text = {
-        "vocab_size": data["vocabulary"],
-        "max_position_embeddings": LENGTH,
-        "bos_token_id": start,
-        "eos_token_id": end,
-        "pad_token_id": padding,
-    }
+    text = {"vocab_size": data["vocabulary"], "max_position_embeddings": LENGTH, "bos_token_id": start}
+    text |= {"eos_token_id": end, "pad_token_id": padding}
     image = {"image_size": data["images"].shape[-1], "patch_size": 16 if toy else 8}
     config = CLIPConfig(text_config={**words, **text}, vision_config={**vision, **image}, projection_dim=256)
     torch.manual_seed(seed)
@@ -118,8 +106,8 @@ def compile_layers(model: CLIPModel, *, texts: bool) -> None:
 
     With ``texts`` those of the text tower, too; batches have to have the same number of texts then.
     """
-    for tower in (model.vision_model, model.text_model) if texts else (model.vision_model,):
-        for layer in tower.encoder.layers:
+    for side in (model.vision_model, model.text_model) if texts else (model.vision_model,):
+        for layer in side.encoder.layers:
             layer.compile(dynamic=False)
 
 
@@ -153,15 +141,14 @@ TRAINERS: dict[str, Any] = {
 
 def encoded(dual: DualEncoder, values: Tensor, size: int = 1024) -> Tensor:
     """The embeddings of tokens [N, L], or of images or their features, in batches of this size."""
-    is_text = values.dtype == torch.int32
+
+    def of(part: Tensor) -> Tensor:
+        if values.dtype == torch.int32:
+            return dual.encode_texts({"input_ids": part.long()})
+        return dual.encode_images({"pixel_values": normalised(part)})
+
     with torch.autocast(values.device.type, torch.bfloat16, enabled=values.is_cuda):
-        parts = [
-            dual.encode_texts({"input_ids": part.long()})
-            if is_text
-            else dual.encode_images({"pixel_values": normalised(part)})
-            for part in values.split(size)
-        ]
-    return torch.cat(parts).float()
+        return torch.cat([of(part) for part in values.split(size)]).float()
 
 
 @torch.no_grad()
@@ -237,25 +224,16 @@ class Measure(TrainerCallback):
 
     def __init__(self, data: dict, run: Run, origin: Row) -> None:
         self._data, self._run, self._origin = data, run, origin
-        self._cuda = data["images"].is_cuda
+        self._device = data["images"].device
         self._seconds = 0.0
         self._since = 0.0
         self.step_seconds: list[float] = []
         self.rows: list[Row] = []
 
-    def _now(self) -> float:
-        if self._cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._cuda:
+        if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._since = self._now()
-
-    def _measured(self, model: Any) -> Row:
-        """The metrics on those of the sets that the corpus has."""
-        return measure(model, self._data, [name for name in SETS + ICON_SETS if name in self._data["sets"]])
+        self._since = now(self._device)
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -264,26 +242,25 @@ class Measure(TrainerCallback):
         due = {round(state.max_steps * (k + 1) / points) for k in range(points)}
         if state.global_step not in due and self._run.evaluations:
             return
-        now = self._now()
-        self.step_seconds.append(now - self._since)
-        self._seconds += now - self._since
+        self.step_seconds.append(now(self._device) - self._since)
+        self._seconds += self.step_seconds[-1]
         if state.global_step in due:
-            row = {
+            row: Row = {
                 "steps": state.global_step,
                 "samples_seen": state.global_step * self._run.batch,
                 "finished": state.global_step == state.max_steps,
                 "seconds": round(self._seconds, 3),
                 "logit_scale": round(model.logit_scale.exp().item(), 4),
-                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._cuda else "",
-                **(self._measured(model) if self._run.evaluations else {}),
-                **self._origin,
+                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._device.type == "cuda" else "",
             }
+            if self._run.evaluations:
+                row |= measure(model, self._data, [name for name in SETS + ICON_SETS if name in self._data["sets"]])
             model.train()
-            self.rows.append(row)
-        self._since = self._now()
+            self.rows.append(row | self._origin)
+        self._since = now(self._device)
 
 
-def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingArguments:
+def arguments(run: Run, folder: str, *, on_gpu: bool) -> TrainingArguments:
     kind = InfCLTrainingArguments if run.method == "InfCLTrainer" else TrainingArguments
     ours = {"objective": run.objective, "equal_ids": run.equal_ids}
     if run.optimizer == "muon":
@@ -291,42 +268,25 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
     ours |= json.loads(run.options)
     steps = run.samples // run.batch
     own = ours if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
-    usual = {
-        "bf16": on_gpu,
-        "weight_decay": 0.1,
-        "adam_beta2": 0.98,
-        "adam_epsilon": 1e-6,
-        "optim": "adamw_torch_fused",
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "remove_unused_columns": False,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-    }
+    usual = {"weight_decay": 0.1, "adam_beta2": 0.98, "adam_epsilon": 1e-6, "bf16": on_gpu, "use_cpu": not on_gpu}
+    usual |= {"remove_unused_columns": False, "dataloader_pin_memory": False, "learning_rate": run.adamw_rate}
     return kind(
         output_dir=folder,
         per_device_train_batch_size=run.micro_batch,
         gradient_accumulation_steps=run.batch // run.micro_batch,
         max_steps=steps,
-        learning_rate=run.adamw_rate,
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(0.1 * steps),
-        use_cpu=not on_gpu,
         seed=run.seed,
-        **{**usual, **own, **more},
+        **{**benchmarks.training.ONLY_STEPS, **usual, **own},
     )
 
 
 def muon_for_trainer(run: Run, model: nn.Module, args: TrainingArguments) -> MuonAdamW:
     """For `Trainer`, the optimizer that InfCLTrainer makes of ``optimizer="muon"``."""
-    groups = parameter_groups(
-        model,
-        learning_rate=args.learning_rate,
-        muon_learning_rate=run.learning_rate,
-        weight_decay=args.weight_decay,
-        decaying={name for name, parameter in model.named_parameters() if parameter.ndim > 1},
-    )
+    rates = {"learning_rate": args.learning_rate, "muon_learning_rate": run.learning_rate}
+    decaying = {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
+    groups = parameter_groups(model, **rates, weight_decay=args.weight_decay, decaying=decaying)
     return MuonAdamW(groups, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, fused=True)
 
 
