@@ -18,10 +18,8 @@ from .commands import COMMANDS, PARSERS
 from .parser import Parser
 
 # Their versions decide what happens in a run, so a bug report needs them; not all have to be installed.
-PACKAGES = tuple(
-    """
-    torch transformers accelerate datasets evaluate huggingface_hub tokenizers numpy pillow torchvision triton peft
-    """.split()
+PACKAGES = (
+    "torch transformers accelerate datasets evaluate huggingface_hub tokenizers numpy pillow torchvision triton peft"
 )
 
 
@@ -107,7 +105,7 @@ def versions() -> str:
     import torch
 
     lines = [f"hf_infcl {__version__}", f"python {platform.python_version()}", f"system {platform.platform()}"]
-    for package in PACKAGES:
+    for package in PACKAGES.split():
         with suppress(importlib.metadata.PackageNotFoundError):
             lines.append(f"{package} {importlib.metadata.version(package)}")
     lines.append(f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}")

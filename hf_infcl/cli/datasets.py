@@ -121,14 +121,8 @@ def _old_pairs(spec: SetSpec, columns: ColumnOptions, options: dict[str, Any]) -
 
 
 def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[str, Any]:
-    return {
-        "seed": args.seed_of_data,
-        "on_bad_sample": data.on_bad_sample,
-        "augmentation": data.augmentation,
-        "min_side": data.min_side,
-        "captions_per_image": data.captions_per_image,
-        "negative_caption_column": data.negative_caption_column,
-    }
+    names = "on_bad_sample", "augmentation", "min_side", "captions_per_image", "negative_caption_column"
+    return {"seed": args.seed_of_data, **{name: getattr(data, name) for name in names}}
 
 
 def guard_names(guards: Sequence[Any] | None) -> list[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
 
 from ..data import ImageTextStream, load_pairs
 from ..data.images import ImageDataset, find_column
@@ -26,10 +29,6 @@ from .commands import OF_EMBEDDING
 from .datasets import replay_set, training_set
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
-
-if TYPE_CHECKING:
-    import datasets
-
 
 # What a training's file says of the machine and of chance. The rest is about the student.
 _OF_FILE = {"bf16", "use_cpu", "per_device_eval_batch_size", "dataloader_num_workers", "seed", "data_seed"}
@@ -60,20 +59,12 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         if trainer.is_world_process_zero():
             of = {f"--{name}" if name else namespace.data: " and ".join(s.kinds) for name, s in sources.items()}
             print(*conversion, *[f"Embeds the {kinds} of {name}." for name, kinds in of.items()], sep="\n")
-    licence = stated_licence(namespace.encoder)
-    counts: dict[str, int] = {}
+    how: Any = {"format": options.format, "half": options.half_precision, "licence": stated_licence(namespace.encoder)}
+    counts = Counter[str]()
     for name, source in sources.items():
         folder, again = Path(args.output_dir, name), "again, which computes what is missing"
         with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(folder, again, keeps=True):
-            source_counts = embedded(
-                source,
-                folder,
-                trainer.context,
-                format=options.format,
-                half=options.half_precision,
-                licence=licence,
-            )
-        counts = {kind: counts.get(kind, 0) + count for kind, count in source_counts.items()}
+            counts.update(embedded(source, folder, trainer.context, **how))
     if trainer.is_world_process_zero():
         skipped = f"; left out: {counted(counts['skipped'], 'row')}" if counts["skipped"] else ""
         use = f" `infcl train --teacher_embeddings {args.output_dir}` reads them." if namespace.data is None else ""

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,10 +52,6 @@ from ..trainer.trainer import InfCLTrainer
 from .datasets import training_set
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
-
-if TYPE_CHECKING:
-    from ..trainer.trainer import InfCLTrainer
-
 
 logger = logging.getLogger(__name__)
 
@@ -200,9 +196,6 @@ def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
     columns = _joined([part.columns for part in parts]) | {"score": score.cpu().numpy()}
     alone = (score.isnan() & images.isfinite().all() & texts.isfinite().all()).cpu().numpy()
     return {name: values[~alone] for name, values in columns.items()}, int(alone.sum())
-
-
-logger = logging.getLogger(__name__)
 
 
 def write_ledger(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, window: int = WINDOW) -> Ledger:

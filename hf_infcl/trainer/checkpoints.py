@@ -290,8 +290,6 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     if isinstance(wanted, str) and wanted != "auto":
         if problem := problem_on_any(_not_resumable, wanted):
             raise ValueError(problem)
-        if is_main and not Path(wanted, MANIFEST_NAME).exists():
-            logger.warning(f"{wanted} has no {MANIFEST_NAME}: its files are not checked for damage.")
         return wanted
     skipped = []
     names = [str(folder) for folder in _folders(output_dir)] if is_main else []
@@ -318,7 +316,7 @@ def _not_resumable(checkpoint: str) -> str:
     if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
         if Path(checkpoint, TRAINER_STATE_NAME).is_file():
             if any(Path(checkpoint).glob(_OPTIMIZER_FILES)):
-                return ""  # another trainer's
+                return ""  # another trainer's, which `Resumption.check` refuses
             inside = ", ".join(folder.name for folder in _folders(checkpoint)) or "none here"
             return (
                 f"{checkpoint} holds a model and the log of its training, but no optimizer, so it is no checkpoint. "

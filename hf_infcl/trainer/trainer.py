@@ -34,7 +34,6 @@ from ..step.step import WindowStep
 from ..step.terms import Context, Start
 from . import loaders
 from . import model_files as files
-from . import model_files as pushes
 from .checkpoints import rotate
 from .construction import check_overrides, checked_arguments, make_collator, prepare_model
 from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
@@ -93,7 +92,7 @@ class InfCLTrainer(Trainer):
         self.resumption, self.interruptions, self.caption_notices = Resumption(), Interruptions(), CaptionNotices()
         self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
-        self._pushes, self.optimization = pushes.Pushes(args), Optimization(args)
+        self._pushes, self.optimization = files.Pushes(args), Optimization(args)
         self._extensions = tuple(kwargs.pop("extensions", ()))
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # otherwise `call_model_init` has prepared it
@@ -422,10 +421,10 @@ class InfCLTrainer(Trainer):
         files.save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *extras)
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Creates the repository and the branch ``hub_revision``; see `pushes.errors_of_repository`."""
-        with pushes.errors_of_repository(self.args):
+        """Creates the repository and the branch ``hub_revision``; see `files.errors_of_repository`."""
+        with files.errors_of_repository(self.args):
             super().init_hf_repo(token, *args, **kwargs)
-            pushes.create_branch(self.args, self.hub_model_id, token)
+            files.create_branch(self.args, self.hub_model_id, token)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
@@ -446,5 +445,5 @@ class InfCLTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.card` updates."""
-        if not pushes.has_own_card(str(self.args.output_dir)):
+        if not files.has_own_card(str(self.args.output_dir)):
             super().create_model_card(*args, **kwargs)
