@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.demo import infcl, mistake
 from helpers.processes import launched, without_os_exit
 from helpers.trainers import trainer_for
 
 from hf_infcl.cli import dry_run
-from hf_infcl.cli.dry_run import _FirstSteps
+from hf_infcl.cli.dry_run import _FirstSteps, lines_of_steps
 
 
 def files_in(folder: Path) -> dict[str, int]:
@@ -72,28 +71,28 @@ def test_two_processes_tell_it_once(small, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_printed_is_measured(tmp_path, monkeypatch):
+def test_what_is_printed_is_measured(tmp_path):
     """The first step, which chooses kernels, is left out; so is a chip whose peak is not known."""
-    trainer = trainer_for(tmp_path, max_steps=4)
-    steps = _FirstSteps(trainer)
-    trainer.add_callback(steps)
+    trainer = trainer_for(tmp_path, max_steps=4, logging_steps=1)
+    trainer.add_callback(_FirstSteps())
     trainer.train()
     assert trainer.state.global_step == 3
-    steps._ends, steps._begins = [0.0, 9.0, 11.0, 14.0], [4.0, 9.5, 12.5]
-    _, memory, speed, whole = steps.lines(2**29)
+    logs = [entry for entry in trainer.state.log_history if "samples_per_second" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2, 3]
+    assert all("data_wait" in entry for entry in logs[1:])
     size = trainer.args.global_batch_size
+    for entry, seconds, waits in zip(logs, (9.0, 2.0, 3.0), (4.0, 0.5, 1.5), strict=True):
+        entry |= {"samples_per_second": size / seconds, "data_wait": waits / seconds}
+    _, memory, speed, whole = lines_of_steps(trainer, 2**29)
     assert memory == "Memory: 0.50 GiB at the peak, on each process."
     assert speed.startswith(
         f"Speed: {size / 2.5:,.1f} images a second; a step of {size} pairs takes 2.5 s, of which it"
     )
     assert speed.endswith("waits 1 s for data.")
     assert whole.startswith("The whole training takes 0:00:10, ")
-    steps._device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(dry_run, "count_window", lambda *window: 989e12)
-    assert steps._utilisation(2.5) == ", with 40% of the chip's 989 TFLOP/s"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    assert steps._utilisation(2.5) == ""
+    for entry, share in zip(logs, (0.1, 0.3, 0.5), strict=True):
+        entry["train_mfu"] = share
+    assert ", with 40% of the chip's peak." in [*lines_of_steps(trainer, 2**29)][2]
 
 
 @pytest.mark.gpu
