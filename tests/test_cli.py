@@ -43,8 +43,9 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, cli
 from hf_infcl.card import CardCallback
 from hf_infcl.card.outcome import doubtful_rate
 from hf_infcl.cli import datasets as opening
-from hf_infcl.cli import defaults, description, evaluate, train
+from hf_infcl.cli import defaults, description, train
 from hf_infcl.cli import description as earlier
+from hf_infcl.cli import models as measuring
 from hf_infcl.cli import parser as parsing
 from hf_infcl.cli.commands import PARSERS
 from hf_infcl.cli.datasets import training_set
@@ -1145,7 +1146,7 @@ def test_a_reader_that_ends_early_is_no_error(monkeypatch, capfd, demo, tmp_path
 
 
 def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluate, "evaluation_datasets", mock.Mock(side_effect=BrokenPipeError("of a worker")))
+    monkeypatch.setattr(measuring, "evaluation_datasets", mock.Mock(side_effect=BrokenPipeError("of a worker")))
     with pytest.raises(BrokenPipeError, match="of a worker"):
         infcl("evaluate", "--model", "some", "--eval_dataset", "some", "--output_dir", tmp_path)
 

@@ -22,7 +22,7 @@ from helpers.trainers import trainer_for
 from safetensors import safe_open
 
 from hf_infcl import ContrastiveCollator, ImageTextStream
-from hf_infcl.cli.embed import make_source, table_source
+from hf_infcl.cli.embeddings import make_source, table_source
 from hf_infcl.data import sources, store
 from hf_infcl.data.sets import SetSpec
 from hf_infcl.data.sources import ShardSource

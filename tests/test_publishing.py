@@ -32,7 +32,7 @@ from hf_infcl.card.outcome import earlier_best, lines_of_changes, outcome
 from hf_infcl.card.pictures import PICTURES_FILE, PicturesCallback, plot_curves
 from hf_infcl.card.settings import training_settings
 from hf_infcl.cli import main
-from hf_infcl.cli.evaluate import other_loss
+from hf_infcl.cli.models import other_loss
 from hf_infcl.files.text import counted
 from hf_infcl.quality.averages import Averaged
 from hf_infcl.trainer import loop_events as progress

@@ -67,7 +67,7 @@ def _run(command: str | None, words: list[str]) -> None:
         with mistakes_in_one_line(reader.prog, of_libraries=False):
             fit_workers(namespace, reader.file_of("dataloader_num_workers"))
         warn_of_bf16_on_cpu(namespace, reader.file_of("bf16"))
-    place = "models" if command in ("average", "card", "convert") else command
+    place = command if command in ("check", "train") else "embeddings" if command in ("embed", "score") else "models"
     module = importlib.import_module(f".{place}", __name__)
     getattr(module, command)(reader, namespace, user_options)
 

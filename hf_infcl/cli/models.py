@@ -1,34 +1,170 @@
-"""`infcl average`: averages the weights before and after a fine-tuning, and measures what that gains and keeps.
-
-`infcl convert`: writes a model of OpenCLIP in transformers' format, or the other way round.
-
-`infcl card`: writes the model card of a folder again, from the facts that `infcl train` left there."""
+"""Measures, averages and converts models: `infcl evaluate`, `average` and `convert`; and `infcl card`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from ..card.callback import write_publication
-from ..card.facts import TrainingFacts, source_name
-from ..card.telling import quieten
+from ..card.facts import TrainingFacts, facts_of_model, source_name
+from ..card.pictures import PicturesCallback
+from ..card.settings import precision
+from ..card.telling import make_rows, quieten, table_lines
+from ..data import ImageTextDataset, ZeroShotDataset, transparency
+from ..evaluation.intervals import Difference, differences
+from ..evaluation.metrics import Found
+from ..files.text import counted
+from ..models.dual_encoder import DualEncoder
+from ..models.model_types import check_type_of_config
 from ..models.open_clip import convert as converted
-from ..models.open_clip import load
+from ..models.open_clip import load, load_config
+from ..options.commands import EvaluationOptions
 from ..processes.lock import check_writable
 from ..quality.averages import SPLIT, Averaged, described, interpolated, not_trained, with_halves
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.trainer import InfCLTrainer
 from ..trainer.with_start import find_average, main_weights
-from .datasets import check_columns, evaluation_datasets, guard_datasets
+from .benchmarks import lines_of_scores, means_of_groups
+from .datasets import check_columns, describe_sets, evaluation_datasets, guard_datasets, what_was_measured
 from .defaults import read_alpha
 from .launched import leave, mistakes_in_one_line
 from .parser import Parser
+
+Sets = Mapping[str, ImageTextDataset | ZeroShotDataset]
+OF_ONE_MODEL = ("open_clip_model", "tokenizer", "eval_pictures")  # options that no other of several models shares
+
+
+def other_loss(trainer: InfCLTrainer, model: str, pairs: object) -> Iterator[str]:
+    """Lines on what differs, in the loss of pairs or in images, from the training whose record is in the folder."""
+    ids = getattr(pairs, "pair_id_column", None)
+    with suppress(ValueError):  # a model from elsewhere has no record
+        facts = facts_of_model(model)
+        trained = facts.objective, facts.equal_ids, facts.pair_id_column
+        # The columns of two sets may have different names: it only counts whether there is one.
+        measured = trainer.context.objective, trainer.context.equal_ids, ids and (facts.pair_id_column or ids)
+        compared = zip(("objective", "equal_ids", "pair_id_column"), trained, measured, strict=True)
+        other = [f"--{name} {value}" if value else f"no --{name}" for name, value, now in compared if value != now]
+        if other and pairs is not None:
+            had = " and ".join(other)
+            yield f"The loss of pairs is not that of the training, which had {had}. Recalls are the same."
+        if (before := facts.settings.get("transparency of images", now := transparency())) != now:
+            yield f"In the training, transparency of images was {before}. Here it is {now}: transparent images change."
+
+
+def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+    """Measures a checkpoint, or several and their differences; writes the results into --output_dir."""
+    if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
+        parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
+    widths: list[int | None] = namespace.dims or [None]
+    names: list[str] = namespace.model
+    if len(widths) not in (1, len(names)):
+        parser.error(f"--dims takes one number for all models, or one for each of {len(names)}, got {widths}.")
+    if len(names) > 1 and (own := [name for name in OF_ONE_MODEL if name in user_options]):
+        parser.error(f"--{own[0]} is of one model, and --model names {len(names)}. Evaluate each alone, or drop it.")
+    models = []
+    for name, namespace.dims in zip(names, widths * len(names), strict=False):
+        of_model, columns, evaluation, args = parser.build(namespace)
+        models.append((name, args))
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        datasets = evaluation_datasets(columns, evaluation)
+        check_columns(columns, datasets)
+        if len(models) > 1:
+            _check_models(models)  # before the first one is measured
+    trainer: Any = None
+    found: list[dict[str, Found]] = []
+    for name, args in models:
+        with mistakes_in_one_line(parser.prog, of_libraries=True):
+            trainer = None  # its model makes room for the next
+            model, processor, conversion = load(name, of_model.open_clip_model, tokenizer=of_model.tokenizer)
+            trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
+        quieten(trainer)
+        if trainer.is_world_process_zero():
+            of_loss = other_loss(trainer, name, datasets.get("pairs")) if len(models) == 1 else ()
+            print(*conversion, *(() if found else describe_sets(datasets)), *of_loss, sep="\n")
+        if evaluation.eval_pictures:
+            PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
+        with mistakes_in_one_line(parser.prog, of_libraries=False):
+            metrics = trainer.evaluate()
+        found.append({key: trainer.found[f"eval_{key}"] for key in datasets})
+    if len(models) == 1:
+        _write_metrics(trainer, metrics, datasets, evaluation)
+    elif trainer.is_world_process_zero():
+        _write_differences(models, found, datasets)
+    leave(trainer)
+
+
+def _check_models(models: Sequence[tuple[str, Any]]) -> None:
+    """Raises a ValueError if one of several models, each with its arguments, cannot be measured."""
+    for name, _ in models:
+        check_type_of_config(load_config(name), name)
+    for name, args in models:
+        if args.dims is not None and args.dims > (width := DualEncoder(load(name).model).width()):
+            raise ValueError(
+                f"--dims {args.dims} does not fit the embeddings of {name}, which have {width} dimensions. Choose at "
+                f"most {width} for this model."
+            )
+
+
+def _write_metrics(trainer: Any, metrics: dict[str, float], datasets: Sets, options: EvaluationOptions) -> None:
+    """Prints a table of the metrics of one model, and writes eval_results.json; collective."""
+    dims = trainer.args.dims
+    means = means_of_groups(metrics, datasets, options.eval_benchmark)
+    computed = precision(trainer)
+    how = {"eval_precision": computed} | ({} if dims is None else {"eval_dims": dims})
+    trainer.save_metrics("eval", metrics | means | what_was_measured(datasets) | how, combined=False)
+    if trainer.is_world_process_zero():
+        print(*table_lines(make_rows(metrics, datasets, every=True)), sep="\n")
+        print(*lines_of_scores(metrics, datasets, means), sep="\n")
+        cut = "" if dims is None else f" with the first {dims} dimensions of the embeddings"
+        print(f"Measured in {computed}{cut}; another precision rounds otherwise, and changes a few answers.")
+        print(f"The results were written to {Path(trainer.args.output_dir) / 'eval_results.json'}.")
+
+
+def _write_differences(models: Sequence[tuple[str, Any]], found: Sequence[dict[str, Found]], datasets: Sets) -> None:
+    """Prints the differences of the other models from the first, and writes compare_results.json."""
+    names = [name if args.dims is None else f"{name}, {args.dims} dimensions" for name, args in models]
+    changes = {key: [differences(found[0][key], other[key]) for other in found[1:]] for key in datasets}
+    sets = {
+        key: {"images": len(datasets[key]), "metrics": {m: [asdict(one[m]) for one in each] for m in each[0]}}
+        for key, each in changes.items()
+    }
+    path = Path(models[0][1].output_dir) / "compare_results.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"models": names, **sets}, indent=2), encoding="utf-8")
+    print(*(f"{number}: {name}" for number, name in enumerate(names, 1)), sep="\n")
+    print(*lines_of_differences(changes, {key: len(s) for key, s in datasets.items()}), sep="\n")
+    print(f"The results were written to {path}.")
+
+
+def lines_of_differences(
+    changes: Mapping[str, Sequence[Mapping[str, Difference]]], images: Mapping[str, int]
+) -> Iterator[str]:
+    """A table in per cent.
+
+    Args:
+        changes: for each set, the differences of every other model from the first, by metric.
+        images: the number of images of each set.
+    """
+    others = range(2, 2 + len(next(iter(changes.values()))))
+    rows = [["", f"{1:>7}", *(head for n in others for head in (f"{n:>7}", f"{n} - 1"))]]
+    for key, each in changes.items():
+        rows.append([f"{key}: {counted(images[key], 'image')}", *[""] * (len(rows[0]) - 1)])
+        for metric, difference in each[0].items():
+            cells = [cell for one in each for cell in (f"{100 * one[metric].second:6.2f}%", one[metric].words(100, 2))]
+            rows.append([f"  {metric}", f"{100 * difference.first:6.2f}%", *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield "In brackets are the 95% intervals of the differences (paired bootstrap over the images)."
 
 
 def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:

@@ -35,10 +35,10 @@ from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
 from .defaults import check_average, check_embedded, chooses_model, print_choices
 from .dry_run import dry_run, write_nothing
+from .embeddings import ledger_lines, write_ledger_of_training
 from .launched import leave, mistakes_in_one_line
 from .models import write_averages
 from .parser import Parser
-from .score import ledger_lines, write_ledger_of_training
 
 
 @record  # so the launcher's last lines are the error of the process that failed first
