@@ -41,7 +41,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
     if samples == 0:
         parser.error("--check_samples must be at least 1, got 0.")
-    is_written = "output_dir" in user_options and (parser.typed("output_dir") or not namespace.recipe)
+    is_written = "output_dir" in user_options and ("output_dir" in parser.typed or not namespace.recipe)
     how: Any = {"workers": args.dataloader_num_workers if "dataloader_num_workers" in user_options else cores()}
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)

@@ -239,7 +239,7 @@ class Parser(HfArgumentParser):
         self._shown, self._accepts = shown, (*accepts, *self._declared[len(options) :])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
-        self._typed: set[str] = set()  # those on the command line
+        self.typed: set[str] = set()  # those on the command line
         self.chosen: dict[str, Any] = {}  # what `intervals` has chosen for a training
         for action in self._actions:
             action.required = action.required and action.dest not in optional
@@ -305,24 +305,20 @@ class Parser(HfArgumentParser):
             file, words = self._file_and_words(self.words)
             if file is not None:
                 self._file, values = file.name, self._read_file(file)
-            self._typed = {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
-            self._of_file = values.keys() - self._typed
+            self.typed = {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
+            self._of_file = values.keys() - self.typed
         except (OSError, ValueError) as error:
             self.error(str(error))
         for action in self._actions:
             action.required = action.required and action.dest not in values
         namespace = self.parse_args(words, argparse.Namespace(**values))
         for option, other, condition in _IGNORED:
-            if option in self._typed and other in self._of_file and holds(namespace, condition):
+            if option in self.typed and other in self._of_file and holds(namespace, condition):
                 self.error(
                     f"--{option} has no effect with {other}={getattr(namespace, other)} of {self._file}. Pass "
                     f"--{other} as well."
                 )
-        return namespace, self._typed | self._of_file
-
-    def typed(self, name: str) -> bool:
-        """Whether the command line, and not only the file, has an option."""
-        return name in self._typed
+        return namespace, self.typed | self._of_file
 
     def file_of(self, name: str) -> str:
         """The name of the file that sets an option which the command line does not; empty if none does."""
@@ -371,7 +367,7 @@ class Parser(HfArgumentParser):
         values |= {} if computes else OF_COMPUTING
         taken = {one.name for one in fields(InfCLTrainingArguments) if one.init}
         of_file = {one.name for one in fields(of_transformers())}
-        if lacking := (self._typed | self._of_file) & of_file - taken:
+        if lacking := (self.typed | self._of_file) & of_file - taken:
             raise ValueError(f"transformers {transformers.__version__} has no option {', '.join(sorted(lacking))}.")
         built = [kind(**{f.name: values[f.name] for f in fields(kind) if f.init}) for kind in self._commands]
         built.append(InfCLTrainingArguments(**{name: values[name] for name in taken & values.keys()}))
@@ -478,12 +474,9 @@ class Parser(HfArgumentParser):
             else:
                 texts = text if items is value else [text if str in kinds else value]
                 try:
-                    made = [self._get_value(actions[name], str(one)) for one in texts]
-                    for one in made:
-                        self._check_value(actions[name], one)
+                    values[name] = self._get_values(actions[name], list(map(str, texts)))
                 except argparse.ArgumentError as error:
                     raise ValueError(f"{path}: {error}") from None
-                values[name] = made if items is value or actions[name].nargs == "+" else made[0]
         return values
 
 

@@ -30,6 +30,17 @@ from ..step.terms import Start
 from .loaders import check_data_seed, check_selectable, set_sizes
 from .model_files import check_formats, saves_shards
 
+# Arguments of its constructor that it refuses, and why.
+_NOT_TAKEN = {
+    "teacher": "A teacher does not run beside the student: its embeddings of the training set are stored. Name it in "
+    "the arguments, InfCLTrainingArguments(teacher=...), which embeds the set once, or teacher_embeddings=..., a "
+    "folder of `infcl embed`.",
+    "compute_loss_func": "InfCLTrainer computes the loss itself and would never call compute_loss_func. Do not pass "
+    "it.",
+    "preprocess_logits_for_metrics": "InfCLTrainer gathers embeddings, and computes no logits that "
+    "preprocess_logits_for_metrics could change. Leave it out, and compute in compute_metrics what you need of the "
+    "embeddings.",
+}
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
 
 logger = logging.get_logger(__name__)
@@ -79,15 +90,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         )
     if not scale.requires_grad and any(p.requires_grad for p in model.parameters()):
         value = dual_encoder.scale_and_bias()[0].item()
-        call = f"model.{dual_encoder.temperature_name}.requires_grad_(True)"
+        cure = ", as with all that peft does not adapt. To train it beside new adapters, pass --lora_logit_scale, or"
         logger.warning(
             f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}"
-            + (
-                ", as with all that peft does not adapt. To train it beside new adapters, pass --lora_logit_scale (in "
-                f"Python, call {call}). The adapter's file then holds it, too."
-                if has_adapters(model)
-                else f". To train it, call {call}."
-            )
+            f"{cure if has_adapters(model) else '. To train it,'} call model.{dual_encoder.temperature_name}."
+            "requires_grad_(True)."
         )
     half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
     in_fp32 = is_sharded(accelerator) and accelerator.mixed_precision != "no"
@@ -177,25 +184,13 @@ def checked_arguments(
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
     check_extensions(kwargs.get("extensions", ()))
-    if "teacher" in kwargs:
-        raise ValueError(
-            "A teacher does not run beside the student: its embeddings of the training set are stored. Name it in the "
-            "arguments, InfCLTrainingArguments(teacher=...), which embeds the set once, or teacher_embeddings=..., a "
-            "folder of `infcl embed`."
-        )
+    for name, why in _NOT_TAKEN.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(why)
     kwargs = _with_replay(args, kwargs)
     _check_processes(args)
     if model is not None:
         DualEncoder(model)  # raises an error for any other model
-    if kwargs.get("compute_loss_func") is not None:
-        raise ValueError(
-            "InfCLTrainer computes the loss itself and would never call compute_loss_func. Do not pass it."
-        )
-    if kwargs.get("preprocess_logits_for_metrics") is not None:
-        raise ValueError(
-            "InfCLTrainer gathers embeddings, and computes no logits that preprocess_logits_for_metrics could change. "
-            "Leave it out, and compute in compute_metrics what you need of the embeddings."
-        )
     optimizer, _ = kwargs.get("optimizers") or (None, None)
     set_options = [name for name in _OF_OPTIMIZER if getattr(args, name) is not None]
     if set_options and (optimizer is not None or kwargs.get("optimizer_cls_and_kwargs") is not None):

@@ -20,11 +20,10 @@ from ..data.collator import ContrastiveCollator, DataCollator
 from ..data.loader import TrainingLoader, check_batch, worker_options
 from ..data.pairs import REPEATED, caption_pair_id
 from ..data.replay import Epochs, Replayed
-from ..data.store import KeyedItem, PlainRows, all_parts, has_epochs, most_captions, negative_caption_columns
+from ..data.store import KeyedItem, all_parts, most_captions, negative_caption_columns
 from ..files.text import counted
 from ..models.dual_encoder import NO_MASK
 from ..options.arguments import InfCLTrainingArguments
-from ..processes.signals import heed_parent_alone
 from ..quality.teachers import StoredTeacher
 from ..refusals import check_tokens
 from ..step.extensions import of_kind
@@ -229,11 +228,6 @@ def check_selectable(dataset: object, args: InfCLTrainingArguments) -> None:
         )
 
 
-def needed_ids(args: InfCLTrainingArguments, data: object) -> str:
-    """``equal_ids``, or else what the training set needs."""
-    return args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
-
-
 def drawn_texts(data: object) -> tuple[int, str | None]:
     """The most captions that a training set draws of an image, and the column of its negative captions, if any."""
     return most_captions(data), next(iter(negative_caption_columns(data)), None)
@@ -243,11 +237,6 @@ def rows_of(data: object) -> int | None:
     """The number of rows of a training set without old pairs; None for a stream."""
     new = data.datasets[0] if isinstance(data, Replayed) else data
     return len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
-
-
-def without_epochs(dataset: Any) -> Any:
-    """A dataset with a length to be evaluated; only its `PlainRows` if it has a method ``set_epoch``."""
-    return PlainRows(dataset) if has_epochs(dataset) and not isinstance(dataset, PlainRows) else dataset
 
 
 def loader_of_stream(dataset: IterableDataset, collate: DataCollator, context: Context) -> DataLoader:
@@ -275,10 +264,3 @@ def loader_of_stream(dataset: IterableDataset, collate: DataCollator, context: C
         put_on_device=not args.offload_inputs,
         dispatch_batches=False,  # the main process cannot deal out several captions of an image
     )
-
-
-def with_lasting_workers(dataloader: DataLoader) -> DataLoader:
-    """Trainer's loader of an evaluation, whose workers no signal but that of their parent ends."""
-    loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's, or torch's
-    loader.worker_init_fn = heed_parent_alone
-    return dataloader

@@ -18,14 +18,14 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..data.collator import normalised
 from ..data.replay import epochs_of, is_own
-from ..data.store import check_has_rows
+from ..data.store import PlainRows, check_has_rows, has_epochs, most_captions
 from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.collectives import gather_rows
 from ..processes.lock import locked
-from ..processes.signals import EndRequestedError, Interruptions, Preempted
+from ..processes.signals import EndRequestedError, Interruptions, Preempted, heed_parent_alone
 from ..quality.feature_cache import with_cached_features
 from ..quality.teachers import make_teachers
 from ..step.extensions import term_parameters
@@ -193,7 +193,8 @@ class InfCLTrainer(Trainer):
     @property
     def context(self) -> Context:
         """What the parts have in common."""
-        data, equal_ids = self.train_dataset, loaders.needed_ids(self.args, self.train_dataset)
+        data = self.train_dataset
+        equal_ids = self.args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
         of_data: Any = self._start, data, self.data_collator, self._extensions, loaders.rows_of(data)
         return Context(self.dual_encoder, self.accelerator, self.args, equal_ids, self._prepare_inputs, *of_data)
 
@@ -258,10 +259,12 @@ class InfCLTrainer(Trainer):
         loaders.add_used_columns(self._signature_columns, self.data_collator)
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
-        """Trainer's loader of an evaluation."""
+        """Trainer's loader of an evaluation, whose workers no signal but that of their parent ends."""
         check_has_rows(dataset)
-        rows = loaders.without_epochs(dataset)
-        return loaders.with_lasting_workers(super()._get_dataloader(rows, *args, **kwargs))
+        rows = PlainRows(dataset) if has_epochs(dataset) and not isinstance(dataset, PlainRows) else dataset
+        loader = super()._get_dataloader(rows, *args, **kwargs)
+        getattr(loader, "base_dataloader", loader).worker_init_fn = heed_parent_alone  # of accelerate's, or of torch's
+        return loader
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         return loaders.values_of_loop(args, dataloader, super().set_initial_training_values(args, dataloader))
