@@ -151,9 +151,8 @@ def sugarcrepe_files(name: str, folder: str | None) -> Files:
     captions = f"data/{subset}.json"
     if folder is None or not ((local / captions).is_file() and (local / "val2017").is_dir()):
         raise ValueError(
-            f"It is read from a local copy alone. Copy the folder data of {_SOURCES[family]} to {local / 'data'} and "
-            f"the images of http://images.cocodataset.org/zips/val2017.zip to {local / 'val2017'}, and pass "
-            "--benchmark_folder."
+            f"It is read from --benchmark_folder alone. Copy the folder data of {_SOURCES[family]} to "
+            f"{local / 'data'} and http://images.cocodataset.org/zips/val2017.zip to {local / 'val2017'}."
         )
     return Files(name, name, False, local, _content([local / captions]), (captions,))
 
@@ -249,8 +248,7 @@ def _make_set(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroSh
     templates = files.lines("zeroshot_classification_templates.txt")
     if wrong := [template for template in templates if template.count("{c}") != 1]:
         raise ValueError(
-            f"Each line of {files.folder}/zeroshot_classification_templates.txt must have one {{c}} for the name of "
-            f"the class, but there is {wrong[0]!r}."
+            f"Each line of {files.folder}/zeroshot_classification_templates.txt must have one {{c}}, not {wrong[0]!r}."
         )
     return ZeroShotDataset(rows, class_names=files.lines("classnames.txt"), templates=templates)
 

@@ -89,8 +89,7 @@ def _stream(specs: Sequence[SetSpec], read: SetSpec, data: DataOptions, options:
     for other in rest:
         if other != first:
             raise ValueError(
-                f"The sets of --{read.role} are streamed as one and read alike, but one states {first} and another "
-                f"{other}. Let all of them state the same."
+                f"The sets of --{read.role} are streamed as one: let all state the same, not {first} and {other}."
             )
     order: dict[str, Any] = {"split": read.split, "name": read.name}
     order |= {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}

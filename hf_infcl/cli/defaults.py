@@ -76,8 +76,7 @@ def check_best_metric(namespace: argparse.Namespace) -> None:
     }
     if not kinds:
         raise ValueError(
-            f"{use} needs something to evaluate: pass --eval_dataset, --zero_shot_dataset, --guard_dataset, "
-            "--eval_benchmark or --guard_benchmark."
+            f"{use} needs something to evaluate: pass a set or benchmark to evaluate, such as --eval_dataset."
         )
     possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
     check_metric(namespace.metric_for_best_model, possible, use)

@@ -209,8 +209,7 @@ def overlaps(trained: object, sets: Mapping[str, ImageDataset]) -> Iterator[str]
         if shared:
             yield (
                 f"Warning: {shared:,} of {looked_for:,} images of {name}, {guard.name}, "
-                f"{'is' if shared == 1 else 'are'} also trained on and cannot show what is forgotten. Name a set that "
-                "the training does not contain."
+                f"{'is' if shared == 1 else 'are'} also trained on and cannot show what is forgotten. Name another set."
             )
 
 

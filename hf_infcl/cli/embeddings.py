@@ -185,8 +185,8 @@ def _found_columns(
     images, captions = find_column("image", features, image_column), find_column("caption", features, caption_column)
     if images not in features and captions not in features:
         raise ValueError(
-            f"The data has neither images nor captions that could be found: its columns are {[*features]}. Name them "
-            "with --image_column and --caption_column."
+            f"The data has neither images nor captions among its columns {[*features]}. Name --image_column or "
+            "--caption_column."
         )
     return images if images in features else None, captions if captions in features else None
 

@@ -109,8 +109,7 @@ def _check_models(models: Sequence[tuple[str, Any]]) -> None:
     for name, args in models:
         if args.dims is not None and args.dims > (width := DualEncoder(load(name).model).width()):
             raise ValueError(
-                f"--dims {args.dims} does not fit the embeddings of {name}, which have {width} dimensions. Choose at "
-                f"most {width} for this model."
+                f"--dims {args.dims} does not fit the embeddings of {name}, which have {width} dimensions. Take fewer."
             )
 
 

@@ -54,12 +54,12 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             write_nothing(args)
         elif earlier and not data.overwrite_output_dir:
             names = ", ".join(path.name for path in earlier)
-            cure = "Continue it with --resume_from_checkpoint auto, choose"
-            if args.resume_from_checkpoint:
-                cure = "It has no checkpoint to continue from: choose"
+            first = "It has no checkpoint to continue from:"
+            if not args.resume_from_checkpoint:
+                first = "Continue it with --resume_from_checkpoint auto,"
             raise ValueError(
-                f"{args.output_dir} holds an earlier run ({names}). {cure} another --output_dir, or delete it with "
-                "--overwrite_output_dir."
+                f"{args.output_dir} holds an earlier run ({names}). {first} choose another --output_dir, or delete it "
+                "with --overwrite_output_dir."
             )
         train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
         chooses = chooses_model(args, keep)
@@ -186,9 +186,6 @@ def save_results(
 def print_where(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:
     """Prints where the results are."""
     if importlib.util.find_spec("matplotlib") is None:
-        print(
-            "The curves were not drawn, because matplotlib is not installed. After `pip install matplotlib`, "
-            f"`infcl card {args.output_dir}` draws them."
-        )
+        print(f"The curves were not drawn: `pip install matplotlib`, and `infcl card {args.output_dir}` draws them.")
     pushed = f" and on the Hub as {hub_model_id}" if hub_model_id else ""
     print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}{pushed}.")

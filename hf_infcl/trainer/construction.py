@@ -33,13 +33,10 @@ from .model_files import check_formats, saves_shards
 # Arguments of its constructor that it refuses, and why.
 _NOT_TAKEN = {
     "teacher": "A teacher does not run beside the student: its embeddings of the training set are stored. Name it in "
-    "the arguments, InfCLTrainingArguments(teacher=...), which embeds the set once, or teacher_embeddings=..., a "
-    "folder of `infcl embed`.",
-    "compute_loss_func": "InfCLTrainer computes the loss itself and would never call compute_loss_func. Do not pass "
-    "it.",
-    "preprocess_logits_for_metrics": "InfCLTrainer gathers embeddings, and computes no logits that "
-    "preprocess_logits_for_metrics could change. Leave it out, and compute in compute_metrics what you need of the "
-    "embeddings.",
+    "the arguments, InfCLTrainingArguments(teacher=...), which embeds the set once, or pass teacher_embeddings=....",
+    "compute_loss_func": "InfCLTrainer computes the loss itself and would never call compute_loss_func. Omit it.",
+    "preprocess_logits_for_metrics": "InfCLTrainer computes no logits that preprocess_logits_for_metrics could "
+    "change. Leave it out, and compute in compute_metrics what you need of the embeddings.",
 }
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
 
@@ -125,8 +122,7 @@ def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -
     width = dual_encoder.width()
     if args.dims is not None and args.dims > width:
         raise ValueError(
-            f"dims={args.dims} is more than the {width} dimensions of the embeddings. Choose at most {width}, or leave "
-            "it out for all of them."
+            f"dims={args.dims} is more than the {width} dimensions of the embeddings. Choose at most {width}."
         )
     if too_large := [dims for dims in args.matryoshka_dims or () if dims >= width]:
         raise ValueError(

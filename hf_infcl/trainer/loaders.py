@@ -81,8 +81,7 @@ class CaptionNotices:
                 logger.warning(
                     f"{repeated:,} of {len(sample):,} images of the {name} have a caption that another one also has. "
                     f"Equal captions in a global batch, which has {batch_size:,} pairs, are each other's negatives "
-                    f"unless you pass pair_id_column={part.caption_column!r} (--pair_id_column {part.caption_column} "
-                    "on the command line)."
+                    f"unless you pass pair_id_column={part.caption_column!r} (--pair_id_column {part.caption_column})."
                 )
 
     def look_at_all(self, context: Context, evaluated: object) -> None:
@@ -179,8 +178,7 @@ def check_data_seed(dataset: object, data_seed: int | None) -> None:
     if seed != data_seed:
         raise ValueError(
             f"data_seed={data_seed} would have no effect: the order of a {type(dataset).__name__} depends on its own "
-            f"seed, which is {seed}. Pass the seed to the stream, as in ImageTextStream(..., seed={data_seed}), and "
-            "leave data_seed out."
+            f"seed, which is {seed}. Leave it out; pass the stream its seed: ImageTextStream(..., seed={data_seed})."
         )
 
 

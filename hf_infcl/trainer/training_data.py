@@ -122,15 +122,13 @@ class TrainingData:
         if self._loader is not None and any(count == self._args.gradient_accumulation_steps for _, count in agreed):
             raise ValueError(
                 f"The data collator has left rows out, or added some: the processes got {seen} rows of {self._images} "
-                "each for a global batch. It must return every row that it receives. Remove bad rows from the dataset "
-                "beforehand."
+                "each for a global batch. It must return every row that it receives. Remove bad rows beforehand."
             )
         # Training on a short window would change the objective, and Trainer would leave its gradient behind.
         if step == 0:
             raise ValueError(
                 f"The stream ended before its first global batch of {self._images * self._processes.world_size} pairs "
-                f"was full: the processes got {seen} of {self._images} each in full micro-batches. Lower the batch, or "
-                "use more data."
+                f"was full: the processes got {seen} of {self._images} each in full micro-batches. Lower the batch."
             )
         self._exhausted = True
         return self.window

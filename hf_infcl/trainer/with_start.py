@@ -72,10 +72,7 @@ def average_with_start(trainer: InfCLTrainer, start: Mapping[str, Tensor], *sets
     """
     kept = checkpoint_of_end(trainer) is not None
     if not Processes().agree([kept])[0][0]:
-        raise ValueError(
-            "No checkpoint keeps the weights at the end of the training, in whose place the average would be saved. "
-            "Average them with `infcl average`."
-        )
+        raise ValueError("No checkpoint keeps the weights at the end of the training: use `infcl average` instead.")
     return find_average(trainer, start, main_weights(trainer), *sets, **options)
 
 
