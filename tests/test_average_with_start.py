@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.quality.averages import Averaged, interpolated
-from hf_infcl.trainer.with_start import average_with_start, checkpoint_of_end, main_weights
+from hf_infcl.trainer.model_files import average_with_start, checkpoint_of_end, main_weights
 
 SAVED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 WRAPPERS: dict[str, dict[str, Any]] = {"one": {}, "ddp": {}, "fsdp": FSDP}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_infcl.evaluation.metrics import score
 from hf_infcl.quality.averages import ALPHAS, Measured, chosen, halves, interpolated, measured_at
-from hf_infcl.trainer import with_start
+from hf_infcl.trainer import model_files
 
 State = dict[str, Tensor]
 
@@ -238,7 +238,7 @@ def test_an_average_measures_what_evaluate_measures_of_it(tuned, auto, tmp_path)
 
 def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, tmp_path, capsys, monkeypatch):
     """Also after a kill before the results were written; and card and output tell what was gained and what it cost."""
-    monkeypatch.setattr(with_start, "ALPHAS", (0.0, 0.2, 0.4, 1.0))
+    monkeypatch.setattr(model_files, "ALPHAS", (0.0, 0.2, 0.4, 1.0))
     out, again = tmp_path / "out", tmp_path / "again"
     options = [*with_sets(tuned), "--use_cpu", "--report_to", "none", "--per_device_eval_batch_size", 60]
     options += ["--guard_tolerance", 0.05]

@@ -31,8 +31,8 @@ from ..options.commands import EvaluationOptions
 from ..processes.lock import check_writable
 from ..quality.averages import SPLIT, Averaged, described, interpolated, not_trained, with_halves
 from ..trainer.checkpoints import full_disk_explained
+from ..trainer.model_files import find_average, main_weights
 from ..trainer.trainer import InfCLTrainer
-from ..trainer.with_start import find_average, main_weights
 from .benchmarks import lines_of_scores, means_of_groups
 from .datasets import check_columns, describe_sets, evaluation_datasets, guard_datasets, what_was_measured
 from .defaults import read_alpha

@@ -27,9 +27,8 @@ from ..step.extensions import of_kind
 from ..step.selection import WithoutNoisyPairs
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.loop_events import measured_last
-from ..trainer.model_files import merge_into_start, model_to_train
+from ..trainer.model_files import average_with_start, checkpoint_of_end, main_weights, merge_into_start, model_to_train
 from ..trainer.trainer import InfCLTrainer
-from ..trainer.with_start import average_with_start, checkpoint_of_end, main_weights
 from . import description
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set, what_was_measured
