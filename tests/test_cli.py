@@ -43,8 +43,7 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, cli
 from hf_infcl.card import CardCallback
 from hf_infcl.card.outcome import doubtful_rate
 from hf_infcl.cli import datasets as opening
-from hf_infcl.cli import defaults, description, train
-from hf_infcl.cli import description as earlier
+from hf_infcl.cli import defaults, train
 from hf_infcl.cli import models as measuring
 from hf_infcl.cli import parser as parsing
 from hf_infcl.cli.commands import PARSERS
@@ -372,7 +371,7 @@ def test_overwriting_deletes_on_every_machine_that_saves(rank, world_size, tmp_p
     results = Path(args.output_dir, "checkpoint-1"), Path(args.output_dir, "all_results.json")
     results[0].mkdir(parents=True)
     results[1].touch()
-    earlier.EarlierDeleted(results).on_train_begin(args, None, None)
+    train.EarlierDeleted(results).on_train_begin(args, None, None)
     assert not any(path.exists() for path in results)
 
 
@@ -418,7 +417,7 @@ def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
     options = DataOptions(["someone/pairs", "hf://datasets/a/b@main/{0..9}.tar", "a/lost", f"{shards}/{{0..9}}.tar"])
     with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
         hub.licences |= {"someone/pairs": "cc-by-4.0", "a/b": ["mit", "cc0-1.0"]}
-        sources = description.describe_sources(options)
+        sources = train.describe_sources(options)
     assert [(source.dataset, source.on_hub, source.license) for source in sources] == [
         ("someone/pairs", True, "cc-by-4.0"),
         ("a/b", True, "mit, cc0-1.0"),
@@ -426,9 +425,9 @@ def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
         ("shards", False, None),
     ]
     told: list[str] = []
-    monkeypatch.setattr(description.logger, "warning", lambda message, *values: told.append(message % values))
+    monkeypatch.setattr(train.logger, "warning", lambda message, *values: told.append(message % values))
     talk_to("http://127.0.0.1:9", monkeypatch)
-    assert description.describe_sources(DataOptions(["a/b"]))[0].license is None, "the Hub cannot be reached"
+    assert train.describe_sources(DataOptions(["a/b"]))[0].license is None, "the Hub cannot be reached"
     assert len(told) == 1
     assert told[0].startswith("The model card states no licence for a/b, because the Hub did not return one: ")
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer
 from hf_infcl.cli.datasets import replay_set
-from hf_infcl.cli.description import shared_images
+from hf_infcl.cli.train import shared_images
 from hf_infcl.data.replay import Replayed
 from hf_infcl.data.stream_batches import Share
 from hf_infcl.loss import reference

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from hf_infcl import ImageTextStream, load_pairs
 from hf_infcl.card import Evaluation, Source
-from hf_infcl.cli import description
+from hf_infcl.cli import train
 from hf_infcl.files.text import Url, without_secrets
 from hf_infcl.options.commands import DataOptions
 from hf_infcl.shards import opening
@@ -69,7 +69,7 @@ def test_only_the_secrets_of_a_url_are_hidden(text, shown):
     ],
 )
 def test_only_the_last_folder_of_a_url_is_published(source, name):
-    (told,) = description.describe_sources(DataOptions([source]))
+    (told,) = train.describe_sources(DataOptions([source]))
     assert (told.dataset, told.on_hub, told.license) == (name, False, None)
 
 
