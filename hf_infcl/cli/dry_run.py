@@ -19,7 +19,7 @@ from ..files.text import counted
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..trainer.trainer import InfCLTrainer
-from .launched import leave, mistakes_in_one_line
+from .launched import leave, mistakes_in_one_line, tell
 
 STEPS = 3  # the first one also starts the workers, and chooses kernels or compiles them
 _GIB = 2**30
@@ -56,8 +56,7 @@ def dry_run(trainer: InfCLTrainer, command: str) -> None:
     device = trainer.args.device
     used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
     memory = max(peak for (peak,) in Processes().agree([used]))
-    if trainer.is_world_process_zero():
-        print(*lines_of_steps(trainer, memory), sep="\n")
+    tell(trainer, *lines_of_steps(trainer, memory))
     leave(trainer)
 
 

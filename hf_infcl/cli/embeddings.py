@@ -56,7 +56,7 @@ from ..trainer.checkpoints import full_disk_explained
 from ..trainer.trainer import InfCLTrainer
 from .commands import OF_EMBEDDING
 from .datasets import replay_set, training_set
-from .launched import leave, mistakes_in_one_line
+from .launched import leave, mistakes_in_one_line, tell
 from .parser import Parser
 
 # What a training's file says of the machine and of chance. The rest is about the student.
@@ -85,22 +85,18 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             sources = {"": make_source(spec, data, columns, options.key_column, user_options | spec.columns.keys())}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
-        if trainer.is_world_process_zero():
-            of = {f"--{name}" if name else namespace.data: " and ".join(s.kinds) for name, s in sources.items()}
-            print(*conversion, *[f"Embeds the {kinds} of {name}." for name, kinds in of.items()], sep="\n")
+        of = {f"--{name}" if name else namespace.data: " and ".join(s.kinds) for name, s in sources.items()}
+        tell(trainer, *conversion, *[f"Embeds the {kinds} of {name}." for name, kinds in of.items()])
     how: Any = {"format": options.format, "half": options.half_precision, "licence": stated_licence(namespace.encoder)}
     counts = Counter[str]()
     for name, source in sources.items():
         folder, again = Path(args.output_dir, name), "again, which computes what is missing"
         with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(folder, again, keeps=True):
             counts.update(embedded(source, folder, trainer.context, **how))
-    if trainer.is_world_process_zero():
-        skipped = f"; left out: {counted(counts['skipped'], 'row')}" if counts["skipped"] else ""
-        use = f" `infcl train --teacher_embeddings {args.output_dir}` reads them." if namespace.data is None else ""
-        print(
-            f"{counted(counts['images'], 'image')} and {counted(counts['texts'], 'text')} were embedded{skipped}. All "
-            f"embeddings are in {Path(args.output_dir)}.{use}"
-        )
+    skipped = f"; left out: {counted(counts['skipped'], 'row')}" if counts["skipped"] else ""
+    use = f" `infcl train --teacher_embeddings {args.output_dir}` reads them." if namespace.data is None else ""
+    embedded_so = f"{counted(counts['images'], 'image')} and {counted(counts['texts'], 'text')} were embedded{skipped}."
+    tell(trainer, f"{embedded_so} All embeddings are in {Path(args.output_dir)}.{use}")
     leave(trainer)
 
 
@@ -465,8 +461,7 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         dataset = training_set(DataOptions(named, samples_per_epoch=length, **chosen), columns, args)
         model, processor, conversion = load(namespace.model)
         trainer = InfCLTrainer(model, args, processing_class=processor)
-        if trainer.is_world_process_zero():
-            print(*conversion, sep="\n", end="\n" if conversion else "")
+        tell(trainer, *conversion)
     with (
         mistakes_in_one_line(parser.prog, of_libraries=False),
         full_disk_explained(Path(str(args.output_dir)), "again"),

@@ -136,6 +136,13 @@ def _is_of_use(record: logging.LogRecord) -> bool:
     return "between 0 and 31999), got 4940" not in record.getMessage()
 
 
+def tell(trainer: InfCLTrainer, *lines: str) -> None:
+    """Prints lines, except for empty ones, on the main process."""
+    if trainer.is_world_process_zero():
+        for line in filter(None, lines):
+            print(line)
+
+
 def leave(trainer: InfCLTrainer, code: int = 0) -> None:
     """Ends all processes together, with this exit code and without Python's clean-up at exit.
 

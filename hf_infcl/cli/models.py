@@ -36,7 +36,7 @@ from ..trainer.trainer import InfCLTrainer
 from .benchmarks import lines_of_scores, means_of_groups
 from .datasets import check_columns, describe_sets, evaluation_datasets, guard_datasets, what_was_measured
 from .defaults import read_alpha
-from .launched import leave, mistakes_in_one_line
+from .launched import leave, mistakes_in_one_line, tell
 from .parser import Parser
 
 Sets = Mapping[str, ImageTextDataset | ZeroShotDataset]
@@ -89,7 +89,7 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
         quieten(trainer)
         if trainer.is_world_process_zero():
             of_loss = other_loss(trainer, name, datasets.get("pairs")) if len(models) == 1 else ()
-            print(*conversion, *(() if found else describe_sets(datasets)), *of_loss, sep="\n")
+            tell(trainer, *conversion, *(() if found else describe_sets(datasets)), *of_loss)
         if evaluation.eval_pictures:
             PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
         with mistakes_in_one_line(parser.prog, of_libraries=False):
@@ -199,13 +199,8 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
         if args.process_index == 0:
             (folder / TRAINING_ARGS_NAME).unlink()  # those of the command, which trained nothing
             write_averages(folder, averaged, namespace.start, namespace.end)
-    if args.process_index == 0:
-        lines = (
-            *described(averaged),
-            f"The average at alpha {averaged.alpha:g} is in {folder}.",
-            not_trained(averaged),
-        )
-        print(*filter(None, lines), sep="\n")
+    where = f"The average at alpha {averaged.alpha:g} is in {folder}."
+    tell(trainer, *described(averaged), where, not_trained(averaged))
     leave(trainer)
 
 

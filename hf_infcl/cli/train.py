@@ -63,7 +63,7 @@ from .datasets import (
 from .defaults import check_average, check_embedded, chooses_model, print_choices
 from .dry_run import dry_run, write_nothing
 from .embeddings import ledger_lines, write_ledger_of_training
-from .launched import leave, mistakes_in_one_line
+from .launched import leave, mistakes_in_one_line, tell
 from .models import write_averages
 from .parser import Parser
 
@@ -113,15 +113,12 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             how = {"alpha": alpha, "tolerance": keep.guard_tolerance}
             average = functools.partial(average_with_start, trainer, main_weights(trainer), gains, [*halves], **how)
     if trainer.is_world_process_zero():
-        print(*conversion, sep="\n", end="\n" if conversion else "")
+        tell(trainer, *conversion)
         print_choices(args, parser.chosen, trainer.train_dataset)
-        for line in (*describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets)):
-            print(line)
+        tell(trainer, *describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets))
         with mistakes_in_one_line(parser.prog, of_libraries=True):
-            for line in short_check(trainer, train_dataset, data):
-                print(line)
-        if rate := doubtful_rate(args):
-            print(rate)
+            tell(trainer, *short_check(trainer, train_dataset, data))
+        tell(trainer, doubtful_rate(args))
     if data.dry_run:
         dry_run(trainer, parser.prog)
         return
@@ -140,8 +137,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             leave(trainer, int(ended.code or 0))
             raise
     if trainer.steps_trained == 0 and has_results(trainer):
-        if trainer.is_world_process_zero():
-            print(f"The model, its card and its results in {args.output_dir} stay unchanged.")
+        tell(trainer, f"The model, its card and its results in {args.output_dir} stay unchanged.")
         leave(trainer)
         return
     merge = lora.lora_merge
@@ -168,8 +164,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         print_where(args, trainer.hub_model_id if args.push_to_hub else None)
         saves_last = average is None and not args.load_best_model_at_end
         best = earlier_best(trainer.state.log_history, facts) if saves_last else ""
-        for line in filter(None, (outcome(facts), best)):
-            print(line)
+        tell(trainer, outcome(facts), best)
     leave(trainer)
 
 
@@ -196,7 +191,7 @@ def save_results(
         if trainer.is_world_process_zero():
             end, folder = checkpoint_of_end(trainer), Path(str(trainer.args.output_dir))
             write_averages(folder, saved, start, str(end))
-            print(*described(saved), f"The average at alpha {saved.alpha:g} is saved; the end is {end}.", sep="\n")
+            tell(trainer, *described(saved), f"The average at alpha {saved.alpha:g} is saved; the end is {end}.")
     if eval_datasets:
         state = trainer.state
         step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step  # of the weights

@@ -207,7 +207,6 @@ class LoopEvents(TrainerCallback):
         self, callbacks: list[TrainerCallback], begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]]
     ) -> None:
         self._callbacks, self._begin_training = callbacks, begin_training
-        self._progress: Progress | None = None  # of a training, not before or after it
 
     def on_train_begin(self, *_: object, **kwargs: object) -> None:
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
@@ -219,8 +218,7 @@ class LoopEvents(TrainerCallback):
     ) -> None:
         switch_weights(optimizer, "eval")
         self._data.close()
-        self._count_seconds(state)
-        self._progress = None
+        self._progress.keep_seconds(state)
 
     def on_pre_optimizer_step(
         self, args: object, state: TrainerState, *_: object, optimizer: Optimizer | None = None, **kwargs: object
@@ -230,16 +228,8 @@ class LoopEvents(TrainerCallback):
     def on_optimizer_step(self, *_: object, optimizer: Optimizer | None = None, **kwargs: object) -> None:
         self._step.after_optimizer_step(optimizer)
 
-    def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
+    def on_step_end(self, *_: object, **kwargs: object) -> None:
         self._data.end_window()
-        self._count_seconds(state)
-
-    def on_evaluate(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
-        self._count_seconds(state)  # a checkpoint may follow
-
-    def _count_seconds(self, state: TrainerState) -> None:
-        if self._progress is not None:
-            self._progress.keep_seconds(state)
 
 
 def add_own_callbacks(

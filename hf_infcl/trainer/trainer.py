@@ -373,6 +373,7 @@ class InfCLTrainer(Trainer):
         args, state, output_dir = self.args, self.state, super()._get_output_dir(trial)
         self.interruptions.phases.enter("saving", state.global_step)
         files.keep_losses_since_log(self)
+        self.progress.keep_seconds(state)
         record = RunRecord(
             make_run(self.context),
             **self.training_data.position(),
