@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from hf_infcl.data import loader as data_wait
 from hf_infcl.data.loader import DataWait
-from hf_infcl.trainer import training_data
+from hf_infcl.trainer import loaders
 
 
 class Windows(TrainerCallback):
@@ -351,10 +351,10 @@ def test_data_wait_is_the_share_of_training_and_leaves_the_rest_out(monkeypatch)
 
 def test_a_training_that_waits_for_its_data_says_what_helps(tmp_path, monkeypatch):
     write_tars(tmp_path / "shards", [50] * 4)
-    monkeypatch.setattr(training_data, "WAIT_SHARE", 0.0)
-    monkeypatch.setattr(training_data, "WAIT_WINDOWS", 3)
+    monkeypatch.setattr(loaders, "WAIT_SHARE", 0.0)
+    monkeypatch.setattr(loaders, "WAIT_WINDOWS", 3)
     said = []
-    monkeypatch.setattr(training_data.logger, "warning", said.append)
+    monkeypatch.setattr(loaders.logger, "warning", said.append)
     train(tmp_path / "shards", str(tmp_path), 8, "log")
     (warning,) = [message for message in said if "waited for its data" in message]
     assert "Raise dataloader_num_workers, which is 0" in warning

@@ -18,10 +18,10 @@ from hf_infcl.step.step import WindowStep
 from hf_infcl.step.window import Window
 from hf_infcl.trainer import evaluating
 from hf_infcl.trainer.checkpoints import Checkpoints
+from hf_infcl.trainer.loaders import TrainingData
 from hf_infcl.trainer.loop_events import LoopEvents, Progress
 from hf_infcl.trainer.model_files import Pushes
 from hf_infcl.trainer.resuming import Resumption
-from hf_infcl.trainer.training_data import TrainingData
 
 
 class Own(InfCLTrainer):

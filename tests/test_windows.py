@@ -22,7 +22,7 @@ from hf_infcl.processes.signals import Interruptions
 from hf_infcl.step.extensions import NO_ROWS
 from hf_infcl.step.window import Window
 from hf_infcl.trainer import loaders
-from hf_infcl.trainer.training_data import TrainingData
+from hf_infcl.trainer.loaders import TrainingData
 
 # ---- Data sets ----
 

@@ -25,7 +25,7 @@ from ..processes.signals import Preempted
 from ..step.step import WindowStep
 from ..step.window import Window
 from .checkpoints import Checkpoints
-from .training_data import TrainingData
+from .loaders import TrainingData
 
 _SECONDS = "train_seconds"
 # The flags of Trainer's control that callbacks can set.

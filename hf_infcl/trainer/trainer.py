@@ -37,11 +37,10 @@ from . import model_files as files
 from .checkpoints import rotate
 from .construction import check_overrides, checked_arguments, make_collator, prepare_model
 from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
-from .loaders import CaptionNotices
+from .loaders import CaptionNotices, TrainingData
 from .loop_events import Decisions, Progress, add_own_callbacks, replaced, saved_early, switch_weights, trained_seconds
 from .optimization import Optimization, decaying
 from .resuming import Resumption, make_resumption, make_run
-from .training_data import TrainingData
 
 
 class InfCLTrainer(Trainer):
