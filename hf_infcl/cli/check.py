@@ -10,8 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import ConcatDataset
-
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..files.text import counted
 from ..models.adapters import config_for_images
@@ -54,8 +52,8 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         inspector = Inspector(collator, config)
         if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
             args.max_steps = 1  # a training needs its length, a check does not
-        old: Any = replay_set(data, columns, args)
-        olds: list[Any] = [] if old is None else old.datasets if isinstance(old, ConcatDataset) else [old]
+        old = replay_set(data, columns, args)
+        olds: list[Any] = [] if old is None else getattr(old, "datasets", [old])
         new = training_set(data, columns, args)
         if args.teacher_embeddings is not None:
             teacher = StoredTeacher(embedding_folders(args.teacher_embeddings), [new, *olds], args)  # compares them

@@ -118,7 +118,8 @@ def warn_once() -> None:
     warnings.filterwarnings("ignore", "This DataLoader will create")  # which `fit_workers` tells once
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # which peft reads
     # transformers finds the ids of SigLIP's own default config outside of its vocabulary, whatever the model has.
-    logging.getLogger("transformers.configuration_utils").addFilter(_is_of_use)
+    ids_of_siglip = logging.getLogger("transformers.configuration_utils")
+    ids_of_siglip.addFilter(lambda record: "between 0 and 31999), got 4940" not in record.getMessage())
     if os.environ.get("RANK", "0") == "0":
         return
 
@@ -130,10 +131,6 @@ def warn_once() -> None:
     for handler in (logging.lastResort, *logging.root.handlers):
         if handler is not None:
             handler.addFilter(is_of_this_process)
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return "between 0 and 31999), got 4940" not in record.getMessage()
 
 
 def tell(trainer: InfCLTrainer, *lines: str) -> None:

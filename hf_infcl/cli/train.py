@@ -308,9 +308,8 @@ def earlier_results(folder: Path, resume: str | None) -> list[Path]:
     With ``"auto"``, a run that ended before its first checkpoint and before its results starts again.
     """
     checkpoints = list(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-    if resume and (checkpoints or resume != "auto"):
-        return []
-    if resume and not any((folder / name).exists() for name in LAST_RESULTS):
+    is_unfinished = not any((folder / name).exists() for name in LAST_RESULTS)
+    if resume and (checkpoints or resume != "auto" or is_unfinished):
         return []
     return sorted([*checkpoints, *(path for pattern in RESULTS for path in folder.glob(pattern))])
 

@@ -272,23 +272,18 @@ def check_overrides(kind: Any, base: Any) -> None:
             raise ValueError(f"InfCLTrainer {does} {kind.__name__}.{name}. {cure}.")
 
 
-def make_collator(
-    model: nn.Module | None,
-    processor: Any,
-    data_collator: DataCollator | None,
-    default: DataCollator,
-    args: InfCLTrainingArguments,
-) -> DataCollator:
-    """The collator that was passed, or one over the processor, or the default; sets its sizes and the processor's."""
-    collator, image_size = default if data_collator is None else data_collator, args.image_size
-    if data_collator is None and processor is not None:
-        collator = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
+def make_collator(trainer: Any, passed: DataCollator | None) -> DataCollator:
+    """The collator that was passed, or one over the processor, or Trainer's; sets its sizes and the processor's."""
+    collator: DataCollator = trainer.data_collator if passed is None else passed
+    processor, args, config = trainer.processing_class, trainer.args, getattr(trainer.model, "config", None)
+    if passed is None and processor is not None:
+        collator = ContrastiveCollator.for_model(processor, config, uint8=True)
     if isinstance(collator, ContrastiveCollator):
         # A tokenizer that was passed, as by --tokenizer, may be a smaller one.
-        fit_tokenizer(collator.processor.tokenizer, getattr(model, "config", None), is_of_model=False)
+        fit_tokenizer(collator.processor.tokenizer, config, is_of_model=False)
     set_sizes(collator, args)
-    if image_size is not None and hasattr(processor, "image_processor"):
-        set_image_size(processor.image_processor, image_size)
+    if args.image_size is not None and hasattr(processor, "image_processor"):
+        set_image_size(processor.image_processor, args.image_size)
     return collator
 
 

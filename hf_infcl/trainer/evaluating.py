@@ -316,14 +316,8 @@ class Evaluator:
             else:
                 captions = texts[counts.cumsum(0) - counts]  # the first of each image
                 ids_of = {"pair_ids": pair_ids[0]} if pair_ids else {}
-            loss = local_contrastive_loss(
-                images,
-                captions,
-                *self._encoder.scale_and_bias(),
-                objective=self._context.objective,
-                backend=self._args.backend,
-                **ids_of,
-            )
+            how: Any = {"objective": self._context.objective, "backend": self._args.backend, **ids_of}
+            loss = local_contrastive_loss(images, captions, *self._encoder.scale_and_bias(), **how)
         self.found = ranks = tasks.pair_ranks(images, texts, text_image, ids)
         every = tasks.recall_ceilings(ids, ranks.text_image, len(images), KS)
         ceilings = {name: value for name, value in every.items() if value < 1}

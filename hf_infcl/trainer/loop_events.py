@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
 
 from ..files.text import counted
 from ..models.counting import count_window, peak_of, shapes_of
 from ..models.dual_encoder import DualEncoder
-from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..step.step import WindowStep
@@ -232,14 +230,11 @@ class LoopEvents(TrainerCallback):
         self._data.end_window()
 
 
-def add_own_callbacks(
-    handler: CallbackHandler,
-    args: InfCLTrainingArguments,
-    begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]],
-) -> None:
-    """Adds the callbacks of this package to those of a trainer."""
+def add_own_callbacks(trainer: Any) -> None:
+    """Adds the callbacks of this package to those of an `InfCLTrainer`."""
+    handler, args = trainer.callback_handler, trainer.args
     # This callback comes first, so that the user's callbacks see the clamped logit_scale.
-    handler.callbacks.insert(0, LoopEvents(handler.callbacks, begin_training))
+    handler.callbacks.insert(0, LoopEvents(handler.callbacks, trainer._begin_training))
     if args.early_stopping_patience is not None:
         handler.add_callback(EarlyStopping(args.early_stopping_patience))
         return

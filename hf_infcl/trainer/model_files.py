@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, ModelCard, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from transformers import ProcessorMixin, TrainerState
+from transformers import ProcessorMixin
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import logging
@@ -51,14 +51,10 @@ logger = logging.get_logger(__name__)
 
 
 def save_weights(
-    encoder: DualEncoder,
-    args: InfCLTrainingArguments,
+    trainer: InfCLTrainer,
     output_dir: str | None,
     state_dict: dict[str, Tensor] | None,
     save: Callable[[str | None, dict[str, Tensor] | None], None],
-    processor: object,
-    repository: str | None,
-    collator: object,
 ) -> None:
     """Saves weights in the shapes of transformers, on each machine if asked for, and what Trainer does not save.
 
@@ -68,9 +64,9 @@ def save_weights(
     Args:
         output_dir: the folder; None for that of ``args``.
         state_dict: the weights; None for those of the model.
-        processor: the processor that it saves as well, or None.
-        repository: the repository of the Hub that the model is pushed to, or None.
+        save: as Trainer does.
     """
+    encoder, args, collator = trainer.dual_encoder, trainer.args, trainer.data_collator
     model = encoder.model
     # At the begin of a training, Trainer replaces the token at which the text tower takes its output in the config by
     # the tokenizer's, after the tower was built. A tower loaded with that one would take it at another position.
@@ -90,7 +86,9 @@ def save_weights(
         folder = str(args.output_dir if output_dir is None else output_dir)
         add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
         if "open_clip" in args.save_formats:
-            save_open_clip(folder, encoder.base, processor, repository=repository or ".", state_dict=state_dict)
+            repository = (trainer.hub_model_id if args.push_to_hub else None) or "."
+            processor = trainer.processing_class
+            save_open_clip(folder, encoder.base, processor, repository=repository, state_dict=state_dict)
         give_usual_modes(folder)
         if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
             more = collator.text_options | {"matryoshka_dims": args.matryoshka_dims}
@@ -124,18 +122,13 @@ def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator) -> 
     )
 
 
-def write_checkpoint(
-    save: Callable[[], None],
-    state: TrainerState,
-    args: InfCLTrainingArguments,
-    states: Mapping[str, object],
-    checkpoint: Checkpoint,
-) -> None:
-    """Writes Trainer's checkpoint and the ``states`` of the extensions of the step, equal on all processes.
+def write_checkpoint(trainer: InfCLTrainer, save: Callable[[], None], checkpoint: Checkpoint) -> None:
+    """Writes Trainer's checkpoint and the states of the extensions of the step, equal on all processes.
 
     Meanwhile Trainer does not look for the best checkpoint: it would wait for the other processes, and look in the
     partial folder. Its folder is noted afterwards.
     """
+    state, args, states = trainer.state, trainer.args, trainer.window_step.state_dict()
     best_step, state.best_global_step = state.best_global_step, None
     try:
         save()
@@ -187,14 +180,8 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
     Raises:
         ValueError: the model cannot be loaded, or its adapters and the options do not go together.
     """
-    loaded = load(
-        options.model,
-        options.open_clip_model,
-        merges=False,
-        new_weights=options.new_weights or (),
-        seed=args.seed,
-        tokenizer=options.tokenizer,
-    )
+    new: Any = {"new_weights": options.new_weights or (), "seed": args.seed}
+    loaded = load(options.model, options.open_clip_model, merges=False, tokenizer=options.tokenizer, **new)
     has_own, rank = has_adapters(loaded.model), lora.lora_rank
     if lora.lora_merge and rank is None and not has_own:
         raise ValueError(

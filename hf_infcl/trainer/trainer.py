@@ -96,9 +96,9 @@ class InfCLTrainer(Trainer):
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
-        self.data_collator = make_collator(self.model, self.processing_class, data_collator, self.data_collator, args)
+        self.data_collator = make_collator(self, data_collator)
         self._extensions += make_teachers(self.context, remakes_model=model is None)
-        add_own_callbacks(self.callback_handler, args, self._begin_training)
+        add_own_callbacks(self)
         self.checkpoints = files.make_checkpoints(args, self.accelerator)
         self._begin_training()
 
@@ -384,7 +384,7 @@ class InfCLTrainer(Trainer):
             compiled=self.window_step.compilation.decided,
         )
         save, best_before = partial(super()._save_checkpoint, model, trial), state.best_model_checkpoint
-        write = partial(files.write_checkpoint, save, state, args, self.window_step.state_dict())
+        write = partial(files.write_checkpoint, self, save)
         saved = self.checkpoints.save(output_dir, state.global_step, record, write)
         if saved is None:
             state.best_model_checkpoint = best_before
@@ -420,8 +420,7 @@ class InfCLTrainer(Trainer):
                     callback.on_model_saved(self.args, self.state, self.control)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        extras = self.processing_class, self.hub_model_id if self.args.push_to_hub else None, self.data_collator
-        files.save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *extras)
+        files.save_weights(self, output_dir, state_dict, super()._save)
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Creates the repository and the branch ``hub_revision``; see `files.errors_of_repository`."""
