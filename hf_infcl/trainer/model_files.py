@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -36,9 +36,6 @@ from ..processes.collectives import Processes
 from ..quality.averages import ALPHAS, Averaged, Measured, chosen, interpolated, measured_at, with_halves
 from .checkpoints import Checkpoint, Checkpoints
 
-if TYPE_CHECKING:
-    from .trainer import InfCLTrainer
-
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 _SINCE_LOG = "loss_since_log"
 LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
@@ -51,7 +48,7 @@ logger = logging.get_logger(__name__)
 
 
 def save_weights(
-    trainer: InfCLTrainer,
+    trainer: Any,
     output_dir: str | None,
     state_dict: dict[str, Tensor] | None,
     save: Callable[[str | None, dict[str, Tensor] | None], None],
@@ -122,7 +119,7 @@ def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator) -> 
     )
 
 
-def write_checkpoint(trainer: InfCLTrainer, save: Callable[[], None], checkpoint: Checkpoint) -> None:
+def write_checkpoint(trainer: Any, save: Callable[[], None], checkpoint: Checkpoint) -> None:
     """Writes Trainer's checkpoint and the states of the extensions of the step, equal on all processes.
 
     Meanwhile Trainer does not look for the best checkpoint: it would wait for the other processes, and look in the
@@ -229,7 +226,7 @@ def merge_into_start(options: TrainedModelOptions, args: InfCLTrainingArguments)
 
 
 def find_average(
-    trainer: InfCLTrainer,
+    trainer: Any,
     start: Mapping[str, Tensor],
     end: Mapping[str, Tensor],
     gains: Mapping[str, object],
@@ -273,7 +270,7 @@ def find_average(
     return Averaged(best, tolerance if alpha is None else None, found, norms)
 
 
-def average_with_start(trainer: InfCLTrainer, start: Mapping[str, Tensor], *sets: Any, **options: Any) -> Averaged:
+def average_with_start(trainer: Any, start: Mapping[str, Tensor], *sets: Any, **options: Any) -> Averaged:
     """`find_average` of the ``start`` of a training and its end, once it has ended; collective.
 
     The main process keeps both in host memory, and no process a second model on its device.
@@ -287,7 +284,7 @@ def average_with_start(trainer: InfCLTrainer, start: Mapping[str, Tensor], *sets
     return find_average(trainer, start, main_weights(trainer), *sets, **options)
 
 
-def main_weights(trainer: InfCLTrainer) -> dict[str, Tensor]:
+def main_weights(trainer: Any) -> dict[str, Tensor]:
     """Copies of the whole weights of a trainer's model in host memory; empty on other processes; collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: Any = get_model_state_dict(trainer.dual_encoder.model, options=options)
@@ -295,7 +292,7 @@ def main_weights(trainer: InfCLTrainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()} if Processes().rank == 0 else {}
 
 
-def checkpoint_of_end(trainer: InfCLTrainer) -> Path | None:
+def checkpoint_of_end(trainer: Any) -> Path | None:
     """The checkpoint with the weights that the model has at the end of its training; None if there is none."""
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         return Path(trainer.state.best_model_checkpoint)
