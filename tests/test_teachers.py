@@ -28,7 +28,7 @@ from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, Inf
 from hf_infcl.card.settings import training_settings
 from hf_infcl.cli.embeddings import table_source as source_of_table
 from hf_infcl.data import sources
-from hf_infcl.data.sources import ShardSource, TableSource, described_shards, source_of_training
+from hf_infcl.data.sources import ShardSource, TableSource, source_of_training
 from hf_infcl.loss import reference
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.models.open_clip import load
@@ -621,7 +621,7 @@ def test_shards_of_one_name_are_told_apart_by_their_folders(tmp_path):
     """In any order of the sources, in another folder; the files of shards with names of their own are found as ever."""
     for shard, name in enumerate(("old/a/0", "old/b/0", "old/b/1")):
         write_tar(tmp_path / f"{name}.tar", [m for n in range(8) for m in pair(n, caption=[LETTERS[8 * shard + n]])])
-    tags = described_shards(ImageTextStream([f"{tmp_path}/old/a/*.tar", f"{tmp_path}/old/b/*.tar"]))["shards"]
+    tags = ShardSource(ImageTextStream([f"{tmp_path}/old/a/*.tar", f"{tmp_path}/old/b/*.tar"])).described()["shards"]
     assert [*tags] == ["a/0.tar", "b/0.tar", "1"]
     folder = store(ShardSource(ImageTextStream(f"{tmp_path}/old/**/*.tar")), tmp_path / "stored")
     (tmp_path / "old").rename(tmp_path / "new")

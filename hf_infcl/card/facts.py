@@ -303,9 +303,7 @@ def source_name(source: str) -> tuple[str, bool]:
 def _check_name(dataset: str, on_hub: bool) -> None:
     """Raises a ValueError for a name that must not be published, or that the Hub would refuse."""
     if "://" in dataset:
-        raise ValueError(
-            f"{Url(dataset)!r} is a URL, of which a card should only tell the name {source_name(dataset)[0]!r}."
-        )
+        raise ValueError(f"{Url(dataset)!r} is a URL, of which a card should only tell {source_name(dataset)[0]!r}.")
     if on_hub:
         try:
             validate_repo_id(dataset)

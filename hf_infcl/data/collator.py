@@ -295,10 +295,7 @@ class ContrastiveCollator:
         """The tokenizer's tensors [n, L] for n texts: captions, or the prompts of a zero-shot classifier."""
         longest = _CHARACTERS_PER_TOKEN * self.max_length
         tokens = self.processor.tokenizer(
-            [text[:longest] for text in texts],
-            padding=self._padding,
-            truncation=True,
-            max_length=self.max_length,
+            [text[:longest] for text in texts], padding=self._padding, truncation=True, max_length=self.max_length
         )
         # For return_tensors="pt", transformers goes through all tokens in Python, which takes as long as to find them.
         return {name: torch.from_numpy(np.array(rows)) for name, rows in tokens.items()}
@@ -341,7 +338,6 @@ def normalised(inputs: dict[str, Tensor], collator: object, prepare: Callable[[T
     if not hasattr(collator, "normalise"):
         raise ValueError(
             f"The data collator, a {type(collator).__name__}, returns pixel_values in uint8, which no model accepts. "
-            "Return floating point values, or give the collator a method normalise(pixel_values) like that of "
-            "ContrastiveCollator."
+            "Return floats, or give it a method normalise(pixel_values) like that of ContrastiveCollator."
         )
     return {**inputs, "pixel_values": prepare(collator.normalise(pixel_values))}

@@ -140,7 +140,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         value = self.table[row]
         self._check_errors(row, value)
         image = value[self.image_column]
-        pixels = self._image(row, image)
+        pixels = self._decoded(row, self._encoded(row, image))
         return pixels, None if image["bytes"] is not None or is_member(image["path"]) else image["path"]
 
     def encoded(self, row: int) -> bytes:
@@ -161,7 +161,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for row in range(0, len(self), step):
             size, path = sizes[row].as_py(), paths[row].as_py()
             if size is None and path is not None:
-                size = size_of_file(path)
+                is_file = os.path.isfile(path)
+                size = member_size(path) if is_member(path) else os.path.getsize(path) if is_file else None
             if size is not None:
                 yield row, size
 
@@ -193,9 +194,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Raises a BadSampleError if the table says that a value of the row is wrong."""
         if error := find_error(value):
             raise self._bad_sample(row, error)
-
-    def _image(self, row: int, value: EncodedImage | None) -> np.ndarray:
-        return self._decoded(row, self._encoded(row, value))
 
     def _encoded(self, row: int, value: EncodedImage | None) -> bytes:
         if value is None:
@@ -365,10 +363,9 @@ def _is_plain_jpeg(encoded: bytes) -> bool:
 
 def _decode_jpeg(encoded: bytes, width: int = 0, height: int = 0) -> np.ndarray | None:
     """The pixels of an upright JPEG, of the smallest size that has this width and height; None if PIL has to do it."""
-    try:
+    with suppress(ValueError):  # PIL overlooks some faults, and says more about the others
         return simplejpeg.decode_jpeg(encoded, "RGB", min_height=height, min_width=width)
-    except ValueError:
-        return None  # PIL overlooks some faults, and says more about the others
+    return None
 
 
 def _orientation(image: Image.Image) -> int:
@@ -389,13 +386,6 @@ def find_error(value: Mapping[str, Any]) -> str | None:
     """What is wrong with the values of a row, if its table says that."""
     errors = value.get(ERRORS) or ()
     return next((error["error"] for error in errors if error["column"] is None or error["column"] in value), None)
-
-
-def size_of_file(path: str) -> int | None:
-    """The bytes of an image file; None if it is not on this machine."""
-    if is_member(path):
-        return member_size(path)
-    return os.path.getsize(path) if os.path.isfile(path) else None
 
 
 def read_encoded(value: EncodedImage) -> bytes:

@@ -93,17 +93,15 @@ class ZeroShotDataset(ImageDataset):
                         f"The label_column {label_column!r} must hold 0 or 1 for each of the {len(names)} class "
                         f"names, but row {row} holds {of_row[:30]}."
                     )
-        labels = [] if several else self.table.select_columns([label_column]).unique(label_column)
-        if unnamed := [label for label in labels if label is None or not 0 <= label < len(names)]:
-            raise ValueError(
-                f"The label_column {label_column!r} holds {unnamed[:10]}, but there are {len(names)} class names."
-            )
+        else:
+            _check_labels(self.table, label_column, len(names))
         self._label_column, self.known_names = label_column, known
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         value = self.table[row]
         self._check_errors(row, value)
-        return {"image": self._image(row, value[self.image_column]), "label": value[self._label_column]}
+        image = self._decoded(row, self._encoded(row, value[self.image_column]))
+        return {"image": image, "label": value[self._label_column]}
 
     def prompts(self) -> list[str]:
         """The prompts of class 0, one per template, then those of class 1, ..."""
@@ -153,12 +151,18 @@ def captions_of_classes(
         class_names = names_by_label(class_names, known)
     if not (names := class_names or known):
         raise ValueError(f"The column {label_column!r} is {feature}, without names of classes. Give class_names.")
+    _check_labels(dataset, label_column, len(names))
     labels = dataset.select_columns([label_column])
-    if wrong := [label for label in labels.unique(label_column) if label is None or not 0 <= label < len(names)]:
-        raise ValueError(f"The label_column {label_column!r} holds {wrong[:10]}, but there are {len(names)} names.")
     captions = [[template.replace("{}", name) for template in plain] for name in names]
     made = labels.map(lambda label: {"caption": captions[label]}, input_columns=[label_column])
     return library.concatenate_datasets([dataset, made.select_columns(["caption"])], axis=1)
+
+
+def _check_labels(dataset: datasets.Dataset, label_column: str, names: int) -> None:
+    """Raises a ValueError if a label is missing, or has no name."""
+    labels = dataset.select_columns([label_column]).unique(label_column)
+    if unnamed := [label for label in labels if label is None or not 0 <= label < names]:
+        raise ValueError(f"The label_column {label_column!r} holds {unnamed[:10]}, but there are {names} class names.")
 
 
 def with_class_labels(dataset: Any, label_column: str) -> Any:
@@ -236,6 +240,5 @@ def _check_names(names: Sequence[str], known: Sequence[str], label_column: str) 
     if wrong and len(places) == len(known):
         raise ValueError(
             f"class_names has names of the label_column {label_column!r} in another order: {in_brackets(names)} "
-            f"instead of {in_brackets(known)}, for example {wrong[0]!r}. Label i means the i-th name: pass them in "
-            "that order."
+            f"instead of {in_brackets(known)}, such as {wrong[0]!r}. Label i means the i-th name."
         )

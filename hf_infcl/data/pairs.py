@@ -97,14 +97,9 @@ class PairSource:
     @property
     def options(self) -> dict[str, Any]:
         """The options that decide about the items, for the record of a training."""
-        return {
-            "image_column": self.image_column,
-            "caption_column": self.caption_column,
-            "pair_id_column": self.pair_id_column,
-            "on_bad_sample": self.on_bad_sample,
-            "augmentation": self._augmentation,
-            "min_side": self._min_side,
-        }
+        names = "image_column", "caption_column", "pair_id_column", "on_bad_sample"
+        how = {"augmentation": self._augmentation, "min_side": self._min_side}
+        return {name: getattr(self, name) for name in names} | how
 
     def _draw_texts(self, values: Mapping[str, Any], sample: object, epoch: int) -> dict[str, Any]:
         """The captions of an item, and its negative captions and pair id where a column has them.
@@ -206,36 +201,26 @@ class ImageTextDataset(PairSource, ImageDataset):
         image_column, named = usual_column("image", image_column, dataset), caption_column
         caption_column = usual_column("caption", named, dataset)
         pair_id_column = caption_column if pair_id_column == named else pair_id_column
-        if on_bad_sample == "skip" and all_captions:
-            raise ValueError(
-                'In an evaluation (all_captions=True), on_bad_sample="skip" would count other rows twice in place of '
-                "bad ones. Drop the bad rows from the dataset instead."
-            )
-        if all_captions and augmentation != "none":
-            raise ValueError(
-                f"An evaluation (all_captions=True) uses images unchanged, but augmentation is {augmentation!r}. Leave "
-                "it out."
-            )
-        if all_captions and (captions_per_image > 1 or negative_caption_column):
-            raise ValueError(
-                "An evaluation (all_captions=True) uses exactly the captions of each image. Leave captions_per_image "
-                "and negative_caption_column out."
-            )
+        if all_captions:
+            not_of_evaluations = {
+                'with on_bad_sample="skip" would count other rows twice in place of bad ones': on_bad_sample == "skip",
+                f"uses images unchanged, but augmentation is {augmentation!r}": augmentation != "none",
+                "uses exactly the captions of each image, not captions_per_image": captions_per_image > 1,
+                "uses exactly the captions of each image, not negative_caption_column": negative_caption_column,
+            }
+            if wrong := [what for what, is_set in not_of_evaluations.items() if is_set]:
+                raise ValueError(f"An evaluation (all_captions=True) {wrong[0]}. Leave it out, or drop the bad rows.")
         columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
         self._keep(columns, captions_per_image, seed, on_bad_sample, augmentation, min_side)
         caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
         if both := [option for option, column in caption_columns.items() if column == image_column]:
-            raise ValueError(
-                f"image_column and {both[0]} are both {image_column!r}. Name another column for one of them."
-            )
+            raise ValueError(f"image_column and {both[0]} are both {image_column!r}. Name another column for one.")
         super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
         for option, column in caption_columns.items():
             captions = dataset.features[column] if column else None
             if column and not holds_captions(captions):
                 mixed = " If some rows have a list, write a list in every row." if "Json" in str(captions) else ""
-                raise ValueError(
-                    f"The {option} {column!r} must hold strings or lists of strings, not {captions}.{mixed}"
-                )
+                raise ValueError(f"{option} {column!r} must hold strings or lists of strings, not {captions}.{mixed}")
         if is_string(dataset.features[caption_column]):
             self._check_single()
         if pair_id_column and pair_id_column not in (caption_column, image_column):
@@ -262,7 +247,7 @@ class ImageTextDataset(PairSource, ImageDataset):
     def __getitem__(self, row: int) -> dict[str, Any]:
         if self.on_bad_sample == "raise":
             return self._sample(row)
-        candidate, replacements = row, self._random(row, "replacement", self._now)
+        candidate, replacements = row, self._random(row, "replacement", int(self._epoch))
         for skipped in range(_MAX_TRIES):
             try:
                 return {**self._sample(candidate), "skipped": skipped}
@@ -278,11 +263,7 @@ class ImageTextDataset(PairSource, ImageDataset):
         if self.on_bad_sample == "skip" and not self.pair_id_column:
             item["pair_id"] = content_pair_id(encoded, usable_captions(value[self.caption_column]))
         image = self._decoded(row, encoded)
-        return augment(image, self._augmentation, self._seed_for(row, "augmentation", self._now)) | item
-
-    def captions(self, row: int) -> list[str]:
-        """The captions of a row from which an epoch may draw."""
-        return usable_captions(self._texts[row][self.caption_column])
+        return augment(image, self._augmentation, self._seed_for(row, "augmentation", int(self._epoch))) | item
 
     def without_image(self, row: int) -> dict[str, Any]:
         """The item of a row without its image, which is not read."""
@@ -293,17 +274,12 @@ class ImageTextDataset(PairSource, ImageDataset):
         if self.pair_id_column == self.image_column and (image := value[self.image_column]) is not None:
             value = {**value, self.image_column: image["path"] if image["bytes"] is None else _hash(image["bytes"])}
         try:
-            item = self._draw_texts(value, row, self._now)
+            item = self._draw_texts(value, row, int(self._epoch))
         except ValueError as error:
             raise self._bad_sample(row, str(error)) from error
         if self._number is not None:
             item["place"] = (self._number, str(self.number(row)))
         return item
-
-    @property
-    def _now(self) -> int:
-        """The epoch."""
-        return int(self._epoch.item())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -346,7 +322,8 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
     captions = _as_list(value) if isinstance(value, str) else [] if value is None else value
     if not isinstance(captions, list) or not all(isinstance(caption, (str, NoneType)) for caption in captions):
         raise ValueError(f"the caption {shortened(value)} is neither a string nor a list of strings")
-    return [caption for caption in captions if caption and _is_visible(caption) and is_unicode(caption)]
+    visible = [text for text in captions if text and any(one.isprintable() and one != " " for one in text)]
+    return [*filter(is_unicode, visible)]
 
 
 def _as_list(text: str) -> Any:
@@ -357,10 +334,6 @@ def _as_list(text: str) -> Any:
             if all(isinstance(caption, (str, NoneType)) for caption in captions):
                 return captions
     return [text]
-
-
-def _is_visible(text: str) -> bool:
-    return any(character.isprintable() and character != " " for character in text)
 
 
 def draw_captions(captions: list[str], count: int, random: random.Random) -> list[str]:

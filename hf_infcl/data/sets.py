@@ -78,9 +78,7 @@ class SetSpec:
             facts = dict(value)
             path = facts.pop("path", None)
             if not isinstance(path, str) or not path:
-                raise ValueError(
-                    f"--{role} is a mapping without a path. Write the set as path: my/tables, its facts below."
-                )
+                raise ValueError(f"--{role} is a mapping without a path. Write path: my/tables, and its facts below.")
         else:
             path, facts = _parted(value, known)
         if unknown := facts.keys() - set(known):
@@ -126,9 +124,7 @@ class SetSpec:
                 "Choose on other rows, such as '?split=test[:50%]'."
             )
         if self.split is None and (self.path, split) in trained:
-            raise ValueError(
-                f"Its only split, {split!r}, is trained on. Name another set, or the split if this is meant."
-            )
+            raise ValueError(f"Its only split, {split!r}, is trained on. Name another set, or the split if meant.")
         return table.load(split, self.wanted(defaults)["image_column"])
 
     def column(self, rows: datasets.Dataset, option: str, defaults: Mapping[str, Any]) -> str:

@@ -84,12 +84,22 @@ class TableSource(Dataset[Item]):
         return f"{of_images} {self._texts._fingerprint} {self._caption_column}"
 
     def described(self) -> dict[str, Any]:
-        """By what a training recognises the data, also on another machine."""
-        captions = self._captions if self._caption_column else None
-        return described_table(len(self), self._images, captions)
+        """By what a training recognises the data, also on another machine.
 
-    def _captions(self, row: int) -> list[str]:
-        return usable_captions(self._texts[row][self._caption_column])
+        These are its length, and hashes of a few images and of the captions of a few rows. A hash of the sizes of all
+        images, or of the names of their files if the table does not hold these, tells whether the rows were put into
+        another order. Neither is read: of 10 million rows that takes less than a second, or four. Images of one size
+        without names may change places unnoticed if none of them is among the few: to read a part of each would take
+        minutes.
+        """
+        sampled = range(0, len(self), -(-len(self) // SAMPLED))
+        description: dict[str, Any] = {"rows": len(self)}
+        if self._images is not None:
+            description["images"] = _digest(_read(self._images.encoded, row) for row in sampled)
+            description |= _order(self._images)
+        if column := self._caption_column:
+            description["texts"] = _digest(repr(usable_captions(self._texts[row][column])).encode() for row in sampled)
+        return description
 
     def __getitem__(self, row: int) -> Item:
         try:
@@ -144,7 +154,9 @@ class ShardSource:
         return f"{self._stream.content_fingerprint()} {options}"
 
     def described(self) -> dict[str, Any]:
-        return described_shards(self._stream)
+        """By what a training recognises the shards: the name of each, and its size or its revision on the Hub."""
+        tags = [content_tag(shard.url) for shard in self._stream.shards]
+        return {"shards": dict(zip(self._stream.places, tags, strict=True))}
 
 
 class _ShardSamples(IterableDataset[Item]):
@@ -200,34 +212,8 @@ def source_of_training(data: ImageTextDataset | ImageTextStream) -> ItemSource:
 # ---- By what data are recognised ----
 
 
-def described_table(
-    rows: int, images: ImageDataset | None, captions: Callable[[int], list[str]] | None
-) -> dict[str, Any]:
-    """The facts by which a table is recognised: its length, hashes of a few images and of the captions of a few rows.
-
-    A hash of the sizes of all images, or of the names of their files if the table does not hold these, tells whether
-    the rows were put into another order. Neither is read: of 10 million rows that takes less than a second, or four.
-    Images of one size without names may change places unnoticed if none of them is among the few: to read a part of
-    each would take minutes.
-    """
-    sampled = range(0, rows, -(-rows // SAMPLED))
-    description: dict[str, Any] = {"rows": rows}
-    if images is not None:
-        description["images"] = _digest(_read(images.encoded, row) for row in sampled)
-        description |= _order(images)
-    if captions is not None:
-        description["texts"] = _digest(repr(captions(row)).encode() for row in sampled)
-    return description
-
-
-def described_shards(stream: ImageTextStream) -> dict[str, Any]:
-    """The facts by which shards are recognised: the name of each, and its size or its revision on the Hub."""
-    tags = [content_tag(shard.url) for shard in stream.shards]
-    return {"shards": dict(zip(stream.places, tags, strict=True))}
-
-
 def differences(recorded: Mapping[str, object], described: Mapping[str, object], kinds: Iterable[str]) -> str:
-    """How a table differs from the one that was recorded, by `described_table` of both; empty if it does not."""
+    """How a table differs from the one that was recorded, by `TableSource.described` of both; empty if it does not."""
     # With other rows, images and texts differ as well.
     names = ["rows"] if recorded.get("rows") != described.get("rows") else [*kinds]
     if "images" in names:
@@ -240,7 +226,7 @@ def differences(recorded: Mapping[str, object], described: Mapping[str, object],
 
 
 def _order(images: ImageDataset) -> dict[str, str]:
-    """The last part of `described_table`."""
+    """The hash of the sizes or the names of all images; see `TableSource.described`."""
     import pyarrow.compute as pc
 
     sizes = images.computed("bytes", pc.binary_length)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import mmap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -276,44 +276,34 @@ class PartFiles:
 
     def __init__(self, folder: Path, kind: str, parts: int, format: str) -> None:
         self._paths = [folder / f"{kind}-{part:05}-of-{parts:05}.{format}" for part in range(parts)]
-        formats: dict[str, Callable[..., None]] = {"parquet": _write_parquet, "safetensors": _write_safetensors}
-        self._write = formats[format]
+        self._format = format
 
     def lacks(self, part: int) -> bool:
         return not self._paths[part].exists()
 
     def write(self, part: int, keys: Sequence[str], values: np.ndarray, **columns: Sequence[str]) -> None:
+        known_by = {"keys" if name == "names" else name: words for name, words in columns.items()}
         with written_whole(self._paths[part]) as partial_path:
-            self._write(partial_path, values, **columns)
+            if self._format == "parquet":
+                import pyarrow as pa
+                import pyarrow.parquet as pq
+
+                texts = {name.removesuffix("s"): pa.array(words, pa.string()) for name, words in known_by.items()}
+                flat = pa.array(values.reshape(-1), pa.float32())
+                embedding = pa.FixedSizeListArray.from_arrays(flat, max(1, values.shape[1]))
+                pq.write_table(pa.table({**texts, "embedding": embedding}), partial_path)
+            else:
+                from safetensors.numpy import save_file
+
+                texts = {name: json.dumps(words, ensure_ascii=False) for name, words in known_by.items()}
+                save_file({"embeddings": values}, partial_path, texts)
+                give_usual_modes(partial_path)
 
     def finish(self) -> None:
         """Nothing is left to do."""
 
 
 Writer = Store | PartFiles
-
-
-def _write_parquet(path: Path, values: np.ndarray, names: Sequence[str], captions: Sequence[str] | None = None) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns: dict[str, Any] = {"key": names} | ({} if captions is None else {"caption": captions})
-    texts = {name: pa.array(words, pa.string()) for name, words in columns.items()}
-    flat = pa.array(values.reshape(-1), pa.float32())
-    embedding = pa.FixedSizeListArray.from_arrays(flat, max(1, values.shape[1]))
-    pq.write_table(pa.table({**texts, "embedding": embedding}), path)
-
-
-def _write_safetensors(
-    path: Path, values: np.ndarray, names: Sequence[str], captions: Sequence[str] | None = None
-) -> None:
-    from safetensors.numpy import save_file
-
-    columns = {"keys": names} | ({} if captions is None else {"captions": captions})
-    save_file(
-        {"embeddings": values}, path, {name: json.dumps(words, ensure_ascii=False) for name, words in columns.items()}
-    )
-    give_usual_modes(path)
 
 
 def of_caption(key: str, caption: str) -> str:

@@ -106,31 +106,20 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
     ) -> None:
         columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
         self._keep(columns, captions_per_image, seed, on_bad_sample, augmentation, min_side)
-        numbers = {
-            "shuffle_buffer": shuffle_buffer,
-            "open_shards": open_shards,
-            "lanes": lanes,
-            "samples_per_epoch": samples_per_epoch,
-        }
-        for option, value in numbers.items():
-            if value is not None and value < 1:
+        self.shuffle_buffer, self.open_shards, self.lanes = shuffle_buffer, open_shards, lanes
+        self.samples_per_epoch = samples_per_epoch
+        for option in ("shuffle_buffer", "open_shards", "lanes", "samples_per_epoch"):
+            if (value := getattr(self, option)) is not None and value < 1:
                 raise ValueError(f"{option} must be at least 1, got {value}.")
         sources = [Url(source) for source in ([sources] if isinstance(sources, str) else sources)]
         if not sources:
             raise ValueError("A stream needs at least one source, got none.")
         if weights is not None and len(weights) != len(sources):
-            raise ValueError(
-                f"There are {len(weights)} weights for {len(sources)} sources: {list(weights)}, {sources}."
-            )
+            raise ValueError(f"There are {len(weights)} weights for {len(sources)} sources: {weights}, {sources}.")
         if wrong := [weight for weight in weights or () if not 0 < weight < math.inf]:
-            raise ValueError(
-                f"Each weight must be a positive number, got {wrong[0]} in {weights}. Leave out sources that are not "
-                "to be drawn."
-            )
+            raise ValueError(f"A weight must be a positive number, got {wrong[0]}. Leave out sources without one.")
         self.sources, self.name = sources, " ".join(sources)
         self.weights = [1.0] if weights is None else [float(weight) for weight in weights]
-        self.shuffle_buffer, self.open_shards, self.lanes = shuffle_buffer, open_shards, lanes
-        self.samples_per_epoch = samples_per_epoch
         self._processes = 1  # when the stream was pickled
         self.left_out = ""  # says which samples are
 

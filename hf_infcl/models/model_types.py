@@ -12,7 +12,6 @@ from transformers.utils import logging
 from ..refusals import check_vocabulary
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -330,9 +330,7 @@ def convert(
         forbidden.pop()  # another model's would lose its tokenizer, whose files both formats share
     for file in (*forbidden, ADAPTER_CONFIG_NAME):  # adapters beside a whole model would be added to it
         if (Path(target) / file).exists():
-            raise ValueError(
-                f"{str(target)!r} holds a model already ({file}). Name another folder, or delete this one."
-            )
+            raise ValueError(f"{str(target)!r} holds a model already ({file}). Name another folder, or delete it.")
     if to == "transformers":
         if max_text_tokens is not None:
             raise ValueError("--max_text_tokens is for --to open_clip. OpenCLIP's own models state their length.")
@@ -382,9 +380,7 @@ def _to_open_clip(
     check_ends(model, processor.tokenizer)
     positions = model.config.text_config.max_position_embeddings
     if max_text_tokens is not None and not 0 < max_text_tokens <= positions:
-        raise ValueError(
-            f"--max_text_tokens must be from 1 to the {positions} positions of the model, got {max_text_tokens}."
-        )
+        raise ValueError(f"--max_text_tokens must be from 1 to the {positions} positions, got {max_text_tokens}.")
     length = config["model_cfg"]["text_cfg"]["context_length"]
     if length < positions:
         yield (
@@ -396,16 +392,9 @@ def _to_open_clip(
     yield f"The model of OpenCLIP was written to {target}; load it as 'local-dir:{target}'."
 
 
-def save_open_clip(
-    folder: str | Path,
-    model: PreTrainedModel,
-    processor: Any,
-    *,
-    repository: str = ".",
-    state_dict: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Writes a model of transformers in OpenCLIP's format; see `to_open_clip` for the arguments."""
-    tensors, config = to_open_clip(model, processor, repository=repository, state_dict=state_dict)
+def save_open_clip(folder: str | Path, model: PreTrainedModel, processor: Any, **options: Any) -> None:
+    """Writes a model of transformers in OpenCLIP's format; see `to_open_clip` for the other arguments."""
+    tensors, config = to_open_clip(model, processor, **options)
     write(folder, tensors, config, processor.tokenizer)
 
 

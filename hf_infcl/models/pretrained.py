@@ -35,7 +35,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, find_adapter_config_file
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, find_adapter_config_file
 
 from ..files.hub import asks_hub_once, path_words
 from ..files.text import listed
@@ -283,7 +283,8 @@ def load_pretrained_config(checkpoint: str, base: str | None) -> PretrainedConfi
 
 def load_processor(checkpoint: str, base: str | None) -> Any:
     """The processor of a model of transformers; with adapters theirs or, if they have none, that of their model."""
-    if base is not None and not any(_has_file(checkpoint, name) for name in _OF_PROCESSORS):
+    whether_or_not = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if base is not None and not any(cached_file(checkpoint, name, **whether_or_not) for name in _OF_PROCESSORS):
         checkpoint = base
     with explained(checkpoint):
         return AutoProcessor.from_pretrained(checkpoint)
@@ -390,8 +391,7 @@ def check_finite(checkpoint: str, tensors: Mapping[str, Tensor]) -> None:
         count = int((~tensors[wrong[0]].isfinite()).sum())
         raise ValueError(
             f"{checkpoint!r} holds weights that are NaN or infinite: {listed(wrong, _SHOWN)} ({count:,} of "
-            f"{tensors[wrong[0]].numel():,} values of {wrong[0]}). Leave this checkpoint out, and name one that was "
-            "saved before."
+            f"{tensors[wrong[0]].numel():,} values of {wrong[0]}). Name a checkpoint that was saved before."
         )
 
 
@@ -418,7 +418,9 @@ def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str
     )
     if saved_as and kind not in saved_as:
         words += f" It was saved as a {' and '.join(saved_as)}."
-    if prefix := _prefix_of_all(unexpected, lacking):
+    first = next(iter(lacking))
+    prefix = next((name.removesuffix(first) for name in unexpected if name.endswith(first)), "")
+    if prefix and all(prefix + name in unexpected for name in lacking):
         words += f" The names in its file begin with {prefix!r}, as those of a wrapper. Save the model inside it."
     elif unexpected:
         words += f" Its file has other names, such as {unexpected[0]}."
@@ -427,23 +429,3 @@ def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str
     if not any(top.endswith(("_model", "_encoder")) for top in tops):  # no tower
         words += f" `infcl train --new_weights {' '.join(tops)}` draws them anew for a training."
     raise ValueError(words)
-
-
-def _prefix_of_all(unexpected: Sequence[str], lacking: Mapping[str, str]) -> str | None:
-    """What stands before the name of every weight that is missing, if the file has all of them with it."""
-    for name in lacking:
-        for other in unexpected:
-            if other.endswith(name):
-                prefix = other.removesuffix(name)
-                return prefix if prefix and all(prefix + one in unexpected for one in lacking) else None
-    return None
-
-
-def _has_file(checkpoint: str, name: str) -> bool:
-    if Path(checkpoint).is_dir():
-        return Path(checkpoint, name).is_file()
-    try:
-        hf_hub_download(checkpoint, name)
-    except EntryNotFoundError:
-        return False
-    return True

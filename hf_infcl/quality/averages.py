@@ -102,9 +102,7 @@ def halves(rows: Any) -> tuple[Any, Any]:
         ValueError: it has fewer than two rows.
     """
     if len(rows) < 2:
-        raise ValueError(
-            f"A guard set is split into two halves, but it has {counted(len(rows), 'row')}. Give at least 2."
-        )
+        raise ValueError(f"A guard set is split into halves, but it has {counted(len(rows), 'row')}. Give at least 2.")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     first, second = order.tensor_split([(len(rows) + 1) // 2])
     return rows.select(first.sort().values.tolist()), rows.select(second.sort().values.tolist())

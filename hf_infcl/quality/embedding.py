@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator, transparency
-from ..data.sources import Batch, ItemSource, collated
+from ..data.sources import ItemSource, collated
 from ..data.store import PartFiles, Store, Writer, of_caption
 from ..files.text import was_and_is
 from ..files.whole import written_whole
@@ -71,12 +71,35 @@ def compute(
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
     )
-    batches = source.read(missing, batch_size, load)
+    batches_of_parts = source.read(missing, batch_size, load)
+
+    def compute_part(part: int) -> None:
+        items: dict[str, list[tuple[int, str, str, str]]] = {kind: [] for kind in writers}  # row, key, name and caption
+        vectors: dict[str, list[Tensor]] = {kind: [] for kind in writers}
+        for kept, bad, images, texts in next(batches_of_parts):
+            for reason in bad:
+                logger.warning(f"Left out: {reason}")
+            counts["skipped"] += len(bad)
+            for kind, inputs in (("images", images), ("texts", texts)):
+                if kind not in writers or inputs is None:
+                    continue
+                for first in range(0, len(next(iter(inputs.values()))), batch_size):  # an item may have many captions
+                    split = {name: values[first : first + batch_size] for name, values in inputs.items()}
+                    with torch.no_grad(), context.accelerator.autocast():
+                        vectors[kind].append(encoders[kind](context.prepare_inputs(split)).cpu())
+                for item in kept:
+                    captions = item["caption"] if kind == "texts" else [""]
+                    items[kind] += [(item["row"], item["key"], item["name"], caption) for caption in captions]
+        for kind, described in items.items():
+            rows = torch.cat(vectors[kind]).numpy() if described else np.empty((0, 1), np.float32)
+            _write_part(writers[kind], part, kind, described, rows)
+            counts[kind] += len(described)
+
     for first in range(0, source.parts, processes.world_size):
         agree()
         with failures_announced():
             if (part := first + processes.rank) in missing:
-                _compute_part(part, next(batches), context, encoders, writers, batch_size, counts)
+                compute_part(part)
                 logger.info(f"Part {part} of {source.parts} was computed.")
     agree()  # waits until all are computed
     every = processes.agree([len(missing), *counts.values()])
@@ -89,53 +112,29 @@ def compute(
     return dict(zip(counts, totals, strict=True))
 
 
-def _compute_part(
-    part: int,
-    batches: Iterator[Batch],
-    context: Context,
-    encoders: Mapping[str, Encode],
-    writers: Mapping[str, Writer],
-    batch_size: int,
-    counts: dict[str, int],
+def _write_part(
+    writer: Writer, part: int, kind: str, described: Sequence[tuple[int, str, str, str]], values: np.ndarray
 ) -> None:
-    items: dict[str, list[tuple[int, str, str, str]]] = {kind: [] for kind in writers}  # row, key, name and caption
-    vectors: dict[str, list[Tensor]] = {kind: [] for kind in writers}
-    for kept, bad, images, texts in batches:
-        for reason in bad:
-            logger.warning(f"Left out: {reason}")
-        counts["skipped"] += len(bad)
-        for kind, inputs in (("images", images), ("texts", texts)):
-            if kind not in writers or inputs is None:
-                continue
-            for first in range(0, len(next(iter(inputs.values()))), batch_size):  # an item may have many captions
-                split = {name: values[first : first + batch_size] for name, values in inputs.items()}
-                with torch.no_grad(), context.accelerator.autocast():
-                    vectors[kind].append(encoders[kind](context.prepare_inputs(split)).cpu())
-            for item in kept:
-                captions = item["caption"] if kind == "texts" else [""]
-                items[kind] += [(item["row"], item["key"], item["name"], caption) for caption in captions]
-    for kind, described in items.items():
-        values = torch.cat(vectors[kind]).numpy() if described else np.empty((0, 1), np.float32)
-        # Workers return the samples of a shard in turn.
-        order = sorted(range(len(described)), key=lambda number: described[number][0])
-        keys = [described[number][1] for number in order]
-        columns = {"names": [described[number][2] for number in order]}
-        if (wrong := ~np.isfinite(values[order]).all(1)).any():
-            raise ValueError(
-                f"The embedding of {keys[int(wrong.argmax())]!r} ({kind}) is not finite. Compute in another precision, "
-                "or look at the weights of the model."
-            )
-        if kind == "texts":
-            columns["captions"] = [described[number][3] for number in order]
-            keys = [*map(of_caption, keys, columns["captions"])]
-        elif isinstance(writers[kind], Store) and len(set(keys)) < len(keys):
-            twice = next(key for key, count in Counter(keys).items() if count > 1)
-            raise ValueError(
-                f"Several images have the name {twice!r}, by which a training finds their embeddings. Rename these "
-                "samples: no two of a shard may have one name."
-            )
-        writers[kind].write(part, keys, values[order], **columns)
-        counts[kind] += len(keys)
+    """Writes the rows of a part, of which ``described`` has the number in the data, key, name and caption of each."""
+    # Workers return the samples of a shard in turn.
+    order = sorted(range(len(described)), key=lambda number: described[number][0])
+    keys = [described[number][1] for number in order]
+    columns = {"names": [described[number][2] for number in order]}
+    if (wrong := ~np.isfinite(values[order]).all(1)).any():
+        raise ValueError(
+            f"The embedding of {keys[int(wrong.argmax())]!r} ({kind}) is not finite. Compute in another precision, "
+            "or look at the weights of the model."
+        )
+    if kind == "texts":
+        columns["captions"] = [described[number][3] for number in order]
+        keys = [*map(of_caption, keys, columns["captions"])]
+    elif isinstance(writer, Store) and len(set(keys)) < len(keys):
+        twice = next(key for key, count in Counter(keys).items() if count > 1)
+        raise ValueError(
+            f"Several images have the name {twice!r}, by which a training finds their embeddings. Rename these "
+            "samples: no two of a shard may have one name."
+        )
+    writer.write(part, keys, values[order], **columns)
 
 
 def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:

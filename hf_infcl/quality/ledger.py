@@ -201,8 +201,7 @@ def _excluded(dataset: ImageTextDataset | ImageTextStream, asked: str, rows: int
     if recorded not in (content := dataset.key_fingerprint(), dataset.content_fingerprint()):
         raise ValueError(
             f"The ledger {asked.rpartition(':')[0]} is of other data: it was written for {recorded}, and this is "
-            f"{content}. Its keys mean other pairs here. Run `infcl score` on this data, or name the data and split of "
-            "the ledger."
+            f"{content}. Its keys mean other pairs here. Run `infcl score` on this data, or name that of the ledger."
         )
     if len(wrong) == count:
         raise ValueError(f"{asked} excludes all {count:,} pairs. Choose a higher probability, or a smaller share.")

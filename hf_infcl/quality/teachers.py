@@ -20,7 +20,7 @@ from torch import Tensor
 from ..data import ImageTextDataset, ImageTextStream
 from ..data.collator import ContrastiveCollator, normalised
 from ..data.pairs import usable_captions
-from ..data.sources import described_shards, described_table, differences, source_of_training
+from ..data.sources import differences, source_of_training
 from ..data.store import Store, all_parts, of_caption
 from ..files.text import counted
 from ..models.dual_encoder import DualEncoder
@@ -53,9 +53,7 @@ class StoredEmbeddings:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if (record := read_record(self.folder)) is None:
-            raise ValueError(
-                f"{folder} has no {RECORD}, so it holds no embeddings of `infcl embed`. Was it moved or deleted?"
-            )
+            raise ValueError(f"{folder} has no {RECORD}, so it holds no embeddings of `infcl embed`. Was it moved?")
         self.record = record  # what was embedded, with which model
         if self.record.get("format") != "npy":
             raise ValueError(
@@ -220,14 +218,11 @@ class _DataSet:
                 "A teacher's embeddings are of the captions of the pairs as they are, but negative captions have none. "
                 "Leave one of both out, or choose teacher_side='image'."
             )
-        if isinstance(part, ImageTextDataset):
-            self._described = described_table(len(part), part, part.captions)
-            if part.whole is not None and all(map(self.difference, opened)):
-                whole = described_table(len(part.whole), part.whole, part.whole.captions)
-                if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
-                    self._described = whole
-        else:
-            self._described = described_shards(part)
+        self._described = source_of_training(part).described()
+        if isinstance(part, ImageTextDataset) and part.whole is not None and all(map(self.difference, opened)):
+            whole = source_of_training(part.whole).described()
+            if not all(differences(stored.record["data"], whole, self._kinds) for stored in opened):
+                self._described = whole
         self.stored = next((stored for stored in opened if not self.difference(stored)), None)
 
     def difference(self, stored: StoredEmbeddings) -> str:
@@ -274,8 +269,6 @@ def _rows_without_captions(part: ImageTextDataset, stored: StoredEmbeddings) -> 
 
 CACHE = "_teacher"  # in output_dir; a push leaves out what begins with an underscore
 
-logger = logging.getLogger(__name__)
-
 
 def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
     """The term of the teacher that the arguments name; none without a teacher. Collective.
@@ -298,9 +291,7 @@ def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDist
                 f"{' and '.join(unused)} out."
             )
         if args.contrastive_weight == 0 and not args.keep_features and not of_kind(context.extensions, LossTerm):
-            raise ValueError(
-                "contrastive_weight=0 leaves nothing to learn without a teacher. Name one, or leave it out."
-            )
+            raise ValueError("contrastive_weight=0 leaves nothing to learn without a teacher. Name one, or omit it.")
         return ()
     if context.data is None:
         return ()

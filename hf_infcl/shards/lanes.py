@@ -142,7 +142,7 @@ class LaneSource:
         dealt = list(range(len(self._pieces)))
         self._order.random(self._source, cursor["pass"]).shuffle(dealt)
         mine = [self._pieces[number] for number in dealt[self._lane :: self._order.lanes]]
-        return _Turns(self._shards, mine, self._order.open_shards, cursor["next"], cursor["open"])
+        return _Turns(self._shards, mine, self._order.open_shards, cursor)
 
 
 def _begin_of_pass(number: int, opened: int) -> dict[str, Any]:
@@ -153,17 +153,10 @@ def _begin_of_pass(number: int, opened: int) -> dict[str, Any]:
 class _Turns:
     """Raw samples of pieces. Several pieces are open and yield one sample in turn."""
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        pieces: Sequence[Piece],
-        most: int,
-        following: int,
-        reading: Sequence[tuple[int, int]],
-    ) -> None:
-        self.pieces = pieces
-        self._shards, self._most, self.next = shards, most, following
-        self._open = deque((number, position, self._samples(number, position)) for number, position in reading)
+    def __init__(self, shards: Sequence[Shard], pieces: Sequence[Piece], most: int, cursor: Mapping[str, Any]) -> None:
+        self.pieces, self.next = pieces, cursor["next"]
+        self._shards, self._most = shards, most
+        self._open = deque((number, position, self._samples(number, position)) for number, position in cursor["open"])
 
     def _samples(self, number: int, position: int) -> Iterator[tuple[int, str, Any]]:
         piece = self.pieces[number]

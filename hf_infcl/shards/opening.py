@@ -62,14 +62,13 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
             "path or URL (s3://bucket/{000..127}.tar), and several sources one after the other (--dataset a b)."
         )
     patterns = [source] if literal == len(source) else _expand_braces(source, literal)
-    if os.path.isdir(source):
+    is_pattern = len(patterns) > 1 or source.endswith(_FORMATS) or _MAGIC.search(source, literal)
+    if "://" in source and not is_pattern:
+        patterns = [f"{source.rstrip('/')}/**/*{extension}" for extension in _FORMATS]
+    if os.path.isdir(source) or not (is_pattern or "://" in source):
         found = _data_files(source, split, name)
-    elif len(patterns) > 1 or source.endswith(_FORMATS) or _MAGIC.search(source, literal):
-        found = [url for pattern in patterns for url in _matches(pattern)]
-    elif "://" in source:
-        found = [url for extension in _FORMATS for url in _matches(f"{source.rstrip('/')}/**/*{extension}")]
     else:
-        found = _data_files(source, split, name)
+        found = [url for pattern in patterns for url in _matches(pattern)]
     urls: list[str] = [Url(url) for url in found]
     if wrong := [url for url in urls if not url.endswith(_FORMATS)]:
         raise ValueError(

@@ -236,9 +236,7 @@ class ParquetReader(Pieces):
                 )
             (fits, kinds), found = _FITS[what], schema.field(column).type
             if not fits(found):
-                raise ValueError(
-                    f"The shard {urls[0]!r} does not fit: {option} {column!r} must hold {kinds}, not {found}."
-                )
+                raise ValueError(f"The shard {urls[0]!r}: its {option} {column!r} must hold {kinds}, not {found}.")
         self.has_lists = bool(columns.caption) and _are_lists(schema.field(columns.caption).type)
 
     @staticmethod
@@ -306,10 +304,7 @@ def _are_images(kind: pyarrow.DataType) -> bool:
 # Whether a column of this type can hold such values, and what it must hold.
 _FITS: dict[str, tuple[Callable[[pyarrow.DataType], bool], str]] = {
     "image": (_are_images, "encoded images, or structs with their bytes"),
-    "caption": (
-        lambda kind: _is_text(kind.value_type if _are_lists(kind) else kind),
-        "strings or lists of strings",
-    ),
+    "caption": (lambda kind: _is_text(kind.value_type if _are_lists(kind) else kind), "strings or lists of strings"),
     "pair id": (lambda kind: types.is_integer(kind) or _is_text(kind), "integers or strings"),
 }
 
