@@ -240,5 +240,5 @@ def _check_names(names: Sequence[str], known: Sequence[str], label_column: str) 
     if wrong and len(places) == len(known):
         raise ValueError(
             f"class_names has names of the label_column {label_column!r} in another order: {in_brackets(names)} "
-            f"instead of {in_brackets(known)}, such as {wrong[0]!r}. Label i means the i-th name."
+            f"instead of {in_brackets(known)}, for example {wrong[0]!r}. Label i means the i-th name."
         )
