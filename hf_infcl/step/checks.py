@@ -245,42 +245,58 @@ def of_all_ranks(text: str) -> str:
     return by_rank(Processes().gather_objects(text))
 
 
-@torch.no_grad()
 def check_own_loss(context: Context, batch: Mapping[str, Any]) -> None:
-    """Raises a ValueError if the model's forward adds something to the contrastive loss, which nothing would train.
+    """Asks the model for its loss of a micro-batch, of as many images as texts, in a forward beside the training's.
 
-    The forwards of transformers compute the contrastive loss alone. Others are asked for theirs of the micro-batch,
-    of as many images as texts, which leaves random states and buffers as they are.
+    It leaves random states and buffers as they are. See `asked_for_loss`, which needs no other forward.
     """
-    encoder = context.encoder
-    if not encoder.has_own_forward or batch.get("pixel_values") is None or batch.get(NO_TEXTS):
+    if batch.get("pixel_values") is None or batch.get(NO_TEXTS):
         return
     batch = context.prepare_inputs(dict(batch))
     rows = min(len(batch["pixel_values"]), len(batch["input_ids"]))
     inputs = {name: batch[name][:rows] for name in IMAGE_INPUTS + TEXT_INPUTS if name in batch}
+    buffers = [(buffer, buffer.clone()) for buffer in context.encoder.model.buffers()]
+    with torch.no_grad(), random_state_kept(context.args.device):
+        asked_for_loss(context, context.encoder.model)(**inputs, **return_dict_for(context.encoder.base))
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def asked_for_loss(context: Context, forward: Callable[..., object]) -> Callable[..., object]:
+    """The forward of a model, which raises a ValueError if it adds something to the contrastive loss of its inputs.
+
+    The trainer would not train that. The forwards of transformers compute the contrastive loss alone.
+    """
+    encoder = context.encoder
+    kind = type(encoder.base)
     parameters = inspect.signature(encoder.base.forward).parameters.values()
-    of_transformers = any(kind.__module__.startswith("transformers.") for kind in type(encoder.base).__mro__)
-    if any(p.name == "return_loss" or (of_transformers and p.kind == p.VAR_KEYWORD) for p in parameters):
-        inputs["return_loss"] = True
-    buffers = [(buffer, buffer.clone()) for buffer in encoder.model.buffers()]
-    with random_state_kept(context.args.device):
-        output = encoder.model(**inputs, **return_dict_for(encoder.base))
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    own = part_of(output, "loss")
-    if own is None:
-        return
-    images, texts = embeds_of(output, encoder.base)
-    losses = [
-        local_contrastive_loss(images, texts, *encoder.scale_and_bias(), objective=objective).item()
-        for objective in OBJECTIVES
-    ]
-    in_fp32 = context.accelerator.mixed_precision == "no" and own.dtype == torch.float32
-    if not any(math.isclose(own.mean().item(), loss, rel_tol=1e-3 if in_fp32 else 0.03) for loss in losses):
-        objective = list(OBJECTIVES).index(context.objective)
+    of_transformers = any(one.__module__.startswith("transformers.") for one in kind.__mro__)
+    takes = any(p.name == "return_loss" or (of_transformers and p.kind == p.VAR_KEYWORD) for p in parameters)
+
+    def asking(**inputs: Any) -> object:
+        output = forward(**inputs, **({"return_loss": True} if takes else {}))
+        if (loss := part_of(output, "loss")) is not None:
+            images, texts = (embeds.detach() for embeds in embeds_of(output, encoder.base))
+            _compare_losses(context, loss.detach().mean(), images, texts)
+        return output
+
+    return asking
+
+
+@torch.no_grad()
+def _compare_losses(context: Context, own: Tensor, images: Tensor, texts: Tensor) -> None:
+    name, scale_and_bias = type(context.encoder.base).__name__, context.encoder.scale_and_bias()
+    losses = {one: local_contrastive_loss(images, texts, *scale_and_bias, objective=one).item() for one in OBJECTIVES}
+    tolerance = 1e-3 if context.accelerator.mixed_precision == "no" and own.dtype == torch.float32 else 0.03
+    if not any(math.isclose(own.item(), loss, rel_tol=tolerance) for loss in losses.values()):
         raise ValueError(
-            f"The forward of {type(encoder.base).__name__} computes a loss of its own: {own.mean().item():.5g} for the "
-            f"first micro-batch, whose contrastive loss is {losses[objective]:.5g}. InfCLTrainer would not train it. "
-            "Add to the loss by extensions=[...] with a LossTerm (hf_infcl.step.extensions), let forward return no "
-            "loss, or use transformers.Trainer."
+            f"The forward of {name} computes a loss of its own: {own.item():.5g} for the first micro-batch, whose "
+            f"contrastive loss is {losses[context.objective]:.5g}. InfCLTrainer would not train it. Add to the loss by "
+            "extensions=[...] with a LossTerm (hf_infcl.step.extensions), let forward return no loss, or use "
+            "transformers.Trainer."
+        )
+    if Processes().rank == 0:
+        logger.warning_once(
+            f"InfCLTrainer takes only the embeddings of {name}'s own forward, whose loss is the contrastive loss of "
+            "the first micro-batch. What it adds to its loss later is not trained; write that as a LossTerm."
         )

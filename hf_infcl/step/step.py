@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,12 +20,13 @@ from torch.profiler import record_function
 from transformers.utils import logging
 
 from ..loss import OBJECTIVES
+from ..models.dual_encoder import NO_TEXTS, images_of
 from ..models.sharding import is_sharded
 from ..options.facts import CHECKPOINTING
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases
-from .checks import NumberChecks, RowsOfDataset, check_own_loss, finite_rows
+from .checks import NumberChecks, RowsOfDataset, asked_for_loss, check_own_loss, finite_rows
 from .compilation import LayerCompilation
 from .extensions import (
     NO_ROWS,
@@ -70,7 +71,7 @@ class WindowStep:
         steps: int = 0,
     ) -> None:
         args, compiled = context.args, is_compiled(model)
-        self.windows = 0  # that were trained
+        self.windows, self._asks = 0, False  # that were trained; whether the next forward is asked for its loss
         self.extensions = [*_make_extensions(context, steps), *context.extensions]
         check_names(self.extensions)
         self._changes, self._selections = of_kind(self.extensions, StepChange), of_kind(self.extensions, PairSelection)
@@ -155,8 +156,12 @@ class WindowStep:
             with self._announced(repeats=together), record_function("infcl: first pass"):
                 for batch in window.batches if self.windows == 0 else ():
                     encoder.check_texts(batch)
-                if self.windows == 0:
-                    check_own_loss(self.context, window.batches[0])
+                if self.windows == 0 and encoder.has_own_forward:
+                    # The same forwards tell it, except those of a compiled model and of FSDP, which change with it.
+                    alone = self._compiled or not self.repeats
+                    self._asks = not alone and any(images == texts for images, texts in zip(*window.sizes, strict=True))
+                    if not self._asks:
+                        check_own_loss(self.context, window.batches[0])
                 encoded = passes.encode()
                 rows, expected = list(map(len, encoded)), list(map(sum, window.sizes))
                 if rows != expected:
@@ -271,7 +276,10 @@ class WindowStep:
             inputs = change.inputs(inputs)
         # Leaving out a tower would trigger another compilation of a whole model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
-        embeds: Features = self.context.encoder.embed(model, inputs, frozen_outputs)
+        forward: Callable[..., object] = model
+        if self._asks and len(images_of(inputs)) == len(inputs["input_ids"]) and not inputs.get(NO_TEXTS):
+            forward, self._asks = asked_for_loss(self.context, model), False
+        embeds: Features = self.context.encoder.embed(forward, inputs, frozen_outputs)
         if micro_batch.references is None:
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
         return embeds
