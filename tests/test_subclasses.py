@@ -1,6 +1,8 @@
 """`InfCLTrainer` is one class over Trainer, which people extend as they extend Trainer, and its parts know neither."""
 
+import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -9,6 +11,7 @@ import torch
 import transformers
 from helpers import models
 from helpers.trainers import arguments, parameters, trained, trainer_for
+from torch.utils.data import default_collate
 from transformers import Trainer, TrainerCallback
 
 from hf_infcl import InfCLTrainer
@@ -146,8 +149,9 @@ def own_model(weight: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("how", ["forward", "hook", "peft"])
+@pytest.mark.parametrize("how", ["forward", "hook", "peft", "texts_at_once"])
 def test_a_loss_that_the_forward_adds_to_is_refused(tmp_path, how):
+    together = {"texts_at_once": 2, "gradient_accumulation_steps": 3} if how == "texts_at_once" else {}
     model = models.clip() if how == "hook" else own_model(0.1)
     if how == "hook":
         model.register_forward_hook(add_to_loss)
@@ -155,7 +159,7 @@ def test_a_loss_that_the_forward_adds_to_is_refused(tmp_path, how):
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     words = r"CLIPModel|Regularised computes a loss of its own: .* for the first micro-batch, whose contrastive loss is"
     with pytest.raises(ValueError, match=words):
-        trainer_for(tmp_path, model, max_steps=1).train()
+        trainer_for(tmp_path, model, max_steps=1, **together).train()
 
 
 def test_a_forward_of_one_s_own_that_adds_nothing_trains_the_same(tmp_path):
@@ -163,18 +167,104 @@ def test_a_forward_of_one_s_own_that_adds_nothing_trains_the_same(tmp_path):
     assert torch.equal(parameters(trained(trainer_for(tmp_path, own_model(0.0), max_steps=2))), parameters(plain))
 
 
-@pytest.mark.parametrize(
-    "name", ["compute_loss", "_get_train_sampler", "compute_loss_context_manager", "prediction_step"]
-)
+# ---- Every argument and method of the installed Trainer ----
+
+EQUAL, REFUSED = "equal", "refused"
+# Others are different: what the guide's section on switching says about them.
+_ARGUMENTS = {
+    EQUAL: "model args data_collator train_dataset eval_dataset processing_class model_init callbacks optimizers "
+    "optimizer_cls_and_kwargs",
+    REFUSED: "compute_loss_func preprocess_logits_for_metrics",
+    "`compute_metrics` and `predict()` get the embeddings": "compute_metrics",
+}
+_METHODS = {
+    EQUAL: "get_learning_rates get_num_trainable_parameters get_optimizer_group log_metrics metrics_format "
+    "save_metrics save_state get_eval_dataloader get_test_dataloader num_examples create_optimizer_and_scheduler "
+    "create_optimizer create_scheduler get_optimizer_cls_and_kwargs get_total_train_batch_size get_sp_size get_cp_size "
+    "get_tp_size end save_model log store_flos floating_point_ops init_hf_repo create_model_card push_to_hub "
+    "hyperparameter_search call_model_init add_callback pop_callback remove_callback is_local_process_zero "
+    "is_world_process_zero create_accelerator_and_postprocess set_initial_training_values _validate_args "
+    "_build_accelerator_args _get_dataloader _get_eval_sampler _set_signature_columns_if_needed _remove_unused_columns "
+    "_get_collator_with_removed_columns _get_learning_rate _inner_training_loop _init_training_state "
+    "_prepare_for_training _run_epoch _finalize_training _maybe_log_save_evaluate _prepare_input _prepare_inputs "
+    "_prepare_context_parallel_inputs _defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters _wrap_model "
+    "_update_auto_batch_size _track_num_input_tokens _mixed_mesh_grad_norm _has_mixed_mesh_grads _clip_grad_norm "
+    "_get_grad_norm _evaluate _get_output_dir _save_checkpoint _determine_best_metric _save_rng_state "
+    "_save_optimizer_and_scheduler _save_scaler _load_from_checkpoint _load_best_model _load_rng_state "
+    "_load_optimizer_and_scheduler _load_scaler _load_callback_state _issue_warnings_after_load _save "
+    "_push_from_checkpoint _finish_current_push _hp_search_setup _report_to_hp_search _tune_save_checkpoint "
+    "_move_model_to_device",
+    REFUSED: "compute_loss compute_loss_context_manager autocast_smart_context_manager prediction_step "
+    "loss_is_scaled_for_ga _get_train_sampler _get_num_items_in_batch",
+    "A checkpoint of `Trainer` is not resumed": "train",
+    "No batch is short": "get_train_dataloader",
+    "`training_step` and `get_batch_samples` of your own": "training_step get_batch_samples",
+    "only matrices decay": "get_decay_parameter_names",
+    "`evaluate()` gives `eval_loss` of the whole set": "evaluate evaluation_loop",
+    "`compute_metrics` and `predict()` get the embeddings": "predict",
+}
+
+
+def test_every_argument_and_method_of_trainer_is_classified():
+    methods = {name for name in vars(Trainer) if not name.startswith("__")}
+    arguments_of = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    guide = Path("hf_infcl/trainer/README.md").read_text().split("## Switching from transformers' `Trainer`")[1]
+    for table, installed in ((_METHODS, methods), (_ARGUMENTS, arguments_of)):
+        names = " ".join(table.values()).split()
+        assert len(names) == len(set(names))
+        assert not installed - set(names), "say what InfCLTrainer does with these"
+        assert not [said for said in table if said not in (EQUAL, REFUSED) and said not in guide.split("\n## ")[0]]
+
+
+@pytest.mark.parametrize("name", _METHODS[REFUSED].split())
 def test_an_override_that_would_not_be_called_as_trainer_does_is_refused(tmp_path, name):
     kind = type("Mine", (InfCLTrainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(ValueError, match=rf"(would never call|takes no loss and logits from) Mine\.{name}\. \w+"):
+    said = "would never call|would never look at|takes no loss and logits from"
+    with pytest.raises(ValueError, match=rf"({said}) Mine\.{name}\. \w+"):
         kind(models.clip(), arguments(tmp_path), train_dataset=models.Pairs(8))
 
 
+@pytest.mark.parametrize("name", _ARGUMENTS[REFUSED].split())
+def test_an_argument_that_would_have_no_effect_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=rf"{name}.* ((Omit|Leave) it)"):
+        InfCLTrainer(models.clip(), arguments(tmp_path), **{name: lambda *args, **kwargs: None})
+
+
+class ChangesInputs(InfCLTrainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        return super().training_step(model, {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}, *args)
+
+
+class ChangesSamples(InfCLTrainer):
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, number = super().get_batch_samples(*args)
+        return [dict(batch) for batch in batches], number
+
+
+@pytest.mark.parametrize("kind", [ChangesInputs, ChangesSamples])
+def test_batches_that_an_override_changes_without_effect_are_refused(tmp_path, kind):
+    trainer = kind(models.clip(), arguments(tmp_path), default_collate, train_dataset=models.Pairs(8))
+    with pytest.raises(ValueError, match="would not see what training_step or get_batch_samples make of them"):
+        trainer.train()
+
+
+class MakesOptimizer(InfCLTrainer):
+    def create_optimizer(self, *args: Any) -> Any:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+def test_options_of_an_optimizer_that_an_override_makes_without_them_are_refused(tmp_path):
+    def trainer(**options: Any) -> InfCLTrainer:
+        chosen = arguments(tmp_path, **options)
+        return MakesOptimizer(models.clip(), chosen, default_collate, train_dataset=models.Pairs(8))
+
+    assert trained(trainer()).state.global_step == 2
+    with pytest.raises(ValueError, match=r"image_learning_rate apply only .* which an override does not call"):
+        trainer(image_learning_rate=0.1).train()
+
+
 def test_what_trainer_would_give_as_logits_is_told(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="computes no logits that preprocess_logits_for_metrics could change"):
-        InfCLTrainer(models.clip(), arguments(tmp_path), preprocess_logits_for_metrics=lambda logits, labels: logits)
     said: list[str] = []
     monkeypatch.setattr(evaluating.logger, "warning_once", said.append)
     trainer_for(tmp_path, eval_dataset=models.Pairs(8)).evaluate()

@@ -23,12 +23,12 @@ from ..models.layers import can_fuse, fuse_layers
 from ..models.model_types import fit_tokenizer
 from ..models.sharding import check_wrapper, is_sharded, prepare_for_fsdp
 from ..options.arguments import InfCLTrainingArguments
-from ..options.contrastive import RATES
 from ..processes.lock import check_writable
 from ..step.extensions import check_extensions
 from ..step.terms import Start
 from .loaders import check_data_seed, check_selectable, set_sizes
 from .model_files import check_formats, saves_shards
+from .optimization import options_of_own_optimizer
 
 # Arguments of its constructor that it refuses, and why.
 _NOT_TAKEN = {
@@ -38,7 +38,6 @@ _NOT_TAKEN = {
     "preprocess_logits_for_metrics": "InfCLTrainer computes no logits that preprocess_logits_for_metrics could "
     "change. Leave it out, and compute in compute_metrics what you need of the embeddings.",
 }
-_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
 
 logger = logging.get_logger(__name__)
 
@@ -188,7 +187,7 @@ def checked_arguments(
     if model is not None:
         DualEncoder(model)  # raises an error for any other model
     optimizer, _ = kwargs.get("optimizers") or (None, None)
-    set_options = [name for name in _OF_OPTIMIZER if getattr(args, name) is not None]
+    set_options = options_of_own_optimizer(args)
     if set_options and (optimizer is not None or kwargs.get("optimizer_cls_and_kwargs") is not None):
         raise ValueError(
             f"{', '.join(set_options)} apply only to an optimizer that the trainer creates, but an optimizer was "
@@ -242,11 +241,15 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
         check_has_rows(dataset)
 
 
+_ONE_LOSS = (
+    "makes one loss over all pairs of a step and would never look at",
+    "Leave it out: nothing is averaged over micro-batches",
+)
 _UNDER_AUTOCAST = (
     "encodes under the autocast of accelerate and would never call",
     "Override training_step to surround the training",
 )
-_NEVER_CALLED = {  # methods of Trainer: what InfCLTrainer does instead, and what to write
+_NEVER_CALLED = {  # what people override of Trainer: what InfCLTrainer does instead, and what to write
     "compute_loss": (
         "computes the loss of a window itself and would never call",
         "Override training_step to change the training, or use transformers.Trainer",
@@ -255,6 +258,8 @@ _NEVER_CALLED = {  # methods of Trainer: what InfCLTrainer does instead, and wha
         "draws the rows of a global batch itself and would never call",
         "Override get_train_dataloader, or choose a train_sampling_strategy",
     ),
+    "loss_is_scaled_for_ga": _ONE_LOSS,
+    "_get_num_items_in_batch": _ONE_LOSS,
     "compute_loss_context_manager": _UNDER_AUTOCAST,
     "autocast_smart_context_manager": _UNDER_AUTOCAST,
     "prediction_step": (

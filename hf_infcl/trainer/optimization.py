@@ -20,7 +20,7 @@ from ..models.dual_encoder import DualEncoder
 from ..optim import MuonAdamW, parameter_groups
 from ..optim.groups import divided, matching, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
-from ..options.contrastive import muon_settings
+from ..options.contrastive import RATES, muon_settings
 from ..options.declaring import spelled
 from ..options.record import options_of_optimizer, options_of_schedule
 from ..processes.collectives import Processes
@@ -41,7 +41,7 @@ class Optimization:
     def __init__(self, args: InfCLTrainingArguments) -> None:
         self._args = args
         # Whether Trainer created them from the arguments. Otherwise they were passed.
-        self.creates_optimizer = self.creates_scheduler = False
+        self.creates_optimizer = self.creates_scheduler = self._was_asked = False
         self.table_of_groups = ""  # of the optimizer that was created; see `table_of_groups` of `hf_infcl.optim`
         # Both, and their options before their first step, for the record of a checkpoint.
         self._described: list[tuple[object, dict[str, Any]]] = [(None, {}), (None, {})]
@@ -67,7 +67,7 @@ class Optimization:
             ValueError: no parameter would be trained, or the optimizer does not take its options.
         """
         encoder, args, accelerator = context.encoder, self._args, context.accelerator
-        model = encoder.model
+        model, self._was_asked = encoder.model, True
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
@@ -106,9 +106,14 @@ class Optimization:
         """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
 
         Raises:
-            ValueError: the schedule does not take its options.
+            ValueError: the schedule does not take its options; a subclass makes the optimizer, without the options.
         """
         args = self._args
+        if not self._was_asked and (names := options_of_own_optimizer(args)):
+            raise ValueError(
+                f"{', '.join(names)} apply only to the optimizer of InfCLTrainer.create_optimizer, which an override "
+                "does not call. Call super().create_optimizer() there, or leave these options out."
+            )
         self.creates_scheduler = self.creates_scheduler or schedule is None
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = make()
@@ -122,6 +127,11 @@ class Optimization:
     def options(self) -> dict[str, Any]:
         """The options of both, for the record of a checkpoint."""
         return self._described[0][1] | self._described[1][1]
+
+
+def options_of_own_optimizer(args: InfCLTrainingArguments) -> list[str]:
+    """The options that are set and apply only to an optimizer that the trainer creates."""
+    return [name for name in (*RATES, "no_decay_parameters", "optimizer") if getattr(args, name) is not None]
 
 
 @contextmanager

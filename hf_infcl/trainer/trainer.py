@@ -294,7 +294,17 @@ class InfCLTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`."""
+        """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`.
+
+        Raises:
+            ValueError: it gets other batches than those of the window.
+        """
+        if not any(inputs is batch for batch in self.training_data.batches_of_loop()):
+            raise ValueError(
+                "InfCLTrainer trains the batches of its data loader twice over, and would not see what training_step "
+                "or get_batch_samples make of them. Change batches in the data_collator, in _prepare_inputs or in a "
+                "StepChange (hf_infcl.step.extensions)."
+            )
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
