@@ -32,7 +32,8 @@ def check_wrapper(accelerator: Accelerator) -> None:
         raise ValueError(
             f"parallelism_config has tp_size={mesh.tp_size}, cp_size={mesh.cp_size} and sp_size={mesh.sp_size}, which "
             f"give {copies} processes the same pairs. In the global batch each pair would be a negative of its own "
-            "copies. Leave all three at 1; FSDP shards the parameters, and accumulation bounds the activations."
+            "copies. Leave all three at 1; FSDP shards the parameters, and gradient_accumulation_steps bounds the "
+            "activations."
         )
     if is_sharded(accelerator) and not accelerator.is_fsdp2:
         raise ValueError(
@@ -60,7 +61,8 @@ def prepare_for_fsdp(encoder: DualEncoder) -> None:
     """
     if not isinstance(encoder.base, PreTrainedModel):
         raise ValueError(
-            f"{type(encoder.base).__name__} is no model of transformers, by whose lists of layers FSDP shards. Use DDP."
+            f"{type(encoder.base).__name__} is not a model of transformers, whose lists of layers FSDP shards by. "
+            "Train it with DDP."
         )
     temperature = set(encoder.temperature_parameters)
     if not any(p.requires_grad for p in encoder.model.parameters() if p not in temperature):

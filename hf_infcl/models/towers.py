@@ -44,7 +44,8 @@ def pooled(output: object, module: nn.Module, what: str, *, of_transformers: boo
         every = "a tensor [inputs, features], or pooler_output of an object or a dict"
         forms = "pooler_output of an output of transformers" if of_transformers else every
         raise ValueError(
-            f"The {what}, a {type(module).__name__}, must return a vector per input: {forms}, got {_described(output)}."
+            f"The {what}, a {type(module).__name__}, must return one vector for each input, as {forms}, got "
+            f"{_described(output)}."
         )
     return features
 
