@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import unicodedata
 from typing import Any
 
 import datasets
@@ -30,7 +31,8 @@ from hf_infcl.data import (
     caption_pair_id,
     load_pairs,
 )
-from hf_infcl.data.labelled import captions_of_classes
+from hf_infcl.data.images import find_column
+from hf_infcl.data.labelled import captions_of_classes, names_by_label
 from hf_infcl.data.tables import Table
 from hf_infcl.shards.opening import find_shards
 
@@ -308,6 +310,64 @@ class TestLoadPairs:
         rows = load_pairs(str(tmp_path / "train.csv"), split="train")
         assert rows["caption"] == ["None", "NA", None, "null"]
         assert rows["id"] == [1, None, 3, 4]
+
+    def test_captions_of_a_metadata_csv_may_be_words_for_what_is_missing(self, tmp_path):
+        folder = tmp_path / "[v1] pairs"
+        folder.mkdir()
+        (folder / "metadata.csv").write_text("file_name,caption,id\na.png,None,1\nb.png,NA,\nc.png,,3\nd.png,null,4")
+        for number, name in enumerate("abcd"):
+            picture(number).save(folder / f"{name}.png")
+        rows = load_pairs(str(folder), split="train")
+        assert rows["caption"] == ["None", "NA", None, "null"]
+        assert rows["id"] == [1, None, 3, 4]
+        (folder / "metadata.csv").write_bytes("file_name,caption\na.png,café".encode("latin-1"))
+        with pytest.raises(ValueError, match=r"metadata\.csv' is not UTF-8"):
+            load_pairs(str(folder), split="train")
+
+    @pytest.mark.parametrize("extension", ["txt", "json"])
+    def test_shards_all_of_whose_captions_are_in_another_encoding(self, tmp_path, extension):
+        text = "café" if extension == "txt" else '{"caption": "café"}'
+        files = [[(f"{n}.png", png(n)), (f"{n}.{extension}", text.encode("latin-1"))] for n in range(3)]
+        write_tar(tmp_path / "0.tar", list(itertools.chain(*files)))
+
+        def first() -> Any:
+            rows = load_pairs(str(tmp_path), split="train")
+            return ImageTextDataset(rows, caption_column=find_column("caption", rows.features))[0]
+
+        with pytest.raises(ValueError, match="'utf-8' codec can't decode byte 0xe9"):
+            first()
+
+    @pytest.mark.parametrize("form", ["NFC", "NFD"])
+    def test_names_in_another_unicode_normalisation_are_told(self, tmp_path, form):
+        """macOS writes the same letters with other characters: neither is found by the name of the other."""
+        there = unicodedata.normalize(form, "é")
+        asked = unicodedata.normalize({"NFC": "NFD", "NFD": "NFC"}[form], "é")
+        told = rf"but there is '.*{there}.*', the same name in another Unicode normalisation"
+        folder = tmp_path / there
+        folder.mkdir()
+        picture(0).save(folder / f"{there}.png")
+        (folder / "train.csv").write_text(f"image,{there}\n{asked}.png,a cat")
+        with pytest.raises(ValueError, match=told):  # relative to the table
+            load_pairs(str(folder), split="train")
+        rows = Dataset.from_dict({"image": [str(folder / f"{asked}.png")], there: ["a cat"]})
+        with pytest.raises(ValueError, match=told):
+            ImageTextDataset(rows, caption_column=there)[0]
+        with pytest.raises(ValueError, match=told):
+            ImageTextDataset(rows, caption_column=asked)
+        write_tar(tmp_path / "0.tar", [(f"{there}.png", png(0)), (f"{asked}.txt", b"a cat")])
+        with pytest.raises(ValueError, match=told):
+            ImageTextStream(str(tmp_path / "0.tar"))
+        assert names_by_label([asked, "ant"], ["ant", there]) == ["ant", asked]
+
+    def test_causes_that_end_in_a_full_stop_have_one(self, tmp_path, monkeypatch):
+        write_tar(tmp_path / "0.tar", [*pair(0), *pair(1)])
+        (tmp_path / "0.tar").write_bytes((tmp_path / "0.tar").read_bytes()[:3600])
+        rows = load_pairs(str(tmp_path / "0.tar"), split="train")
+        with pytest.raises(ValueError, match=r"file is missing\. Repair"):
+            list(ImageTextDataset(rows, caption_column="txt"))
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
+        with pytest.raises(ValueError, match=r"DOS attack\. Repair"):
+            ImageTextDataset(captioned(["a"]))[0]
 
     def test_a_file_in_another_encoding_is_named(self, tmp_path):
         folder = tmp_path / "table"
@@ -872,3 +932,12 @@ class TestCollator:
 def test_rows_that_are_not_wrapped_are_refused():
     with pytest.raises(ValueError, match=r"list of captions.*'a dog'.*ImageTextDataset"):
         ContrastiveCollator(clip_processor())([{"image": Image.new("RGB", (8, 8)), "caption": "a dog"}])
+
+
+@pytest.mark.parametrize("size", [{"longest_edge": 16}, {"shortest_edge": 16}])
+def test_a_processor_whose_size_gives_no_batch_is_named(size):
+    processor = clip_processor()
+    processor.image_processor = transformers.CLIPImageProcessorPil(size=size, do_center_crop=False)
+    items = [{"image": Image.new("RGB", (width, 20)), "caption": ["a"]} for width in (20, 30)]
+    with pytest.raises(ValueError, match=r"(?s)The CLIPImageProcessorPil cannot prepare the images .* and crop_size\."):
+        ContrastiveCollator(processor)(items)

@@ -1,6 +1,7 @@
 """Processes that share a batch: every collective gives the result of one process that holds the tensors of all."""
 
 import logging
+import socket
 from typing import Any
 
 import pytest
@@ -9,6 +10,21 @@ import torch.distributed as dist
 from helpers.processes import on_ranks
 
 from hf_infcl.processes.collectives import MOST_NUMBERS, Processes, announce_failure, is_lost_connection
+from hf_infcl.processes.signals import ended_with_launcher
+
+
+def test_a_port_in_use_is_told_in_one_sentence(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        told = (
+            rf"cannot meet at localhost:{port} \(MASTER_ADDR and MASTER_PORT\): another program uses that port\. Choose"
+        )
+        with pytest.raises(ValueError, match=told), ended_with_launcher():
+            dist.TCPStore("localhost", port, is_master=True)
 
 
 def rank_collectives(rank: int, world_size: int) -> None:

@@ -32,6 +32,38 @@ from hf_infcl.models import sharding
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.processes.collectives import Processes
 
+
+class DownTracker(TrainerCallback):
+    """A tracker of transformers whose server does not answer after its first call."""
+
+    def __init__(self, event: str) -> None:
+        self.calls = 0
+        setattr(self, event, self.fail)
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        raise ConnectionError("https://key@tracker.example/api does not answer.")
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_log"])
+def test_a_tracker_whose_server_is_down_does_not_end_the_training(tmp_path, monkeypatch, caplog, event):
+    monkeypatch.setattr(DownTracker, "__module__", "transformers.integrations.integration_utils")
+    tracker = DownTracker(event)
+    trainer = trainer_for(tmp_path, max_steps=3, callbacks=[tracker])
+    assert trainer.train().global_step == 3
+    assert tracker.calls == 1
+    (line,) = [record.getMessage() for record in caplog.records if "DownTracker" in record.getMessage()]
+    assert line == (
+        "DownTracker records nothing from now on, because of its error: ConnectionError: "
+        "https://***@tracker.example/api does not answer."
+    )
+
+
+def test_errors_of_other_callbacks_end_the_training(tmp_path):
+    with pytest.raises(ConnectionError):
+        trainer_for(tmp_path, callbacks=[DownTracker("on_log")]).train()
+
+
 # ---- Options of Trainer that have to keep working ----
 
 

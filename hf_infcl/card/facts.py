@@ -20,7 +20,7 @@ from .. import __version__
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ..data.replay import Replayed
 from ..evaluation.metrics import score_if_measured
-from ..files.text import Url, without_secrets
+from ..files.text import Url, describe_cause, without_secrets
 from ..quality.averages import Averaged, Measured
 from ..shards.opening import digest
 from ..trainer.loaders import drawn_texts
@@ -173,7 +173,7 @@ class TrainingFacts:
                 f"--output_dir.{hint}"
             ) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no facts of a training: {type(error).__name__}: {error}.") from error
+            raise ValueError(f"{path} holds no facts of a training: {describe_cause(error)}.") from error
 
 
 def facts_of_model(model: str) -> TrainingFacts:

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from ..files.text import describe_cause
 from ..models.model_types import fit_tokenizer, pads_texts, reads_padding, text_positions
 from .images import to_rgb
 from .transforms import ImageTransform, set_image_size
@@ -265,7 +266,14 @@ class ContrastiveCollator:
             # No arrays, because a processor may mistake the channel axis of a small one.
             pairs = [(item["image"], _as_array(item["image"])) for item in items]
             images = [image if array is None else Image.fromarray(array) for image, array in pairs]
-            return dict(self.processor.image_processor(images=images, return_tensors="pt"))
+            try:
+                return dict(self.processor.image_processor(images=images, return_tensors="pt"))
+            except (RuntimeError, ValueError) as error:  # images of several sizes, or a size that it cannot resize to
+                raise ValueError(
+                    f"The {type(self.processor.image_processor).__name__} cannot prepare the images of a batch: "
+                    f"{describe_cause(error)}. In preprocessor_config.json, give it a size of height and width, or of "
+                    "shortest_edge together with do_center_crop and crop_size."
+                ) from error
         # In a DataLoader's worker, default_collate stacks into shared memory, which saves a copy.
         pixels: Tensor = default_collate(
             [

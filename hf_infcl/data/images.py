@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 
-from ..files.text import ERRORS, Url, in_brackets, without_secrets
+from ..files.text import ERRORS, Url, lacks_column, without_secrets, written_otherwise
 from ..shards.layout import is_member, member_file, member_size, read_member
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if isinstance(dataset, datasets.DatasetDict):
             raise ValueError(f"The dataset is a DatasetDict. Pass one of its splits: {list(dataset)}.")
         if not isinstance(dataset, datasets.Dataset):
-            kind = type(dataset).__name__
             raise ValueError(
-                f"The dataset must be a datasets.Dataset, got {kind}. Pass a dataset of your own to InfCLTrainer."
+                f"The dataset must be a datasets.Dataset, got {type(dataset).__name__}. Pass a "
+                "dataset of your own to InfCLTrainer."
             )
         options: dict[str, Any] = {"image_column": image_column, **other_columns}
         self.columns = {option: column for option, column in options.items() if column}  # by the options
@@ -104,8 +104,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                         "--zero_shot_dataset evaluates them."
                     )
                 raise ValueError(
-                    f"The dataset has no column {column!r}. Its columns are {in_brackets(dataset.column_names, 30)}. "
-                    f"Name the right one with {option} (--{option} on the command line).{hint}"
+                    f"The dataset {lacks_column(column, dataset.column_names)} Name the right one with {option} "
+                    f"(--{option} on the command line).{hint}"
                 )
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")
@@ -213,6 +213,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             path = (self.table[row][self.image_column] or {}).get("path") or ""
             reason = isinstance(error, OSError) and error.strerror  # without the path, which stands before it
             cause = f"{type(error).__name__}: {reason or without_secrets(str(error))}"
+            if isinstance(error, FileNotFoundError):
+                cause += written_otherwise(path, os.path.exists)
             if isinstance(error, FileNotFoundError) and not os.path.isabs(path) and "://" not in path:
                 cause += (
                     f" in the working folder {os.getcwd()}. For paths that are relative to the folder of their table, "
@@ -227,7 +229,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
         return BadSampleError(
-            f"Row {self.number(row)} of {self.name} is bad: {cause}. Repair or drop it"
+            f"Row {self.number(row)} of {self.name} is bad: {cause.rstrip('.')}. Repair or drop it"
             f"{self._or_skip}. `infcl check` lists all such rows.",
             cause,
         )
@@ -371,10 +373,9 @@ def _decode_jpeg(encoded: bytes, width: int = 0, height: int = 0) -> np.ndarray 
 def _orientation(image: Image.Image) -> int:
     """The orientation in the EXIF data, or 1 (upright) if that data is broken, which does not affect the pixels."""
     try:
-        orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # PIL raises SyntaxError, struct.error and more
         return 1
-    return orientation
 
 
 def with_errors(dataset: datasets.Dataset, columns: Iterable[str]) -> list[str]:

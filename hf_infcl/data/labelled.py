@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import string
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -221,7 +222,7 @@ def _with_braces(templates: Sequence[str]) -> list[str]:
 
 
 def _as_read(name: str) -> str:
-    return " ".join(re.split(r"[\s_-]+", name.casefold().strip()))
+    return " ".join(re.split(r"[\s_-]+", unicodedata.normalize("NFC", name).casefold().strip()))
 
 
 def _check_number(names: Sequence[str], known: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from ..files.text import in_brackets
+from ..files.text import lacks_column
 from .images import find_column
 from .labelled import ZeroShotDataset, names_by_label, read_lines, with_class_labels
 from .pairs import ImageTextDataset
@@ -134,8 +134,8 @@ class SetSpec:
         )
         if column not in rows.column_names:
             raise ValueError(
-                f"It has no column {column!r}. Its columns are {in_brackets(rows.column_names, 30)}. Name the right "
-                f"one with --{option}, or for this set alone behind its name: '?{option}=NAME'."
+                f"It {lacks_column(column, rows.column_names)} Name the right one with --{option}, or for this set "
+                f"alone behind its name: '?{option}=NAME'."
             )
         return column
 

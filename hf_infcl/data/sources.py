@@ -112,7 +112,8 @@ class TableSource(Dataset[Item]):
     def _item(self, row: int) -> Item:
         value = self._texts[row] if self._texts.column_names else {}
         if error := find_error(value):
-            what = f"Row {row} of the data is bad: {error}. Repair or drop it, or pass --on_bad_sample skip."
+            cause = error.rstrip(".")
+            what = f"Row {row} of the data is bad: {cause}. Repair or drop it, or pass --on_bad_sample skip."
             raise BadSampleError(what, error)
         key = str(row if self._images is None else self._images.number(row))
         item: Item = {"row": row, "key": key, "name": key}

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files.hub import not_there
-from ..files.text import Url
+from ..files.text import Url, written_otherwise
+from ..shards import opening
 from ..shards.layout import IMAGE_EXTENSIONS, register
 from ..shards.opening import KINDS_OF_FILES, dataset_builder, existing_part, kind_of_file, open_shard
 from ..shards.tar_tables import tar_table
@@ -121,14 +122,15 @@ class Table:
             builder = self._builder
             files = builder.config.data_files or {}
             separator = _separator([str(file) for of_split in files.values() for file in of_split])
-            if separator and builder.info.builder_name == "csv":
-                # A caption may be "None" or "NA", which pandas takes for missing.
-                builder = dataset_builder(source, self._name, sep=separator, keep_default_na=False, na_values=[""])
-            elif separator not in (None, ",") and builder.info.builder_name == "imagefolder":
+            if separator not in (None, ",") and builder.info.builder_name == "imagefolder":
                 raise ValueError(
                     f"its metadata.csv separates the columns by {separator!r}. Write it with commas, or write a "
                     "metadata.jsonl."
                 )
+            if separator and builder.info.builder_name == "csv":
+                builder = dataset_builder(source, self._name, sep=separator, **opening.NONE_IS_TEXT)
+            if separator and builder.info.builder_name == "imagefolder":
+                builder = opening.image_folder_builder(source, self._name)
             if builder.info.builder_name == "webdataset":
                 return _of_tar_files(files, split, image_column)
             builder.download_and_prepare()
@@ -152,13 +154,15 @@ class Table:
 def _not_loaded(source: str, split: str, error: BaseException | str) -> str:
     told = f"The split {split!r} of {source!r} cannot be loaded: {str(error).strip()}"
     if re.search(r"changed from (string to array|array to string)", told):
-        told += ". Where some rows have a list, such as several captions, write a list in every row."
+        told = f"{told.rstrip('.')}. Where some rows have a list, such as several captions, write a list in every row."
     if "Error tokenizing data" in told:  # of pandas, which names the line
         told += f". {_QUOTE}"
     return told
 
 
 def _is_not_utf_8(file: str) -> bool:
+    if file.rpartition(".")[2].lower() in IMAGE_EXTENSIONS:
+        return False
     with open_shard(file) as opened:
         return "\ufffd" in opened.read().decode("utf-8", "replace")
 
@@ -313,9 +317,10 @@ def _are_beside(paths: Sequence[str], folders: Sequence[str], source: str, split
         some = paths[:_LOOKED_FOR_REMOTELY] if "://" in folder else paths
         if any(xexists(posixpath.join(folder, path)) for path in some):
             return True
+    alike = "".join(written_otherwise(posixpath.join(folder, paths[0]), os.path.exists) for folder in folders)
     raise ValueError(
         f"none of its images is there, such as {paths[0]!r}, relative to the working folder {os.getcwd()} or to the "
-        f"folder of the table, {' or '.join(folders[:3])}. Use absolute paths, or another working folder."
+        f"folder of the table, {' or '.join(folders[:3])}{alike}. Use absolute paths, or another working folder."
     )
 
 

@@ -4,37 +4,30 @@ Keeps user names, passwords and keys of URLs out of everything that is printed, 
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
 ERRORS = "__errors__"
 ON_BAD_SAMPLE = ("raise", "skip")
 
 
-def json_object(content: bytes) -> dict[str, Any]:
-    """The fields of an object; raises a ValueError for any other JSON, and for what is none."""
-    fields = json.loads(content)
-    if not isinstance(fields, dict):
-        raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
-    return fields
-
-
 def is_unicode(text: str) -> bool:
     """Whether a text is valid Unicode, which halves of surrogate pairs are not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text == text.encode(errors="replace").decode()
+
+
+def written_otherwise(name: str, is_there: Callable[[str], bool]) -> str:
+    """A phrase if there is the name in another Unicode normalisation, which looks the same."""
+    others = {unicodedata.normalize(form, name) for form in ("NFC", "NFD")} - {name}
+    other = next(filter(is_there, others), None)
+    return f", but there is {other!r}, the same name in another Unicode normalisation: rename one" if other else ""
 
 
 def counted(count: int, word: str) -> str:
     """A number with what it counts, whose plural ends in s: "1 step", "2,000 steps", "2 processes"."""
-    ending = "" if count == 1 else "es" if word.endswith(("s", "ch")) else "s"
-    return f"{count:,} {word}{ending}"
+    return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith(("s", "ch")) else "s")
 
 
 def was_and_is(before: Mapping[str, object], now: Mapping[str, object]) -> str:
@@ -53,6 +46,12 @@ def in_brackets(names: Sequence[str], most: int = 10) -> str:
     return f"[{listed([*map(shortened, names)], most)}]"
 
 
+def lacks_column(column: str, names: Sequence[str]) -> str:
+    """What a message says of a table without a column, and that it has these."""
+    alike = written_otherwise(column, names.__contains__)
+    return f"has no column {column!r}{alike}. Its columns are {in_brackets(names, 30)}."
+
+
 def shortened(value: object) -> str:
     """How a message shows a value, a text in quotes."""
     text = value if isinstance(value, str) else repr(value)
@@ -61,8 +60,8 @@ def shortened(value: object) -> str:
 
 
 def describe_cause(error: Exception) -> str:
-    """What a message about a bad sample says of an error that it has met."""
-    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    """What a message says of an error that it has met, without the full stop at its end."""
+    return (str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").rstrip(". \n")
 
 
 _HIDDEN = "***"
@@ -92,8 +91,6 @@ class Url(str):
 
     Everything that opens the file gets the whole text.
     """
-
-    __slots__ = ()
 
     def __repr__(self) -> str:
         return repr(without_secrets(str(self)))

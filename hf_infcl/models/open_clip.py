@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from ..files.hub import asks_hub_once
+from ..files.text import describe_cause
 from ..files.whole import give_usual_modes
 from .model_types import Pooling, SameEmbeddings, fit_tokenizer, pads_texts
 from .open_clip_names import (
@@ -416,7 +417,7 @@ def _compared(model: Any, tensors: dict[str, Tensor], config: dict[str, Any]) ->
     try:
         import open_clip  # noqa: F401
     except (ImportError, RuntimeError) as error:  # the second if its torchvision is of another torch
-        return f"The embeddings were not compared with OpenCLIP's, which cannot be imported: {error}."
+        return f"The embeddings were not compared with OpenCLIP's, which cannot be imported: {describe_cause(error)}."
     difference = differences(model, tensors, config)
     if not difference.cosine >= ENOUGH:
         raise ValueError(

@@ -245,7 +245,11 @@ def current_place() -> str:
 
 @contextmanager
 def ended_with_launcher() -> Iterator[None]:
-    """A context in which this process ends with its launcher, which it would not notice while waiting for others."""
+    """A context in which this process ends with its launcher, which it would not notice while waiting for others.
+
+    Raises:
+        ValueError: the processes cannot meet at MASTER_ADDR and MASTER_PORT.
+    """
     left = threading.Event()
 
     def watch() -> None:
@@ -258,6 +262,13 @@ def ended_with_launcher() -> Iterator[None]:
         threading.Thread(target=watch, daemon=True).start()
     try:
         yield
+    except dist.DistNetworkError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        why = "another program uses that port" if "EADDRINUSE" in str(error) else str(error).rstrip(".")
+        raise ValueError(
+            f"The processes cannot meet at {place} (MASTER_ADDR and MASTER_PORT): {why}. Choose a free port; `torchrun "
+            "--standalone` does so itself."
+        ) from error
     finally:
         left.set()
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from ..files.text import describe_cause
 from ..files.whole import written_whole
 from ..processes.collectives import Processes
 
@@ -117,7 +118,7 @@ def _opened(path: str | Path) -> Iterator[tuple[Any, str]]:
         raise ValueError(f"There is no ledger {path}. `infcl score` writes one.") from None
     except (OSError, KeyError, ValueError, pa.ArrowInvalid) as error:
         raise ValueError(
-            f"{path} is not a ledger that `infcl score` has written: {type(error).__name__}: {error}. An edited copy "
+            f"{path} is not a ledger that `infcl score` has written: {describe_cause(error)}. An edited copy "
             "has to be a parquet file that keeps the ledger's columns."
         ) from error
 

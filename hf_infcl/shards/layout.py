@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 import fsspec
 
-from ..files.text import shortened
+from ..files.text import shortened, written_otherwise
 from .opening import open_shard
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
@@ -37,8 +37,10 @@ def dots_in(key: str, extensions: Collection[str]) -> str:
 
 def apart(keys: Iterable[str]) -> str:
     """A sentence if files of one sample do not follow each other, so that a key begins another sample as well."""
-    ended = set()
+    ended: set[str] = set()
     for key in keys:
+        if alike := written_otherwise(key, ended.__contains__):
+            return f" The files of a sample must have one name. One is {shortened(key)}{alike}."
         if key in ended:
             return (
                 f" The files of a sample must follow each other, but those of {shortened(key)} are apart. "

@@ -176,6 +176,7 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
     return sorted(str(file) for file in files[split])
 
 
+NONE_IS_TEXT: Any = {"keep_default_na": False, "na_values": [""]}  # for pandas, which reads CSV files
 # By the end of a file's name, the builder of `datasets` that reads it.
 KINDS_OF_FILES = {
     **{".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"},
@@ -198,6 +199,24 @@ def dataset_builder(source: str, name: str | None, **options: Any) -> Any:
         source = os.path.abspath(source)  # the name "csv" alone would be taken for the format
     with existing_paths_are_literal(), hub_asked_once(source):
         return datasets.load_dataset_builder(source, name, **options)
+
+
+def image_folder_builder(source: str, name: str | None) -> Any:
+    """That of a folder of images, which reads "None" and "NA" in a metadata.csv as texts."""
+    import datasets
+
+    # Without any effect on the rows, the option parts what it stores from what its own method would read.
+    builder = dataset_builder(source, name, drop_metadata=False)
+    own = builder._read_metadata
+
+    def read(file: str, metadata_ext: str) -> Any:
+        if metadata_ext != ".csv":
+            return own(file, metadata_ext=metadata_ext)
+        with existing_paths_are_literal():
+            return [datasets.Dataset.from_csv(file, keep_in_memory=True, **NONE_IS_TEXT).data.table]
+
+    builder._read_metadata = read
+    return builder
 
 
 def shard_names(urls: Sequence[str]) -> list[str]:

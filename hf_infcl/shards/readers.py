@@ -17,10 +17,10 @@ import pyarrow
 import pyarrow.parquet
 import pyarrow.types as types
 
-from ..files.text import counted, json_object, listed, shortened
+from ..files.text import counted, lacks_column, listed, shortened
 from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, split_name, tar_members, tar_samples, truncated
 from .opening import open_shard
-from .tar_tables import tar_table
+from .tar_tables import json_object, tar_table
 
 if TYPE_CHECKING:
     import datasets
@@ -231,8 +231,8 @@ class ParquetReader(Pieces):
         for option, what, column in (*named, *columns.texts()):
             if column not in schema.names:
                 raise ValueError(
-                    f"The shard {urls[0]!r} has no column {column!r}. Its columns are {schema.names}. Name the right "
-                    f"one with {option} (--{option} on the command line)."
+                    f"The shard {urls[0]!r} {lacks_column(column, schema.names)} Name the right one with {option} "
+                    f"(--{option} on the command line)."
                 )
             (fits, kinds), found = _FITS[what], schema.field(column).type
             if not fits(found):

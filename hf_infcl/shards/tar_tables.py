@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow
 
-from ..files.text import ERRORS, describe_cause, is_unicode, json_object, shortened
+from ..files.text import ERRORS, describe_cause, is_unicode, shortened
 from .layout import IMAGE_EXTENSIONS, DamagedShardError, member_url, register, tar_samples
 from .opening import content_tag, digest, open_shard
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 KEY, SHARD = "__key__", "__url__"  # as `datasets` calls the columns
 _FIRST = "\0image"  # the first image of each sample, until it is known whether there is one
 _LARGEST_TEXT = 2**16
+_TEXTS = ("txt", "text", "caption")  # extensions whose files have to be texts
 # Reading in small pieces passes over the images, which are most of a shard.
 _BUFFER = 2**12
 
@@ -62,11 +64,13 @@ def tar_table(
         if name in samples.images:
             continue
         column, wrong = _of_one_type(name, samples.column(name))
-        if column.null_count == len(errors) and name not in samples.fields:
+        if column.null_count == len(errors) and name not in (*samples.fields, *_TEXTS):
             continue  # files of another kind, such as sounds
         for row, error in wrong.items():
             errors[row].setdefault(name, error)
-        table[name] = column
+        table[name] = column.cast(pyarrow.string()) if name in _TEXTS and column.type == pyarrow.null() else column
+    if not samples.fields and table.keys() <= {*features, KEY, SHARD} and all("json" in one for one in errors):
+        raise ValueError(f"No .json of {shards[0][1]!r} can be read. The first: {errors[0]['json']}.")
     told: list[list[dict[str, str | None]] | None] = []
     for of_sample in errors:
         if "json" in of_sample:  # an unreadable ``.json`` is one of each field
@@ -178,6 +182,14 @@ class _Samples:
                     row[extension] = parse(content)
             except Exception as error:  # parsers raise exceptions of many classes
                 errors[extension] = describe_cause(error)
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The fields of an object; raises a ValueError for any other JSON, and for what is none."""
+    fields = json.loads(content)
+    if not isinstance(fields, dict):
+        raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
+    return fields
 
 
 def _flat(fields: Mapping[str, object], errors: dict[str | None, str], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..files.text import describe_cause
 from .grad_cache import Features
 from .window import Window
 
@@ -227,7 +228,7 @@ def value_of_term(term: LossTerm, features: Features, references: Sequence[Featu
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"reference of the term {term.name!r} must return a tuple of tensors [rows, ...], as many for each "
-            f"micro-batch: {error}."
+            f"micro-batch: {describe_cause(error)}."
         ) from error
     value: object = term.value(features, joined)
     if not (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()):

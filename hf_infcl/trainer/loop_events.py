@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from ..step.step import WindowStep
 from ..step.window import Window
 from .checkpoints import Checkpoints
 from .loaders import TrainingData
+from .model_files import cause
 
 _SECONDS = "train_seconds"
 # The flags of Trainer's control that callbacks can set.
@@ -231,8 +233,11 @@ class LoopEvents(TrainerCallback):
 
 
 def add_own_callbacks(trainer: Any) -> None:
-    """Adds the callbacks of this package to those of an `InfCLTrainer`."""
+    """Adds the callbacks of this package to those of an `InfCLTrainer`, whose trackers no longer end it by an error."""
     handler, args = trainer.callback_handler, trainer.args
+    for callback in handler.callbacks:
+        if type(callback).__module__.startswith("transformers.integrations."):
+            _guard(callback)
     # This callback comes first, so that the user's callbacks see the clamped logit_scale.
     handler.callbacks.insert(0, LoopEvents(handler.callbacks, trainer._begin_training))
     if args.early_stopping_patience is not None:
@@ -242,6 +247,24 @@ def add_own_callbacks(trainer: Any) -> None:
         if type(callback) is EarlyStoppingCallback:  # which knows neither several evaluation sets nor resumes
             limits = callback.early_stopping_patience, callback.early_stopping_threshold
             handler.callbacks[place] = EarlyStopping(*limits)
+
+
+def _guard(tracker: TrainerCallback) -> None:
+    """Lets a tracker end with its first error, such as that of a server that is down, and the training go on."""
+    has_failed = False
+
+    def call(event: Callable[..., TrainerControl | None], *args: Any, **kwargs: Any) -> TrainerControl | None:
+        nonlocal has_failed
+        try:
+            return None if has_failed else event(*args, **kwargs)
+        except Exception as error:  # trackers raise exceptions of any class
+            has_failed, name = True, type(tracker).__name__
+            logger.warning(f"{name} records nothing from now on, because of its error: {cause(error)}.")
+            return None
+
+    for name in dir(TrainerCallback):
+        if name.startswith("on_"):
+            setattr(tracker, name, partial(call, getattr(tracker, name)))
 
 
 class CompleteWindows(TrainerCallback):
