@@ -102,7 +102,7 @@ def _or(sizes: Iterable[int]) -> str:
 
 
 @dataclass(repr=False)  # the method of TrainingArguments hides the token
-class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):
+class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):  # type: ignore[misc]  # None for torch_compile
     """`transformers.TrainingArguments` for exact contrastive training.
 
     One contrastive batch, the global batch, has ``global_batch_size`` pairs, by default

@@ -90,7 +90,7 @@ def with_cached_features(context: Context, interruptions: Interruptions) -> Any:
     interruptions.phases.enter("computing features")
     tower: Any = context.encoder.frozen_towers().get("image")
     start = context.start if args.keep_features else None
-    of_run = {"sharded": is_sharded(context.accelerator), "compiled": args.torch_compile}
+    of_run = {"sharded": is_sharded(context.accelerator), "compiled": bool(args.torch_compile)}
     check_cacheable(pairs, tower, collator, keeps=start is not None, **of_run)
 
     def encoded(encode: Encode, inputs: dict[str, Tensor]) -> Tensor:

@@ -150,9 +150,11 @@ class TrainingCollator:
             return batch  # which is refused later
         if isinstance(tokens := batch.get("input_ids"), Tensor):
             check_tokens(tokens, self._vocabulary)
-        added = {name: value for one in self._teachers for name, value in one.inputs(plain, batch).items()}
+        added: dict[str, Any] = {}
+        for teacher in self._teachers:
+            added |= teacher.inputs(plain, batch)
         mask = batch.get("attention_mask")
-        if self._reads_to_end is not None and isinstance(mask, Tensor):
+        if self._reads_to_end is not None and isinstance(mask, Tensor) and isinstance(tokens, Tensor):
             added[NO_MASK] = not self._reads_to_end.needs_mask(tokens, mask)
         if keyed:
             added["pair_keys"] = torch.tensor([one.key for one in items])
