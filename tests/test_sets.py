@@ -171,7 +171,7 @@ def test_old_pairs_and_streams_have_facts(table, tmp_path):
     assert old("caption_column=words&streaming=True").caption_column == "words"
     with pytest.raises(ValueError, match="tables and streams"):
         old("caption_column=words&streaming=true", "caption_column=words")
-    with pytest.raises(ValueError, match=r"one states .*words.* and another .*others"):
+    with pytest.raises(ValueError, match=r"let all state the same, not .*words.* and .*others"):
         old("caption_column=words&streaming=true", "caption_column=others&streaming=true")
 
 
