@@ -266,7 +266,7 @@ def replace_text(name: str, text: str) -> Callable[[Path], Any]:
     ("damage", "message"),
     [
         (lambda folder: (folder / "classnames.txt").unlink(), "has no classnames.txt"),
-        (replace_text("zeroshot_classification_templates.txt", "a {c}\na photo\n"), "but there is 'a photo'"),
+        (replace_text("zeroshot_classification_templates.txt", "a {c}\na photo\n"), "must have one {c}, not 'a photo'"),
         (replace_text("classnames.txt", "a\nb\n"), r"holds \[2, 3, 4, 5\], but there are 2 class names"),
         (replace_text("dataset_type.txt", "captioning"), "says 'captioning', which is none of"),
         (replace_text("dataset_type.txt", "retrieval"), "No caption was found|must have one image and a .txt"),

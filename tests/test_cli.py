@@ -594,9 +594,8 @@ def test_a_folder_that_is_overwritten_holds_either_a_model_or_adapters(small, tm
 def test_training_needs_no_matplotlib(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
     infcl(*small, "--max_steps", 1)
-    assert f"matplotlib is not installed. After `pip install matplotlib`, `infcl card {tmp_path / 'out'}` draws" in (
-        capsys.readouterr().out
-    )
+    told = f"The curves were not drawn: `pip install matplotlib`, and `infcl card {tmp_path / 'out'}` draws them."
+    assert told in capsys.readouterr().out
     assert not (tmp_path / "out/curves.png").exists()
 
 

@@ -100,7 +100,12 @@ def test_captions_are_made_of_the_names_of_classes():
         (classes(), "a {c}", {}, r"one \{c\} each"),
         (classes(), [], {}, r"one \{c\} each"),
         (classes(datasets.Value("int64")), ["{c}"], {}, "without names of classes"),
-        (classes(datasets.Value("int64")), ["{c}"], {"class_names": ["a"]}, r"holds \[1\], but there are 1 names"),
+        (
+            classes(datasets.Value("int64")),
+            ["{c}"],
+            {"class_names": ["a"]},
+            r"holds \[1\], but there are 1 class names",
+        ),
         (classes(), ["{c}"], {"label_column": "kind"}, "there is no 'kind'"),
         (classes().add_column("caption", ["a", "b", "c"]), ["{c}"], {}, "a column 'caption' already"),
     ],

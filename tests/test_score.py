@@ -439,7 +439,7 @@ def test_what_two_ledgers_leave_has_the_numbers_of_the_whole_table(folder, tmp_p
     found = training_set(DataOptions([str(folder / "pictures")], exclude=asked), ColumnOptions(), args)
     assert found.numbers.tolist() == sorted({*range(96)} - {3, 10, 0, 11})
     for row in (0, 8, 91):
-        assert found.table[row]["caption"] == found.whole.table[int(found.numbers[row])]["caption"]
+        assert found.table[row]["text"] == found.whole.table[int(found.numbers[row])]["text"]
 
 
 def test_a_ledger_without_wrong_pairs_advises_to_exclude_none(tmp_path):

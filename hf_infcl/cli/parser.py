@@ -474,7 +474,8 @@ class Parser(HfArgumentParser):
             else:
                 texts = text if items is value else [text if str in kinds else value]
                 try:
-                    values[name] = self._get_values(actions[name], list(map(str, texts)))
+                    read = self._get_values(actions[name], list(map(str, texts)))
+                    values[name] = [read] if items is value and not isinstance(read, list) else read
                 except argparse.ArgumentError as error:
                     raise ValueError(f"{path}: {error}") from None
         return values

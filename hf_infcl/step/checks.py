@@ -265,9 +265,12 @@ def check_own_loss(context: Context, batch: Mapping[str, Any]) -> None:
 def asked_for_loss(context: Context, forward: Callable[..., object]) -> Callable[..., object]:
     """The forward of a model, which raises a ValueError if it adds something to the contrastive loss of its inputs.
 
-    The trainer would not train that. The forwards of transformers compute the contrastive loss alone.
+    The trainer would not train that. The forwards of transformers compute the contrastive loss alone, but for ALIGN's,
+    whose labels are smoothed.
     """
     encoder = context.encoder
+    if getattr(getattr(encoder.base, "config", None), "model_type", None) == "align":
+        return forward
     kind = type(encoder.base)
     parameters = inspect.signature(encoder.base.forward).parameters.values()
     of_transformers = any(one.__module__.startswith("transformers.") for one in kind.__mro__)

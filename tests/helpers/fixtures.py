@@ -12,7 +12,7 @@ import torch
 from . import interpreted  # noqa: F401 - before Triton is imported
 from .demo import all_digits, copy_rows, made_once
 from .hub import Hub, hub_for_this_process
-from .processes import FreshRanks, Ranks, leave_out_of_collections
+from .processes import FreshRanks, Ranks, leave_out_of_collections, without_tf32
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,8 @@ def memory_for_other_tests() -> Iterator[None]:
 def full_precision() -> Iterator[None]:
     """A training of another test may have enabled TF32 in this process."""
     yield
-    if torch.backends.fp32_precision == "tf32":
-        torch.backends.fp32_precision = "none"
+    if "tf32" in (torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision):
+        without_tf32()
 
 
 @pytest.fixture(scope="module")
