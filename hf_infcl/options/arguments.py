@@ -149,7 +149,7 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):  # type: ig
         if self.greater_is_better is None and (measured := metric_named(self.metric_for_best_model or "")) is not None:
             self.greater_is_better = measured.greater_is_better
         if (self.output_dir or "").endswith("."):  # a message would end in "." and its full stop
-            self.output_dir = os.path.abspath(self.output_dir)
+            self.output_dir = os.path.abspath(str(self.output_dir))
         with ended_with_launcher():
             if self.use_cpu:
                 # On CPUs, TrainingArguments would create the group without the timeout. It reuses an existing group.
