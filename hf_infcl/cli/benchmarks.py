@@ -1,8 +1,7 @@
-"""The files of a benchmark, from a local copy or from the Hub, and the version that they are of.
+"""Named benchmarks: their files from a local copy or the Hub, as evaluation sets, and their scores.
 
-Benchmarks as evaluation sets: tar shards in the layout of CLIP_benchmark, files of SugarCrepe, tables of XM3600.
-
-The scores of benchmarks: the main metric of each, and the means of the groups that were named."""
+Sets are tar shards in the layout of CLIP_benchmark, files of SugarCrepe and tables of XM3600. The scores are the main
+metric of each, and the means of the groups that were named."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Finds copies of an image that were scaled or compressed again.
+"""The findings of `infcl check`: faults of pairs, copies within a data set or between two, and their cures.
 
-What one pair looks like to a training, and what can be wrong with it.
-
-Reads the pairs of a data set on several workers: all of them, or a sample.
-
-What is wrong with a data set, or between two, and what to do about it."""
+Several workers read all pairs or a sample. Copies of an image are found when scaled or compressed again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How a command tells a mistake: in one line, once.
+"""Reads the options of a command from the command line; a file or a recipe gives other defaults.
 
-Reads the options of a command from the command line; a file or a recipe gives other defaults.
+Mistakes are told in one line, once.
 
 Nothing here imports torch, so that ``--help`` and mistakes are answered at once.
 """

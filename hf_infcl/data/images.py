@@ -1,6 +1,6 @@
 """Reads rows with undecoded images, decodes the images one by one, and reports which row is bad.
 
-The columns of a table that hold images, captions and classes, where their usual names or types say so."""
+It also finds the columns of images, captions and classes by their usual names or types."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Measures the share of the training time that a process waits for data.
+"""Loads the micro-batches of a training, and records which global batch follows the trained ones.
 
-Checks of what a data collator returns for a training.
-
-Loads the micro-batches of a training, and records which global batch follows the trained ones."""
+It checks the batches that a data collator returns, and measures how long a process waits for them."""
 
 from __future__ import annotations
 

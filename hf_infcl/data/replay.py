@@ -1,6 +1,4 @@
-"""The micro-batches of a dataset with a length: alone, or as the new or the old pairs of a replay.
-
-Replay: a share of the pairs of every global batch comes from an old training set, so that it is not forgotten.
+"""The micro-batches of a table, alone or with replay: a share of every global batch comes from an old training set.
 
 New and old pairs are read micro-batch by micro-batch, and collated together. Which pairs a micro-batch gets depends
 only on its number in the run, so the global batches are the same on any number of processes and accumulation steps.

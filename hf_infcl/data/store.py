@@ -1,8 +1,7 @@
-"""What a pair is known by whenever it is trained: the row of a table, or a hash of the name of a stream's sample.
+"""Rows with keys, and a store of arrays by these keys: written in parts, looked up at random.
 
-What holds for a dataset and for all datasets that it wraps.
-
-A store of arrays by the keys of rows: written in parts, looked up at random."""
+A key is the row of a table, or a hash of the name of a stream's sample. Also found here: facts that hold for a dataset
+and for all datasets that it wraps."""
 
 from __future__ import annotations
 

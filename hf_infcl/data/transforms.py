@@ -1,6 +1,6 @@
-"""Random crops and flips of images, drawn from a random generator of each sample.
+"""Transforms of images: random crops and flips, and the work of transformers' image processors.
 
-The work of transformers' image processors in two steps: uint8 in a worker, floating point on the device."""
+The latter has two steps: uint8 in a worker, floating point on the device."""
 
 from __future__ import annotations
 

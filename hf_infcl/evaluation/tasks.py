@@ -1,4 +1,4 @@
-"""The rank of a query's best-placed positive among all candidates, and the checks of the embeddings that are ranked.
+"""Zero-shot classification and retrieval, from the rank of a query's best-placed positive among all candidates.
 
 All metrics of this package are computed from such ranks. Scores are computed tile by tile, so the full score matrix
 never exists: apart from float copies of the embeddings, memory is a few tensors of `max(TILE_NUMEL, number of
@@ -9,18 +9,15 @@ which leaves the order of ties open; ours is one of the orders that `torch.topk`
 the device nor on the tiles. Without ties, the results are equal. A collapsed model, for which all candidates tie, gets
 the score of chance.
 
-
 The layout of a batch of images that have any number of captions each.
 
 The captions of a set form one tensor [M, ...] in the order of their images, together with the number of captions of
 each image [N]. Memory grows with the total number of captions, not with the maximum per image.
 
-
 Zero-shot classification from embeddings. The functions take tensors and return tensors or a dict of floats.
 
 The results equal those of CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark), so they can be compared with
 published ones. `hf_infcl.evaluation.tasks` explains how ties are resolved.
-
 
 Image-text retrieval from embeddings. The functions take tensors and return a dict of floats.
 

@@ -1,6 +1,4 @@
-"""Values that cannot be used, and what messages say of them.
-
-Keeps user names, passwords and keys of URLs out of everything that is printed, logged, written or published."""
+"""Words of messages: values, differences and names, and URLs without their user names, passwords and keys."""
 
 from __future__ import annotations
 

@@ -91,10 +91,10 @@ def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "its kernels compute in float32, and the features are float64"
     try:
-        from . import triton_tiles as triton_tiling
+        from . import triton_tiles
     except ImportError as error:
         return f"the package triton (3.6 or newer) cannot be imported ({error})"
-    if triton_tiling.INTERPRETED:
+    if triton_tiles.INTERPRETED:
         return ""
     if device.type != "cuda":
         return f"it needs a CUDA or ROCm GPU, and the features are on {device}"

@@ -1,6 +1,4 @@
-"""The arguments that the operators of the package have in common; it explains their terms.
-
-Computes blocks in plain torch, tile by tile, on CPU, MPS and GPUs without Triton; see the package for the terms.
+"""Computes blocks in plain torch, tile by tile, on CPU, MPS and GPUs without Triton; see the package for the terms.
 
 A tile has at most `TILE_ELEMENTS` logits (`TILE_ELEMENTS_GPU` on devices other than CPUs). The memory beyond inputs and
 outputs is therefore constant, about six such tiles in fp32, regardless of the size of the block. Logits, statistics and

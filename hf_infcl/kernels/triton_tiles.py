@@ -1,8 +1,7 @@
-"""How a device divides blocks into tiles and tiles among programs, and descriptors for boxes of memory.
+"""Tiles of logits: how a device divides blocks into them, their operands, and the device code of both losses.
 
 Nothing is tuned at run time: the tiling depends on the architecture alone. On Hopper it was chosen by measurement. On
 other architectures tiles are as large as fits; the tests compile them for Ampere and AMD's CDNA 3 but never run them.
-
 
 Tiles of logits: the device code that the kernels of both losses share.
 
@@ -28,7 +27,6 @@ explained in its file. For small blocks and for fp32 features, the softmax loss 
 fp32 features are given as sums of bfloat16 parts (`triton_operands.in_parts`). The parts of a row are concatenated in
 such an order that a single product along the row adds up the products of all pairs of parts. The pair of the largest
 parts comes last, in the last CAREFUL steps of BK elements. CAREFUL is 0 for features in half precision.
-
 
 Converts features to the form that the tensor-core kernels take, and finds the tiles that have to compare ids."""
 

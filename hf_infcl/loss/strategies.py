@@ -1,8 +1,8 @@
-"""A ring of processes: blocks travel around it while each process computes on the block that it holds.
+"""The strategies by which processes share the logits of a batch, and the ring in which blocks travel around them.
 
-Transfers are point-to-point. Each one starts before the computation that hides it and is waited for afterwards. With
-NCCL, waiting only orders streams and never blocks the host. A single process is a ring of one, without transfers.
-
+Transfers of the ring are point-to-point. Each one starts before the computation that hides it and is waited for
+afterwards. With NCCL, waiting only orders streams and never blocks the host. A single process is a ring of one, without
+transfers.
 
 How processes share the logits of a batch: which logits each process computes and what the processes exchange.
 

@@ -1,6 +1,6 @@
-"""How a global batch is divided among processes and micro-batches.
+"""The arguments of `InfCLTrainer`: those of TrainingArguments, and a few that contrastive training adds.
 
-The arguments of `InfCLTrainer`: those of TrainingArguments, and a few that contrastive training adds."""
+They also say how a global batch is divided among processes and micro-batches."""
 
 from __future__ import annotations
 

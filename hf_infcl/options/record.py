@@ -1,6 +1,4 @@
-"""The run that wrote a checkpoint, and its progress: a file in every checkpoint.
-
-The options that decide about a training, as recorded in its checkpoints.
+"""The record in every checkpoint: the run that wrote it, its progress, and the options that decide about the training.
 
 Options that only decide where or how fast something is computed, how often it is logged, saved or evaluated, or what
 happens after an error, are left out: they may change from one part of a run to the next.

@@ -1,6 +1,4 @@
-"""What a model returns for the images and captions of a data set, computed by all processes into a store.
-
-Embeds whole collections: `infcl embed`, and the teacher of a training."""
+"""Embeds whole data sets by all processes into a store: for `infcl embed`, and the teacher of a training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The ledger: a parquet file that says of each pair of a training set how well image and caption belong together.
 
-Draws the most suspicious pairs of a ledger, to be looked at."""
+It also draws the most suspicious pairs, to be looked at."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A teacher whose embeddings were stored: which of these belong to which part of a training set, and pairs without.
 
-Makes the term of a training's teacher, and refuses one that could not teach exactly."""
+It also makes the term of a training's teacher, and refuses one that could not teach exactly."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The names of the files in a shard: the extensions of images, keys of samples, and what messages say about names.
+"""The layout of shards: names of files and keys of samples, the files of a tar file, and URLs of these files.
 
-The files in a tar file from any header on, by Python's `tarfile`, and the samples that their names form.
-
-Files in a tar file as URLs: where their contents begin, how long they are, and which tar file and name they have.
+A tar file is read from any header on by Python's `tarfile`. A URL says where the contents of a file begin, how long
+they are, and which tar file and name they have.
 
 `fsspec`, and so `datasets`, opens such URLs once `register` was called in the process; `read_member` always does.
 """

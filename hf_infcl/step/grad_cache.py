@@ -191,7 +191,7 @@ class CachedWindow(Generic[MicroBatchT]):
 
     The first ``retain`` micro-batches keep the autograd graph of their first pass for the second pass; the others are
     encoded again. A window of K micro-batches therefore costs K - retain more forwards than one large batch. The first
-    pass encodes the micro-batches with kept graphs last, so there are never more than ``retain`` graphs, even if all
+    pass encodes the micro-batches with cached graphs last, so there are never more than ``retain`` graphs, even if all
     forwards run with autograd.
 
     Args:
@@ -286,7 +286,7 @@ class CachedWindow(Generic[MicroBatchT]):
             other_inputs: further tensors on which ``loss`` depends, and that no wrapper synchronises. `other_gradients`
                 has their gradients afterwards.
         """
-        # The features are detached; only kept graphs show which of them (not a frozen tower's) require a gradient.
+        # The features are detached; only cached graphs show which of them (not a frozen tower's) require a gradient.
         unknown = bool(self._recomputed) and not self._alike
         leaves = tuple(
             feature.requires_grad_(
