@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -38,6 +39,7 @@ from hf_infcl.step.terms import SIDES, TeacherDistance
 BETA, RATE, ROWS = 3.0, 5e-3, 48
 PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
 PLAIN |= {"max_logit_scale": 1e6}
+NAMELESS = SimpleNamespace(width=None, options={}, words="a teacher")
 
 
 def build(name: str) -> nn.Module:
@@ -436,36 +438,24 @@ def test_embeddings_are_found_in_every_kind_of_data_on_any_number_of_processes(r
 
 def test_captions_of_an_image_add_up():
     features, wanted = ([F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5)] for _ in range(2))
-    value = TeacherDistance(_Fixed(torch.ones(3).bool()), BETA).value(tuple(features), tuple(wanted))
+    value = TeacherDistance(NAMELESS, BETA).value(tuple(features), tuple(wanted))
     distances = [(f - w).square().sum() for f, w in zip(features, wanted, strict=True)]
     torch.testing.assert_close(value, BETA * (distances[0] + distances[1]) / 3)
 
 
 def test_pairs_without_an_embedding_are_left_to_the_contrastive_loss(tmp_path):
     """The mean is that over the others: the gradient of the term does not shrink with the share of new pairs."""
-    term = TeacherDistance(_Fixed(torch.tensor([True, True, False])), BETA, partial=True)
+    term = TeacherDistance(NAMELESS, BETA, partial=True)
     features = tuple(F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5))
-    inputs = {"wanted": tuple(F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5))}
-    inputs["texts"] = torch.tensor([True, True, True, False, False])
+    wanted = [F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5)]
+    known = torch.tensor([True, True, False]), torch.tensor([True, True, True, False, False])
+    names = "teacher_images", "teacher_texts", "teacher_known_images", "teacher_known_texts"
+    inputs = dict(zip(names, (*wanted, *known), strict=True))
     value = term.value(features, term.reference(inputs, {}))
-    distances = [(f - w).square().sum(1) for f, w in zip(features, inputs["wanted"], strict=True)]
+    distances = [(f - w).square().sum(1) for f, w in zip(features, wanted, strict=True)]
     torch.testing.assert_close(value, BETA * (distances[0][:2].sum() + distances[1][:3].sum()) / 2)
-    none = TeacherDistance(_Fixed(torch.zeros(3, dtype=torch.bool)), BETA, partial=True)
-    inputs["texts"] = torch.zeros(5, dtype=torch.bool)
-    assert none.value(features, none.reference(inputs, {})) == 0
-
-
-class _Fixed:
-    width, options, words = None, {}, "fixed"
-
-    def __init__(self, images: Tensor) -> None:
-        self._images = images
-
-    def embed(self, inputs: Any, frozen_outputs: Any) -> Any:
-        return inputs["wanted"]
-
-    def known(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        return self._images, inputs["texts"]
+    inputs |= {name: torch.zeros_like(inputs[name]) for name in names[2:]}
+    assert term.value(features, term.reference(inputs, {})) == 0
 
 
 def damaged(folder: str, change: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from ..models.open_clip import load, stated_licence
 from ..options.arguments import InfCLTrainingArguments
 from ..options.contrastive import ContrastiveOptions
 from ..step.extensions import LossTerm, of_kind
-from ..step.grad_cache import Features
 from ..step.terms import OF_TEACHER, Context, TeacherDistance
 from .embedding import RECORD, described, embed, read_record
 
@@ -90,7 +88,7 @@ class StoredEmbeddings:
 
 
 class StoredTeacher:
-    """A `Teacher` whose embeddings were stored: looked up by the place of each item, which it lets the sets name.
+    """A teacher whose embeddings were stored: looked up by the place of each item, which it lets the sets name.
 
     Args:
         folders: of embeddings, each of one or several of the sets.
@@ -140,12 +138,6 @@ class StoredTeacher:
         shown = os.path.basename(os.path.normpath(name)) if os.path.isabs(name) or os.path.exists(name) else name
         of_licence = f"licence {licence}" if licence else "no licence stated"
         self.words = f"{shown} ({of_licence}), whose embeddings were stored"
-
-    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        return tuple(F.normalize(inputs[f"{OF_TEACHER}{side}s"].float(), dim=-1) for side in self._sides)
-
-    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return inputs[f"{OF_TEACHER}known_images"], inputs[f"{OF_TEACHER}known_texts"]
 
     def inputs(self, items: Sequence[Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a batch of some items gets for the teacher."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,42 +27,22 @@ SIDES = ("image", "text")
 OF_TEACHER = "teacher_"  # what the names of a batch's tensors for the teacher begin with
 
 
-class Teacher(Protocol):
-    """Knows the embeddings that a student is drawn to."""
-
-    @property
-    def width(self) -> int | None:
-        """The dimensions of its embeddings; None for those of the student's."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What a resumed training has to share with it."""
-
-    @property
-    def words(self) -> str:
-        """The teacher in words, for the model card."""
-
-    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        """For each side that is taught, [rows, width] of length 1, without a graph; see `LossTerm.reference`."""
-        ...
-
-    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Which images and which texts it knows, [images] and [texts] bool: an image with its captions, or neither."""
-        ...
-
-
 # ---- Terms of the loss ----
 
 
 class TeacherDistance(LossTerm):
     """β times the mean over the global batch of ‖v − v_T‖² + ‖t − t_T‖², the squared distances to a teacher's.
 
-    Several captions of an image add up, and so do negative captions: the batch is its images. Pairs that the teacher
-    does not know are left out of the mean. A teacher of another width is compared with a linear map of the student's
-    embeddings (without bias, then normalised), which is trained with the model and not saved with it. CLIP-KD (arXiv
-    2307.12732) found this the best single term.
+    The batches have the teacher's embeddings, ``teacher_images`` and ``teacher_texts`` [rows, width], and with
+    ``partial`` which images and texts it knows, ``teacher_known_images`` and ``teacher_known_texts`` bool, an image
+    with its captions or neither: the others are left out of the mean. Several captions of an image add up, and so do
+    negative captions: the batch is its images. A teacher of another width is compared with a linear map of the
+    student's embeddings (without bias, then normalised), which is trained with the model and not saved with it. CLIP-KD
+    (arXiv 2307.12732) found this the best single term.
 
     Args:
+        teacher: has ``width``, the dimensions of its embeddings (None for those of the student's), ``options``, which a
+            resumed training has to share, and ``words`` for the model card.
         sides: of `SIDES`, those that are taught.
         partial: whether the teacher may not know all pairs; equal on all processes.
         width: that of the student's embeddings, where that of the teacher may differ.
@@ -74,7 +54,7 @@ class TeacherDistance(LossTerm):
 
     def __init__(
         self,
-        teacher: Teacher,
+        teacher: Any,
         weight: float,
         sides: Sequence[str] = SIDES,
         *,
@@ -106,8 +86,8 @@ class TeacherDistance(LossTerm):
         return list(self._maps.values())
 
     def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        features = self.teacher.embed(inputs, frozen_outputs)
-        return (*features, *self.teacher.known(inputs)) if self._partial else features
+        known = [inputs[f"{OF_TEACHER}known_{kind}"] for kind in ("images", "texts") if self._partial]
+        return (*(F.normalize(inputs[f"{OF_TEACHER}{side}s"].float(), dim=-1) for side in self._sides), *known)
 
     def value(self, features: Features, references: Features) -> Tensor:
         wanted, known = (references[:-2], references[-2:]) if self._partial else (references, ())

@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -130,17 +130,6 @@ class OpenCLIPTrainer(PlainTrainer):
         return loss.detach().float() / len(self._window)
 
 
-class InBatch:
-    """A `hf_infcl.step.terms.Teacher` whose embeddings are in the batch, as stored ones are."""
-
-    names = ("stored_images", "stored_texts")
-    width, options, words = None, MappingProxyType({}), "stored"
-
-    def embed(self, inputs: Batch, frozen_outputs: Any) -> tuple[Tensor, Tensor]:
-        images, texts = (inputs[name].float() for name in self.names)
-        return images, texts
-
-
 class PooledInfCLTrainer(InfCLTrainer):
     """InfCLTrainer with batches from a pool. With ``offload_inputs`` they stay in host memory."""
 
@@ -156,9 +145,10 @@ class PooledInfCLTrainer(InfCLTrainer):
         return Loader(pool, length, device, rows if self.args.divides_by_itself else None, **no_mask)
 
     def _with_embeddings(self, batch: Batch) -> Batch:
-        """A batch with random embeddings for `InBatch`."""
+        """A batch with random embeddings of a teacher, as stored ones are."""
         shape = len(batch["pixel_values"]), self.model.config.projection_dim
-        return {**batch, **{name: F.normalize(torch.randn(shape), dim=-1).half() for name in InBatch.names}}
+        names = "teacher_images", "teacher_texts"
+        return {**batch, **{name: F.normalize(torch.randn(shape), dim=-1).half() for name in names}}
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Also creates Adam's state, which otherwise appears only after the first step: one step shows all memory."""
@@ -209,7 +199,8 @@ def train(
             **options,
         )
         clock = Clock(args.device)
-        term: dict[str, Any] = {"extensions": [TeacherDistance(InBatch(), 1.0)]} if taught else {}
+        teacher = SimpleNamespace(width=None, options={}, words="stored")
+        term: dict[str, Any] = {"extensions": [TeacherDistance(teacher, 1.0)]} if taught else {}
         trainer = trainer_class(model, args, callbacks=[clock], **term)
         trainer.pool = pool
         in_uint8, by_default = pool[0]["pixel_values"].dtype == torch.uint8, "global_batch_size" in options

@@ -216,7 +216,7 @@ class InMemory(Dataset):
             which = (chance[0] * self._data["counts"][index]).long()
             if "stored" in self._data:  # a teacher's embeddings of the images as they are, and of each caption
                 images, texts = self._data["stored"]
-                batch |= {"stored_images": images[index], "stored_texts": texts[index, which]}
+                batch |= {"teacher_images": images[index], "teacher_texts": texts[index, which]}
             return {**batch, "input_ids": self._data["tokens"][index, which].long()}
         return {**batch, **self._texts(index)}
 

@@ -38,7 +38,7 @@ from hf_infcl.step.terms import SIDES, TeacherDistance
 from real_pairs import pretrained_towers
 from real_pairs.in_memory import prepare, to_device
 from real_pairs.training import SETS, Row, Run, compile_layers, measure, new_model, recalls, train
-from real_pairs.wrong_and_taught import FromBatch, called_wrong, of_selection, scores_of, stored, with_wrong_captions
+from real_pairs.wrong_and_taught import STORED, called_wrong, of_selection, scores_of, stored, with_wrong_captions
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = ("results", "wrong_and_taught", "icons", "pretrained_towers", "rules_tried")
@@ -195,7 +195,7 @@ def perform(run: Run, data: dict[str, Any], folder: Path, origin: Row, *, toy: b
         images, texts = stored(teacher, data)
         sides = SIDES if run.side == "both" else [run.side]
         changed["stored"] = images, texts[captions]
-        guests["extensions"] = [TeacherDistance(FromBatch(sides), run.weight, sides)]
+        guests["extensions"] = [TeacherDistance(STORED, run.weight, sides)]
     if run.way:
         changed["sets"] = sets_of_clip_art(changed["sets"])
     if run.compiled and on_gpu and not start:

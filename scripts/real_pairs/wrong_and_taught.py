@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.processes.collectives import Processes
 from hf_infcl.quality.ledger import probability_wrong
-from hf_infcl.step.grad_cache import Features
 from hf_infcl.step.selection import WithoutNoisyPairs, mean_of_trained
 
 from .training import encoded
@@ -39,17 +38,8 @@ def captions_of(pairs: int, share: float) -> Tensor:
     return captions
 
 
-class FromBatch:
-    """A `Teacher` whose embeddings of these sides `InMemory` puts into the batch."""
-
-    options: Mapping[str, Any] = {}
-    inputs, words, width = None, "stored", None
-
-    def __init__(self, sides: Sequence[str]) -> None:
-        self._names = [f"stored_{side}s" for side in sides]
-
-    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
-        return tuple(inputs[name] for name in self._names)
+# A teacher whose embeddings `InMemory` puts into the batch.
+STORED = SimpleNamespace(width=None, options={}, words="stored")
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from hf_infcl.step.terms import SIDES, TeacherDistance
 
 
 class Running:
-    """A `Teacher` that is a model, of what the student reads."""
+    """A teacher that is a model, of what the student reads."""
 
     options: ClassVar[dict[str, Any]] = {}
     words = "a model that runs with the student"
@@ -29,12 +29,9 @@ class Running:
     def both(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return self.encoder.embed(self.encoder.model.to(inputs["input_ids"].device), inputs)
 
-    def known(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
 
 class Reading(Running):
-    """A `Teacher` with a processor of its own, which knows some items by what the student reads of them."""
+    """A teacher with a processor of its own, which knows some items by what the student reads of them."""
 
     def __init__(self, model: nn.Module, processor: Any, items: Sequence[Any], student: Any) -> None:
         super().__init__(model, SIDES)
@@ -65,6 +62,10 @@ class RunningDistance(TeacherDistance):
     """The term of a teacher that reads the texts as they are encoded."""
 
     in_order = False
+
+    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> tuple[Tensor, ...]:
+        embeds: tuple[Tensor, ...] = self.teacher.embed(inputs, frozen_outputs)
+        return embeds
 
 
 def taught_by(teacher: Running, student: nn.Module, weight: float, **options: Any) -> dict[str, Any]:
