@@ -21,6 +21,12 @@ GPU. inf_cl and siglip-kernel are measured if they are installed. inf_cl require
 With --captions k the batch size counts images. Each image has k texts on its own GPU, all of them positives, and the
 names of the implementations end in k. SigLIP+ of siglip-kernel weights the positives, so its gradient is that of a
 different loss. The picture leaves these rows out.
+
+    python scripts/benchmark.py ring --blocks 256 --per-gpu-batch-sizes 512
+
+measures the host on one GPU instead: a process alone takes its part in a ring of that many, and receives copies of what
+it sends, without a network. ``host_us`` is the time in which the host queues a forward and backward, ``device_us`` the
+time until the GPU has done it, both in microseconds per block; ``graphs_mib`` is the memory of the recording.
 """
 
 from __future__ import annotations
@@ -28,8 +34,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +48,9 @@ from torch import Tensor
 
 from hf_infcl import contrastive_loss
 from hf_infcl.kernels import torch_backend as tiled
-from hf_infcl.loss import OBJECTIVES, local_contrastive_loss, strategies
+from hf_infcl.loss import OBJECTIVES, contrastive, cuda_graphs, local_contrastive_loss, strategies
 from hf_infcl.loss.strategies import STRATEGIES
+from hf_infcl.processes import collectives
 
 from . import common, peers
 from .common import BIAS, RESULTS, SCALE, Row
@@ -52,6 +60,12 @@ COLUMNS = tuple(
     """
     date commit device torch triton world_size objective dtype dim per_gpu_batch_size batch_size implementation ms
     ms_p10 ms_p90 gpairs_per_s efficiency peak_mib gradient_difference note
+    """.split()
+)
+COLUMNS_OF_BLOCKS = tuple(
+    """
+    date commit device torch triton objective dtype dim blocks per_gpu_batch_size implementation host_us device_us
+    graphs_mib
     """.split()
 )
 SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
@@ -169,7 +183,58 @@ def measure(step: Step, device: torch.device, budget: float) -> Row:
     return row if peak is None else row | {"peak_mib": round(peak / common.MIB)}
 
 
+def exchange_copies(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Takes the place of `dist.batch_isend_irecv`: a process receives what it sends."""
+    sent, received = ([o.tensor for o in operations if o.op is op] for op in (dist.isend, dist.irecv))
+    for tensor, own in zip(received, sent, strict=True):
+        tensor.copy_(own)
+    return []
+
+
+def gather_copies(gathered: Tensor, part: Tensor, group: Any) -> None:
+    """Takes the place of `collectives.gather_into`."""
+    gathered.view(-1, *part.shape).copy_(part.expand(len(gathered) // len(part), *part.shape))
+
+
+def run_blocks(args: argparse.Namespace) -> None:
+    """Appends rows of the host's time per block."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.blocks)
+    for objective, dim, b in ((o, d, b) for o in args.objectives for d in args.dims for b in args.per_gpu_batch_sizes):
+        loss = functools.partial(contrastive_loss, objective=objective)
+        for recorded in (False, True)[: 1 + (device.type == "cuda")]:
+            step = Step(Implementation(loss, context=always_ring), b, dim, getattr(torch, args.dtype), device)
+            with ExitStack() as stack:
+                stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", exchange_copies))
+                stack.enter_context(mock.patch.object(collectives, "gather_into", gather_copies))
+                stack.enter_context(mock.patch.object(contrastive, "launches_dominate", return_value=recorded))
+                free = common.free_bytes(device)
+                for _ in range(cuda_graphs.PATIENCE + 2):
+                    step()
+                step.forget()
+                held = (free - common.free_bytes(device)) / common.MIB if recorded else 0
+                times = []
+                for _ in range(10):
+                    begin = common.now(device)
+                    step()
+                    queued = time.perf_counter() - begin
+                    times.append((queued, common.now(device) - begin))
+            cuda_graphs.forget_recordings()
+            host, whole = (sorted(values)[len(values) // 2] / args.blocks * 1e6 for values in zip(*times, strict=True))
+            row = common.environment(device, "triton") | {"objective": objective, "dtype": args.dtype, "dim": dim}
+            row |= {"blocks": args.blocks, "per_gpu_batch_size": b}
+            row |= {"implementation": "recorded" if recorded else "launched", "graphs_mib": round(held)}
+            row |= {"host_us": round(host, 1), "device_us": round(whole, 1)}
+            common.append(args.output.with_name("blocks.csv"), COLUMNS_OF_BLOCKS, row)
+    dist.destroy_process_group()
+
+
 def run(args: argparse.Namespace) -> None:
+    if args.blocks:
+        run_blocks(args)
+        return
     device = common.start_processes()
     dtype = getattr(torch, args.dtype)
     w = common.world_size()
@@ -268,4 +333,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementations", nargs="+", help="by name, default: all; 'no communication' always")
     parser.add_argument("--milliseconds", type=int, default=1000, help="of repetitions per row")
     parser.add_argument("--captions", type=int, default=1, help="texts of each image")
+    parser.add_argument("--blocks", type=int, help="of a ring of which this is the only process; measures the host")
     parser.add_argument("--output", type=Path, default=RESULTS / "ring.csv", help="appended to; plot beside it")
