@@ -1110,7 +1110,7 @@ def test_the_command_alone_lists_its_commands(capsys):
         infcl()
     assert end.value.code == 2
     printed = capsys.readouterr().out
-    assert all(f"  {name} " in printed for name in cli.COMMANDS)
+    assert all(f"  {name} " in printed for name in cli.PARSERS)
 
 
 def test_version_says_what_a_bug_report_needs(capsys):

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import select
 import signal
 import sys
@@ -14,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from .. import __version__
-from .commands import COMMANDS, PARSERS
-from .parser import Parser
+from ..options.declaring import documented
+from .commands import PARSERS
 
 # Their versions decide what happens in a run, so a bug report needs them; not all have to be installed.
 PACKAGES = (
@@ -24,7 +25,7 @@ PACKAGES = (
 
 
 def main(command: str | None = None, words: Sequence[str] | None = None) -> None:
-    """Runs one of `COMMANDS` with the words of its command line; by default, as the words of this process say."""
+    """Runs one of `PARSERS` with the words of its command line; by default, as the words of this process say."""
     try:
         with _quiet_without_reader():
             _run(command, list(sys.argv[1:] if words is None else words))
@@ -40,33 +41,29 @@ def _run(command: str | None, words: list[str]) -> None:
             prog="infcl",
             description="Exact contrastive training of image-text models at any batch size.",
             epilog="commands:\n"
-            + "\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())
+            + "\n".join(f"  {name:9} {re.split('[.:]( |$)', documented(kind)[0])[0]}" for name, kind in PARSERS.items())
             + "\n\n`infcl COMMAND --help` lists the options of a command.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+        parser.add_argument("command", choices=PARSERS, metavar="COMMAND", help=", ".join(PARSERS))
         parser.add_argument("--version", action=_Versions, nargs=0, help="print the versions that a bug report needs")
         if not words:
             parser.print_help()
             parser.exit(2)
         command = parser.parse_args(words[:1]).command
         words = words[1:]
-    if command not in COMMANDS:
-        raise ValueError(f"The command must be one of {', '.join(COMMANDS)}, got {command!r}.")
+    if command not in PARSERS:
+        raise ValueError(f"The command must be one of {', '.join(PARSERS)}, got {command!r}.")
     reader = PARSERS[command]()
-    if isinstance(reader, Parser):
-        namespace, user_options = reader.read(words)
-    else:  # of a command that reads no options of a training
-        namespace, user_options = reader.parse_args(words), set()
+    namespace, user_options = reader.read(words)
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from .. import trainer as training  # noqa: F401  # first, as its error names a torchvision that does not fit
     from .launched import fit_workers, mistakes_in_one_line, warn_of_bf16_on_cpu, warn_once
 
     warn_once()
-    if isinstance(reader, Parser):
-        with mistakes_in_one_line(reader.prog, of_libraries=False):
-            fit_workers(namespace, reader.file_of("dataloader_num_workers"))
-        warn_of_bf16_on_cpu(namespace, reader.file_of("bf16"))
+    with mistakes_in_one_line(reader.prog, of_libraries=False):
+        fit_workers(namespace, reader.file_of("dataloader_num_workers"))
+    warn_of_bf16_on_cpu(namespace, reader.file_of("bf16"))
     place = command if command in ("check", "train") else "embeddings" if command in ("embed", "score") else "models"
     module = importlib.import_module(f".{place}", __name__)
     getattr(module, command)(reader, namespace, user_options)

@@ -20,7 +20,7 @@ from dataclasses import fields, make_dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import transformers
 from transformers import HfArgumentParser
@@ -28,7 +28,7 @@ from transformers.hf_argparser import string_to_bool
 
 from ..files.text import without_secrets
 from ..options.contrastive import ContrastiveOptions
-from ..options.declaring import holds
+from ..options.declaring import documented, holds
 from ..options.facts import check_values, of_transformers, release_of_file
 from ..options.files import FILES, RECIPES, options_in
 
@@ -68,7 +68,7 @@ def about_words(left: Sequence[str], words: Sequence[str], positionals: Mapping[
     option = next((word for word in reversed(words[:before]) if word.startswith("--")), "=")
     start = f"{' '.join(map(repr, left))} belong{'s' if len(left) == 1 else ''} to no option"
     if positionals:
-        meanings = " ".join(f"{name.strip('[]').upper()}: {meaning}" for name, meaning in positionals.items())
+        meanings = " ".join(f"{name}: {meaning}" for name, meaning in positionals.items())
         return f"{start}. Before the options stand {meanings}"
     if "=" in option:  # of a file, or none
         return f"{start}. Every value follows its option: --NAME VALUE."
@@ -178,71 +178,54 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return f"{action.option_strings[0]} {value}{' ...' if action.nargs == '+' else ''}"
 
 
-def plain_parser(
-    command: str, description: str, *options: type, positionals: Mapping[str, str]
-) -> argparse.ArgumentParser:
-    """Reads a command without options of a training; ``positionals`` as for `Parser`."""
-    kinds = typing.cast(Any, options)
-    parser = HfArgumentParser(kinds, prog=f"infcl {command}", description=description, formatter_class=Help)
-    for name, meaning in positionals.items():
-        parser.add_argument(name, help=meaning)
-    return parser
-
-
 class Parser(HfArgumentParser):
-    """Reads dataclasses and the options of a training, lists the package's own first, and suggests names for typos.
+    """Reads the options of a command, which is a subclass whose docstring is its help; suggests names for typos.
 
-    Args:
-        *options: dataclasses; the options of the training follow them.
+    Attributes:
+        reads: dataclasses of options; those of the training follow them.
         shown: the options of the training that ``--help`` lists beside those of the dataclasses, or by their headings
-            all that it lists; ``--help all`` lists every one.
-        optional: required options of the dataclasses that this command can do without.
-        accepts: dataclasses whose options ``--help`` lists only if they are among ``shown``.
-        positionals: what each word means that stands before the options, by its name; one in brackets may be left out.
+            all that it lists; ``--help all`` lists every one. Empty for a command without options of a training.
+        positionals: the words before the options, which the docstring describes.
+        optional: which of these, and of the required options of the dataclasses, the command can do without.
         recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
     """
 
-    def __init__(
-        self,
-        command: str,
-        description: str,
-        *options: type,
-        shown: Mapping[str, str] | Collection[str],
-        optional: Collection[str] = (),
-        accepts: Collection[type] = (),
-        positionals: Mapping[str, str] | None = None,
-        recipes: bool = False,
-    ) -> None:
-        positionals = positionals or {}
-        self._commands, self._declared = options, (*options, ContrastiveOptions, of_transformers())
+    reads: ClassVar[tuple[type, ...]] = ()
+    shown: ClassVar[Mapping[str, str] | tuple[str, ...]] = ()
+    positionals: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[tuple[str, ...]] = ()
+    recipes: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        description, helps = documented(type(self))
+        names = {name: f"[{name.upper()}]" if name in self.optional else name.upper() for name in self.positionals}
+        self._meanings = {shown: helps.get(name, "") for name, shown in names.items()}
+        self._of_training = (ContrastiveOptions, of_transformers()) if self.shown else ()
+        self._declared = (*self.reads, *self._of_training)
+        file = ["[FILE.yaml or FILE.json]"] if self.shown else []
         super().__init__(
             typing.cast(Any, self._declared),
-            prog=f"infcl {command}",
-            usage=" ".join(["%(prog)s [FILE.yaml or FILE.json]", *map(str.upper, positionals), "[--NAME VALUE ...]"]),
+            prog=f"infcl {type(self).__name__.lower()}",
+            usage=" ".join(["%(prog)s", *file, *self._meanings, "[--NAME VALUE ...]"]),
             description=description,
             formatter_class=Help,
             allow_abbrev=False,
             add_help=False,
         )
-        self.add_argument("-h", "--help", nargs="?", choices=["all"], help="--help all describes every option.")
-        for name, meaning in positionals.items():
-            number = "?" if name.startswith("[") else None
-            self.add_argument(name.strip("[]"), nargs=number, metavar=name.strip("[]").upper(), help=meaning)
-        if recipes:
-            self.add_argument(
-                "--recipe",
-                choices=RECIPES,
-                help="Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says what "
-                "it is for.",
-            )
-        self._meanings = positionals
-        self._shown, self._accepts = shown, (*accepts, *self._declared[len(options) :])
+        every: Any = {"nargs": "?", "choices": ["all"], "default": argparse.SUPPRESS}
+        self.add_argument("-h", "--help", help="--help all describes every option.", **every)
+        for name, shown in names.items():
+            number = "?" if name in self.optional else None
+            self.add_argument(name, nargs=number, metavar=name.upper(), help=self._meanings[shown])
+        if self.recipes:
+            of_recipes = "Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says "
+            self.add_argument("--recipe", choices=RECIPES, help=f"{of_recipes}what it is for.")
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
         self.typed: set[str] = set()  # those on the command line
         self.chosen: dict[str, Any] = {}  # what `intervals` has chosen for a training
         for action in self._actions:
-            action.required = action.required and action.dest not in optional
+            action.required = action.required and action.dest not in self.optional
             if isinstance(action, argparse._StoreFalseAction):  # --no_NAME, which is --NAME false
                 action.help = argparse.SUPPRESS
             elif action.choices and action.dest != "help":
@@ -253,13 +236,13 @@ class Parser(HfArgumentParser):
     def shorten(self) -> None:
         """Makes the help list the options that are shown, each with the first sentence of its description."""
         known = {action.dest: action for action in reversed(self._actions)}
-        if isinstance(self._shown, Mapping):
+        if isinstance(self.shown, Mapping):
             del self._action_groups[2:]  # the first two are those of the help and of --recipe
-            for heading, names in self._shown.items():
+            for heading, names in self.shown.items():
                 self.add_argument_group(heading)._group_actions += [known[name] for name in names.split()]
-            hidden = self._kinds.keys() - set(" ".join(self._shown.values()).split())
+            hidden = self._kinds.keys() - set(" ".join(self.shown.values()).split())
         else:
-            hidden = {f.name for declared in self._accepts for f in fields(declared)} - set(self._shown)
+            hidden = {f.name for declared in self._of_training for f in fields(declared)} - set(self.shown)
         for action in self._actions:
             if action.dest in hidden:
                 action.help = argparse.SUPPRESS
@@ -296,7 +279,7 @@ class Parser(HfArgumentParser):
         """
         self.words = list(words)
         if {"-h", "--help"} & set(self.words):
-            if self.words[-1] != "all":
+            if self.shown and self.words[-1] != "all":
                 self.shorten()
             print(self.format_help(), end="")  # print_help ignores a closed pipe
             self.exit()
@@ -326,7 +309,7 @@ class Parser(HfArgumentParser):
 
     def keep_only(self, namespace: argparse.Namespace, kept: Collection[str], of_file: Collection[str]) -> None:
         """Sets the options of the training to their defaults, but for some of the command line, and of the file."""
-        for name in (f.name for kind in self._declared[len(self._commands) :] for f in fields(kind)):
+        for name in (f.name for kind in self._of_training for f in fields(kind)):
             if name not in kept or (name in self._of_file and name not in of_file):
                 setattr(namespace, name, self.get_default(name))
 
@@ -369,7 +352,7 @@ class Parser(HfArgumentParser):
         of_file = {one.name for one in fields(of_transformers())}
         if lacking := (self.typed | self._of_file) & of_file - taken:
             raise ValueError(f"transformers {transformers.__version__} has no option {', '.join(sorted(lacking))}.")
-        built = [kind(**{f.name: values[f.name] for f in fields(kind) if f.init}) for kind in self._commands]
+        built = [kind(**{f.name: values[f.name] for f in fields(kind) if f.init}) for kind in self.reads]
         built.append(InfCLTrainingArguments(**{name: values[name] for name in taken & values.keys()}))
         for options in built[:-1]:
             check_values(options)
@@ -401,26 +384,25 @@ class Parser(HfArgumentParser):
     def _file_and_words(self, words: list[str]) -> tuple[Path | None, list[str]]:
         """The file of options that the first word or --recipe names, or None, and the other words."""
         of_recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        if "--recipe" in self._option_string_actions:
-            of_recipe.add_argument("--recipe", nargs="?", const="")
-        args, rest = of_recipe.parse_known_args(words, argparse.Namespace(recipe=None))
-        is_file = bool(rest) and rest[0].endswith(FILES)
-        if args.recipe is None:
-            return (Path(words[0]), words[1:]) if is_file else (None, words)
-        if args.recipe not in RECIPES:
+        of_recipe.add_argument("--recipe", nargs="?", const="")
+        named, rest = of_recipe.parse_known_args(words) if self.recipes else (argparse.Namespace(recipe=None), words)
+        file = Path(rest[0]) if self.shown and rest and rest[0].endswith(FILES) else None
+        if named.recipe is None:
+            return file, words if file is None else words[1:]
+        if named.recipe not in RECIPES:
             raise ValueError(
-                f"There is no recipe {args.recipe!r}. The recipes are {', '.join(RECIPES)}. A file of your own is the "
+                f"There is no recipe {named.recipe!r}. The recipes are {', '.join(RECIPES)}. A file of your own is the "
                 "first word of the command, without --recipe."
             )
-        if is_file:
+        if file is not None:
             raise ValueError(
-                f"--recipe {args.recipe} and {rest[0]} are both files of options, and a command takes one. Write "
-                "the options of the other on the command line."
+                f"--recipe {named.recipe} and {file} are both files of options, and a command takes one. Write the "
+                "options of the other on the command line."
             )
-        return RECIPES[args.recipe], ["--recipe", args.recipe, *rest]
+        return RECIPES[named.recipe], ["--recipe", named.recipe, *rest]
 
     def _known(self, name: str) -> str:
-        if name not in self._kinds and transformers.__version__ != release_of_file():
+        if self.shown and name not in self._kinds and transformers.__version__ != release_of_file():
             self._add_new_ones()
         if name in self._kinds:
             return name
@@ -443,7 +425,7 @@ class Parser(HfArgumentParser):
         elif ours.removeprefix("--").split()[0].strip(",") in self._kinds:
             hint = f"Did you mean {ours}?"
         if self._meanings:
-            hint += f" Before the options stand {' '.join(map(str.upper, self._meanings))}."
+            hint += f" Before the options stand {' '.join(self._meanings)}."
         raise ValueError(f"There is no option --{name}. {hint}")
 
     def _read_file(self, path: Path) -> dict[str, Any]:

@@ -109,20 +109,29 @@ def option(
     return _Declared(default, Facts(decides and not one_machine, one_machine, **facts), aliases)
 
 
+def documented(kind: type) -> tuple[str, dict[str, str]]:
+    """What the docstring of a class says of it, and below "Attributes:" or "Args:" of each name, for argparse.
+
+    Both are empty with ``python -OO``.
+    """
+    text, *parts = re.split(r"^ {4}(\w+): ", inspect.cleandoc(kind.__doc__ or ""), flags=re.MULTILINE)
+    told = [" ".join(part.split()).replace("%", "%%") for part in (text, *parts)]  # argparse fills in %(default)s
+    return re.sub(" (Attributes|Args):$", "", told[0]), dict(zip(told[1::2], told[2::2], strict=True))
+
+
 def described(kind: type[_T]) -> type[_T]:
     """Declares every annotated field of a class as an option whose help is in the docstring, below "Attributes:".
 
     It stands below ``@dataclass``. A short help on the command line shows the first sentence. The `Facts` of all
     options are in an attribute of the class, since HfArgumentParser hands all metadata of a field to argparse.
     """
-    _, *parts = re.split(r"^ {4}(\w+): ", inspect.cleandoc(kind.__doc__ or ""), flags=re.MULTILINE)
-    helps = dict(zip(parts[::2], parts[1::2], strict=True))  # none with python -OO
+    helps = documented(kind)[1]
     facts = dict(declared_facts(kind))
     for name in (name for name in kind.__annotations__ if not name.startswith("_")):
         declared = vars(kind).get(name, MISSING)
         declared = declared if isinstance(declared, _Declared) else option(declared)
-        help = " ".join(helps.get(name, "").split()).replace("%", "%%")  # argparse fills in %(default)s
-        setattr(kind, name, field_of(declared.default, {"help": help, "aliases": [*declared.aliases]}))
+        metadata = {"help": helps.get(name, ""), "aliases": [*declared.aliases]}
+        setattr(kind, name, field_of(declared.default, metadata))
         facts[name] = declared.facts
     setattr(kind, _FACTS, facts)
     return kind
