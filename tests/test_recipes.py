@@ -254,7 +254,10 @@ def test_sharded_trainings_of_a_recipe_ask_for_the_micro_batch(small, tmp_path):
 def test_several_nodes_train_together(small, tmp_path, monkeypatch):
     """Runs the command that the script gives each node, for two nodes of one process each, both on this machine."""
     (tmp_path / "bin").mkdir()
-    for name, line in (("scontrol", "echo localhost; echo another"), ("srun", r"printf '%s\0' \"$@\"")):
+    for name, line in (
+        ("scontrol", "echo localhost; echo another"),
+        ("srun", r"printf '%s\0' \"$TORCH_DISABLE_SHARE_RDZV_TCP_STORE\" \"$@\""),
+    ):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n".replace('\\"', '"'))
         (tmp_path / "bin" / name).chmod(0o755)
     recipe = yaml.safe_load(RECIPES["from_scratch"].read_text())
@@ -272,9 +275,10 @@ def test_several_nodes_train_together(small, tmp_path, monkeypatch):
     done = subprocess.run(
         [script, *as_words(changed)], cwd=ROOT, env=os.environ | slurm, capture_output=True, check=True
     )
-    command = done.stdout.decode().split("\0")[:-1]
+    own_store, *command = done.stdout.decode().split("\0")[:-1]
+    assert own_store == "1"
+    command = command[command.index("torchrun") :]
     where = command.index("-m")
-    assert command[0] == "torchrun"
     assert command[where : where + 3] == ["-m", "hf_infcl", "train"]
     monkeypatch.chdir(ROOT)
     code, printed = launched(infcl_launched, *command[where + 2 :], options=command[1:where], nodes=2)

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 class Phases:
     """Records the phase of each process of the default group, and describes the processes that end or hang.
 
-    Each process writes its own phase into the store of the group. torchrun keeps that store, so it outlives a process.
+    Each process writes its own phase into the store of the group. torchrun keeps that store, so it outlives a process
+    (or, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, rank 0 does).
 
     While the context is open, a process of this machine that has ended without leaving its own context counts as lost.
     This process then reports the lost one with its phase. If it neither leaves the context nor makes progress for

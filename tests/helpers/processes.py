@@ -10,8 +10,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -232,13 +233,18 @@ TWO_PROCESSES = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endp
 
 
 def launched(
-    function: Callable[..., Any], *args: Any, options: Sequence[str] = TWO_PROCESSES, nodes: int = 1
+    function: Callable[..., Any],
+    *args: Any,
+    options: Sequence[str] = TWO_PROCESSES,
+    nodes: int = 1,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, str]:
     """Calls a function in two processes, which torchrun's agent starts and monitors like the processes of a script.
 
     Args:
         options: the options of torchrun.
         nodes: the number of agents, each of which represents a machine.
+        variables: of the environment of the agents.
 
     Returns:
         The worst exit code of the launchers, and everything that launchers and processes printed until all had ended.
@@ -248,7 +254,7 @@ def launched(
     """
     with tempfile.NamedTemporaryFile("r") as printed:
         end_of_all, held = context().Pipe(duplex=False)  # a process whose launcher was killed still holds it open
-        job = (held, printed.name, options, function, *args)
+        job = (held, printed.name, options, dict(variables), function, *args)
         launchers = [context().Process(target=_launch, args=job) for _ in range(nodes)]
         for launcher in launchers:
             launcher.start()
@@ -286,11 +292,14 @@ def without_os_exit() -> Any:
     return mock.patch.object(os, "_exit", sys.exit)
 
 
-def _launch(held: Any, path: str, options: Sequence[str], function: Callable[..., Any], *args: Any) -> None:
+def _launch(
+    held: Any, path: str, options: Sequence[str], variables: dict[str, str], function: Callable[..., Any], *args: Any
+) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
     _print_to(path)
+    os.environ.update(variables)
     start_method = "spawn" if torch.cuda.is_available() else "fork"
     config, _, _ = config_from_args(parse_args(["--start-method", start_method, *options, "script"]))
     elastic_launch(config, _main)(path, function, *args)
