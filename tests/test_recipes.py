@@ -254,11 +254,9 @@ def test_sharded_trainings_of_a_recipe_ask_for_the_micro_batch(small, tmp_path):
 def test_several_nodes_train_together(small, tmp_path, monkeypatch):
     """Runs the command that the script gives each node, for two nodes of one process each, both on this machine."""
     (tmp_path / "bin").mkdir()
-    for name, line in (
-        ("scontrol", "echo localhost; echo another"),
-        ("srun", r"printf '%s\0' \"$TORCH_DISABLE_SHARE_RDZV_TCP_STORE\" \"$@\""),
-    ):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n".replace('\\"', '"'))
+    srun = r"""printf '%s\0' $TORCH_DISABLE_SHARE_RDZV_TCP_STORE "${@}" """
+    for name, line in (("scontrol", "echo localhost; echo another"), ("srun", srun)):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     recipe = yaml.safe_load(RECIPES["from_scratch"].read_text())
     changed = changes(small, tmp_path, recipe)

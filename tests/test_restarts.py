@@ -23,16 +23,10 @@ RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 def training(folder: Path, **options: Any) -> Any:
     # 12 pairs divide by four processes and by two; of 40, a step holds rows of two passes.
-    batch = {"global_batch_size": 12, "per_device_train_batch_size": None, "gradient_accumulation_steps": None}
-    saves = {
-        "max_steps": STEPS,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "learning_rate": 1e-2,
-        "optim": "sgd",
-        "optim_args": "momentum=0.9",
-    }
-    return trainer_for(folder, models.clip(), models.Pairs(40), **batch, **saves, **options)
+    options |= {"global_batch_size": 12, "per_device_train_batch_size": None, "gradient_accumulation_steps": None}
+    options |= {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1}
+    options |= {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 1e-2}
+    return trainer_for(folder, models.clip(), models.Pairs(40), **options)
 
 
 def end_of(folder: Path) -> list[float]:
