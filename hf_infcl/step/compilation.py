@@ -155,7 +155,8 @@ class LayerCompilation:
         batch = next(batch for batch in window.batches if not batch.get(NO_TEXTS))
         try:
             with torch.no_grad():
-                encoder.embed(encoder.model, self._context.prepare_inputs(dict(batch)))
+                # Not by calling the model, whose hooks would take this for a forward of the training.
+                encoder.embed(encoder.model.forward, self._context.prepare_inputs(dict(batch)))
                 for buffer, value in buffers:
                     buffer.copy_(value)
         finally:
