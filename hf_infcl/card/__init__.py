@@ -3,7 +3,7 @@
 `model_cards/README.md` describes the public names.
 """
 
-from .callback import CardCallback
+from .cards import CardCallback
 from .facts import Evaluation, Source, source_name, training_facts
 
 __all__ = ["CardCallback", "Evaluation", "Source", "source_name", "training_facts"]

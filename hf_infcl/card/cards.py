@@ -1,25 +1,35 @@
-"""The model card of a training run: `model_cards/template.md`, which reads `TrainingFacts`."""
+"""Writes the model card of a training run by `template.jinja`, which reads `TrainingFacts`, and what goes with it.
+
+`CardCallback` keeps it up to date while the model trains, so that every push to the Hub includes it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.utils import logging
 
-from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
+from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, Metric, is_bound
 from ..files.text import counted
 from ..loss.objectives import OBJECTIVES
 from ..models.model_types import reads_padding
 from .facts import SPEED, Evaluation, TrainingFacts
 from .outcome import changes, explained, outcome, words_of_scores
+from .pictures import PICTURES_FILE, plot_curves
 from .settings import cell, code, escaped, line, literal, row
 
+CURVES_FILE = "curves.png"
 _PADDED = 64  # tokens to which the pipeline of transformers pads the texts for SigLIP, whatever length the model reads
+
+logger = logging.get_logger(__name__)
 
 
 def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str | None = None) -> ModelCard:
@@ -43,11 +53,8 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
         base_model=facts.start if facts.start_on_hub else None,
         base_model_relation=("adapter" if facts.adapter else "finetune") if facts.start_on_hub else None,
         datasets=datasets or None,
-        eval_results=_model_index(facts.evaluations) or None,
+        eval_results=[result for one in facts.evaluations for result in _model_index(one)] or None,
     )
-    example = next((one for one in facts.evaluations if one.templates), None)
-    labels = ["dog", "cat"] if example is None else list(example.class_names[:3])
-    prompt = "a photo of a {}." if example is None else example.templates[0]
     functions: tuple[Any, ...] = (code, escaped, literal, row, line, cell, counted, explained, words_of_scores)
     return ModelCard.from_template(
         data,
@@ -61,8 +68,6 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
         results=_results(facts),
         repeating=[_place(one) for one in facts.evaluations if any(name.endswith(CEILING) for name in one.metrics)],
         has_pipeline=facts.caption_limit in (None, _PADDED) or not reads_padding(facts.model_class),
-        labels=labels,
-        prompt=prompt,
         curves=curves,
         pictures=pictures,
     )
@@ -92,35 +97,26 @@ def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
     ]
 
 
-def _metric_name(metric: str) -> str:
-    return METRICS[metric].words if metric in METRICS else metric.replace("_", " ")
+def _metric(name: str) -> Metric:
+    return METRICS.get(name) or Metric("", None, name.replace("_", " "), name)
 
 
-def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
-    results = []
-    for evaluation in evaluations:
-        if evaluation.templates:
-            task = "zero-shot-image-classification", "Zero-shot image classification"
-        elif "text_acc" in evaluation.metrics:
-            task = "image-caption-selection", "Image-caption selection"
-        else:
-            task = "image-text-retrieval", "Image-text retrieval"
-        results += [
-            EvalResult(
-                task_type=task[0],
-                task_name=task[1],
-                dataset_type=evaluation.dataset,
-                dataset_name=evaluation.dataset,
-                dataset_config=evaluation.column,  # which keeps the results of several columns apart
-                dataset_split=evaluation.split,
-                dataset_revision=evaluation.commit,
-                metric_type=METRICS[metric].hub_type if metric in METRICS else metric,
-                metric_name=_metric_name(metric),
-                metric_value=round(value, 4),
-            )
-            for metric, value in _defined(evaluation)
-        ]
-    return results
+def _model_index(evaluation: Evaluation) -> list[EvalResult]:
+    task = "zero-shot-image-classification" if evaluation.templates else "image-text-retrieval"
+    return [
+        EvalResult(
+            task_type="image-caption-selection" if "text_acc" in evaluation.metrics else task,
+            dataset_type=evaluation.dataset,
+            dataset_name=evaluation.dataset,
+            dataset_config=evaluation.column,  # which keeps the results of several columns apart
+            dataset_split=evaluation.split,
+            dataset_revision=evaluation.commit,
+            metric_type=_metric(metric).hub_type,
+            metric_name=_metric(metric).words,
+            metric_value=round(value, 4),
+        )
+        for metric, value in _defined(evaluation)
+    ]
 
 
 def _place(evaluation: Evaluation) -> str:
@@ -137,9 +133,72 @@ def _results(facts: TrainingFacts) -> str:
             ceiling = metrics.get(metric + CEILING)
             most = f"{ceiling:.4f}" if ceiling is not None and ceiling < 1 else ""
             old = f"{before[metric]:.4f}" if metric in before else ""
-            name = METRICS[metric].words if metric in METRICS else escaped(_metric_name(metric))
+            name = METRICS[metric].words if metric in METRICS else escaped(_metric(metric).words)
             numbers = (f"{value:.4f}", " to ".join(bounds), old, most)
             rows.append((_place(evaluation), f"{evaluation.size:,}", name, *numbers))
     used = [n for n in range(len(rows[0])) if n < 4 or any(one[n] for one in rows[1:])]
     shown = [row(*(one[n] for n in used)) for one in rows]
     return "\n".join([shown[0], row(*["---"] * len(used)), *shown[1:]])
+
+
+class CardCallback(TrainerCallback):
+    """Writes the facts, the curves, the results and the card into ``output_dir``.
+
+    The main process writes them after each evaluation and each checkpoint, before each push to the Hub, at the end of
+    the training and after `InfCLTrainer.save_model`, so that it may also be added after the training. If they cannot be
+    written, for example because the disk is full, the error is logged and the training continues.
+
+    Args:
+        describe: returns the facts of the run so far; `training_facts` with its arguments.
+
+    Attributes:
+        first_step: the step at which this training began: 0, or the step of the checkpoint from which it resumed.
+            Nothing is written before a step has been trained, because the folder still describes the previous run.
+    """
+
+    def __init__(self, describe: Callable[[], TrainingFacts]) -> None:
+        self._describe = describe
+        self._written = 0, 0  # the step and the number of log entries that the card tells of
+        self.first_step = 0
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        self.first_step = state.global_step
+        self._written = 0, 0  # an earlier training may have ended at the same step
+
+    def _update(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
+        if (state.global_step, len(state.log_history)) == self._written:
+            return
+        try:
+            self.write(args, state)
+        except OSError as error:
+            logger.error(f"The card of step {state.global_step} could not be written to {args.output_dir}: {error}")
+
+    on_evaluate = on_push_begin = on_save = on_train_end = on_model_saved = _update
+
+    def write(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Writes all files for the current state, if this is the main process and a step has been trained."""
+        if state.is_world_process_zero and state.global_step > self.first_step:
+            folder = Path(str(args.output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            facts = self._describe()
+            facts.save(folder)
+            write_publication(facts, folder, state)
+            self._written = state.global_step, len(state.log_history)
+
+
+def write_publication(facts: TrainingFacts, folder: str | Path, state: TrainerState) -> None:
+    """Writes the results, the card and the curves of a run into the folder.
+
+    The curves are drawn if matplotlib is installed and a training loss was logged. Otherwise the card shows the curves
+    that are already in the folder. It also shows a picture of `PicturesCallback` if there is one.
+    """
+    picture = Path(folder, CURVES_FILE)
+    if importlib.util.find_spec("matplotlib") is not None and any("loss" in entry for entry in state.log_history):
+        plot_curves(state.log_history, picture)
+    write_eval_results(facts, folder)
+    card = model_card(
+        facts,
+        curves=CURVES_FILE if picture.is_file() else None,
+        pictures=PICTURES_FILE if Path(folder, PICTURES_FILE).is_file() else None,
+    )
+    card.save(Path(folder, "README.md"))

@@ -38,8 +38,8 @@ SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds th
 
 
 @dataclass(frozen=True)
-class Source:
-    """A dataset that was trained on.
+class _Dataset:
+    """A dataset that a card names.
 
     Raises:
         ValueError: ``dataset`` is a URL, or should be a Hub id and cannot be one.
@@ -47,24 +47,32 @@ class Source:
 
     dataset: str  # Hub id, or the last part of a local path. `source_name` finds both
     on_hub: bool  # whether ``dataset`` is a Hub id, which the card links
+
+    def __post_init__(self) -> None:
+        if "://" in self.dataset:  # which must not be published
+            name = source_name(self.dataset)[0]
+            raise ValueError(f"{Url(self.dataset)!r} is a URL, of which a card should only tell {name!r}.")
+        if self.on_hub:
+            try:
+                validate_repo_id(self.dataset)
+            except HFValidationError as error:
+                what = f"{self.dataset!r} is not the id of a dataset on the Hub"
+                raise ValueError(f"{what}. Use on_hub=False.") from error
+
+
+@dataclass(frozen=True)
+class Source(_Dataset):
+    """A dataset that was trained on."""
+
     split: str = "train"
     license: str | None = None  # the licence that the Hub states; None if it states none
     weight: float | None = None  # the share of the samples in a mixture of several sources; None for a single source
 
-    def __post_init__(self) -> None:
-        _check_name(self.dataset, self.on_hub)
-
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The measurements on one dataset.
+class Evaluation(_Dataset):
+    """The measurements on one dataset."""
 
-    Raises:
-        ValueError: as for a `Source`.
-    """
-
-    dataset: str  # Hub id, or the last part of a local path
-    on_hub: bool  # whether ``dataset`` is a Hub id
     split: str
     size: int  # the number of images
     key: str  # its name in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``
@@ -77,9 +85,6 @@ class Evaluation:
     step: int | None = None  # the step whose weights were measured; None if it is not known
     revision: str | None = None  # of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy
     column: str | None = None  # of the captions, where the same images are measured with those of several columns
-
-    def __post_init__(self) -> None:
-        _check_name(self.dataset, self.on_hub)
 
     @property
     def commit(self) -> str | None:
@@ -300,17 +305,6 @@ def source_name(source: str) -> tuple[str, bool]:
     return source, True
 
 
-def _check_name(dataset: str, on_hub: bool) -> None:
-    """Raises a ValueError for a name that must not be published, or that the Hub would refuse."""
-    if "://" in dataset:
-        raise ValueError(f"{Url(dataset)!r} is a URL, of which a card should only tell {source_name(dataset)[0]!r}.")
-    if on_hub:
-        try:
-            validate_repo_id(dataset)
-        except HFValidationError as error:
-            raise ValueError(f"{dataset!r} is not the id of a dataset on the Hub. Use on_hub=False.") from error
-
-
 def _last(state: TrainerState, key: str, default: int | None) -> Any:
     return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
 
@@ -344,15 +338,24 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
     if best:
         end = next(number for number, entry in enumerate(after) if _END in entry)
         after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
+    keys = [evaluation.key for evaluation in evaluations]
     for evaluation in evaluations:
-        prefix = f"eval_{evaluation.key}_"
-        # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
-        longer_prefixes = tuple(p for e in evaluations if (p := f"eval_{e.key}_").startswith(prefix) and p != prefix)
-        _, first = next(_metrics(before, prefix, longer_prefixes), (0, {}))
-        step, last = next(_metrics(after, prefix, longer_prefixes), (0, {}))
+        step, last = _last_metrics(after, evaluation.key, keys)
         if last:
-            measured = state.best_global_step if best else step
-            yield replace(evaluation, metrics=last, before=first, step=measured)
+            first = _last_metrics(before, evaluation.key, keys)[1]
+            yield replace(evaluation, metrics=last, before=first, step=state.best_global_step if best else step)
+
+
+def _last_metrics(history: Sequence[Mapping[str, Any]], key: str, keys: Sequence[str]) -> tuple[int, dict[str, float]]:
+    """The step and the metrics of the last evaluation of a set; (0, {}) if there was none."""
+    prefix = f"eval_{key}_"
+    # Some names of sets begin with the name of another set: voc2007 and voc2007_multilabel.
+    longer = tuple(other for one in keys if (other := f"eval_{one}_").startswith(prefix) and other != prefix)
+    for entry in reversed(history):
+        names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer)]
+        if names:
+            return entry["step"], {name.removeprefix(prefix): entry[name] for name in names}
+    return 0, {}
 
 
 def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
@@ -366,16 +369,6 @@ def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
     evaluations = list(measured)
     guards = [alike(evaluation) for evaluation in evaluations if evaluation.guard]
     return [evaluation for evaluation in evaluations if evaluation.guard or alike(evaluation) not in guards]
-
-
-def _metrics(
-    history: Sequence[Mapping[str, Any]], prefix: str, longer_prefixes: tuple[str, ...]
-) -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, metrics) of the entries with metrics of this prefix but none of the other ones, the newest first."""
-    for entry in reversed(history):
-        names = [name for name in entry if name.startswith(prefix) and not name.startswith(longer_prefixes)]
-        if names:
-            yield entry["step"], {name.removeprefix(prefix): entry[name] for name in names}
 
 
 def content_of(dataset: ImageTextDataset | ImageTextStream) -> str:

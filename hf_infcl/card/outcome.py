@@ -9,7 +9,7 @@ from typing import Any
 
 from ..evaluation.intervals import Difference
 from ..evaluation.metrics import CHANGE, HIGH, LOW, SCORES, score_if_measured
-from ..files.text import counted
+from ..files.text import aligned, counted
 from ..optim.groups import NAMES
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled
@@ -77,14 +77,14 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
     """A table of `changes` in lines of text, in per cent; nothing if no set was measured before the training."""
     if not (set_changes := changes(facts)):
         return
-    names = [f"{change.evaluation.dataset}, {change.evaluation.part}{change.kind}" for change in set_changes]
-    width = max(map(len, names))
-    yield f"{'':<{width}}   before    after   change"
-    for name, change in zip(names, set_changes, strict=True):
-        score = change.score
-        numbers = f"{100 * score.first:7.2f}%  {100 * score.second:6.2f}%   {score.words(100, 2)}"
-        half = " (the half of its rows that did not choose the average)" if change.half else ""
-        yield f"{name:<{width}}  {numbers}{'  guard' if change.evaluation.guard else ''}{half}"
+    rows = [("", "before", "after", "change")]
+    for one in set_changes:
+        guard = "  guard" if one.evaluation.guard else ""
+        half = " (the half of its rows that did not choose the average)" if one.half else ""
+        numbers = [f"{100 * value:6.2f}%" for value in (one.score.first, one.score.second)]
+        place = f"{one.evaluation.dataset}, {one.evaluation.part}{one.kind}"
+        rows.append((place, *numbers, f"{one.score.words(100, 2)}{guard}{half}"))
+    yield from aligned(rows, right=(1, 2))
     yield explained(set_changes)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw
-from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import EvalPrediction, TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..data import ImageTextDataset, ZeroShotDataset
-from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOW, METRICS, Metric, metric_named
+from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOSS, LOW, METRICS, Metric, metric_named
 from ..quality.ledger import letters_of, lines_of, resized
 
 if TYPE_CHECKING:
@@ -25,7 +26,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 TRAINING, LEFT_OUT = "training loss (nats)", "share of the pairs"  # axes beside those of evaluations
 
-Line = dict[int, float]  # values by optimizer step
+
+@dataclass
+class _Curve:
+    """The values of a metric and the bounds of their intervals by optimizer step, and what a recall can reach."""
+
+    points: dict[int, float] = field(default_factory=dict)
+    bounds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    ceiling: float = 1
 
 
 def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
@@ -49,15 +57,10 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    of_metrics = [metric.axis for metric in METRICS.values() if metric.axis is not None]
-    panels: dict[str, dict[str, Line]] = {axis: {} for axis in (TRAINING, LEFT_OUT, *of_metrics)}
-    ceilings: dict[str, float] = {}  # by the label of the score
-    intervals: dict[str, dict[int, tuple[float, float]]] = {}
+    panels: dict[str, dict[str, _Curve]] = {axis: {} for axis in (TRAINING, LEFT_OUT, LOSS, FRACTION)}
     for entry in log_history:
         for key, value in entry.items():
             metric = metric_named(key) if key.startswith("eval_") else None
-            if value is None:
-                continue
             if key == "loss":
                 pairs = entry.get("global_batch_size")
                 axis, name = TRAINING, f"one batch of {pairs:,} pairs" if pairs else "one batch"
@@ -67,54 +70,38 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
                 axis, name = metric.axis, _label(key, metric)
             else:
                 continue
-            panels[axis].setdefault(name, {}).setdefault(entry["step"], value)
-            if key + LOW in entry:
-                intervals.setdefault(name, {}).setdefault(entry["step"], (entry[key + LOW], entry[key + HIGH]))
-            if entry.get(key + CEILING, 1) < 1:
-                ceilings[name] = entry[key + CEILING]
+            if value is not None:
+                curve = panels[axis].setdefault(name, _Curve())
+                curve.points.setdefault(entry["step"], value)
+                curve.ceiling = entry.get(key + CEILING, 1)
+                if key + LOW in entry:
+                    curve.bounds.setdefault(entry["step"], (entry[key + LOW], entry[key + HIGH]))
     if not panels[TRAINING]:
         raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
 
-    panels = {axis: lines for axis, lines in panels.items() if lines}
-    names = sum(len(lines) for lines in panels.values())  # each takes a line of its own above its panel
+    panels = {axis: curves for axis, curves in panels.items() if curves}
+    names = sum(map(len, panels.values()))  # each takes a line of its own above its panel
     figure = Figure(figsize=(7, 0.5 + 2.3 * len(panels) + 0.2 * names), layout="constrained", dpi=150)
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    for axis, (label, lines) in zip(axes, panels.items(), strict=True):
-        bottom, top = _limits(lines, intervals, label)
-        for index, (name, points) in enumerate(lines.items()):
-            colour = COLOURS[index % len(COLOURS)]
-            if ceilings.get(name, top) < top:
-                axis.axhline(ceilings[name], color=colour, linestyle="--", linewidth=1)
-            if between_at := intervals.get(name):
-                axis.fill_between(
-                    [*between_at], *zip(*between_at.values(), strict=True), color=colour, alpha=0.15, lw=0
-                )
-            at_most = f" (at most {ceilings[name]:.2f})" if name in ceilings else ""
-            axis.plot(points.keys(), points.values(), color=colour, marker=".", clip_on=False, label=name + at_most)
+    for axis, (label, curves) in zip(axes, panels.items(), strict=True):
+        for (name, curve), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
+            name += f" (at most {curve.ceiling:.2f})" if curve.ceiling < 1 else ""
+            axis.plot(curve.points.keys(), curve.points.values(), color=colour, marker=".", clip_on=False, label=name)
+            if bounds := curve.bounds:
+                axis.fill_between([*bounds], *zip(*bounds.values(), strict=True), color=colour, alpha=0.15, lw=0)
+        bottom, top = axis.get_ylim()  # of the values, a ceiling far above which has no line
+        for curve, line in zip(curves.values(), axis.get_lines(), strict=True):
+            if curve.ceiling < min(top, 1):
+                axis.axhline(curve.ceiling, color=line.get_color(), linestyle="--", linewidth=1)
+        if label == FRACTION:
+            axis.set_ylim(max(bottom, -0.02), min(top, 1.02))
         axis.set_ylabel(label)
-        axis.set_ylim(bottom, top)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
     axes[-1].set_xlabel("optimizer step")
     figure.savefig(path)
-
-
-def _limits(
-    lines: Mapping[str, Line], intervals: Mapping[str, Mapping[int, tuple[float, float]]], label: str
-) -> tuple[float, float]:
-    """The lower and the upper end of an axis, a little beyond its values and their intervals; of shares within 0 and 1.
-
-    Curves that change little would be flat lines on an axis from 0. A ceiling far above them has no line.
-    """
-    values = [value for points in lines.values() for value in points.values()]
-    values += [bound for name in lines for bounds in intervals.get(name, {}).values() for bound in bounds]
-    finite = [value for value in values if math.isfinite(value)] or [0.0]
-    low, high = min(finite), max(finite)
-    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-    low, high = low - margin, high + margin
-    return (max(low, -0.02), min(high, 1.02)) if label == FRACTION else (low, high)
 
 
 def _label(key: str, metric: Metric) -> str:
@@ -131,6 +118,8 @@ SEARCHED = 50  # captions with the highest cosines; the different ones are taken
 SIDE, WIDTH, LINE = 96, 900, 25  # pixels: the longer side of an image, the largest width, the height of a line
 _LETTERS = 14  # pixels
 _RIGHT, _WRONG = "#00693e", "#a6341b"
+# A check mark and a cross, which the font has not.
+_MARKS = {_RIGHT: [[(3, 10), (7, 14), (14, 4)]], _WRONG: [[(4, 4), (13, 14)], [(4, 14), (13, 4)]]}
 
 logger = logging.get_logger(__name__)
 
@@ -183,16 +172,9 @@ class PicturesCallback(TrainerCallback):
             answers.append([(text, cosine, text in truths) for text, cosine in list(best.items())[:CAPTIONS]])
         return answers
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: object, **kwargs: Any) -> None:
         measured, self._measured = self._measured, None
-        wanted = "eval_pairs_loss" in (metrics or {})
+        wanted = "eval_pairs_loss" in kwargs["metrics"]
         if measured is None or not (wanted and state.is_world_process_zero):
             return
         images = [self._dataset[row]["image"] for row in self._rows]
@@ -253,8 +235,8 @@ def draw(
         lines += [(f"{cosine:.3f}  {_cut(text)}", _RIGHT if is_own else _WRONG) for text, cosine, is_own in answers]
         for line, (text, colour) in enumerate(lines):
             beside, below = left + (LINE if line else 0), top + line * LINE
-            if line:
-                _mark(pen, (left, below), colour)
+            for stroke in _MARKS[colour] if line else ():
+                pen.line([(left + x, below + y) for x, y in stroke], colour, 2, joint="curve")
             pen.text((beside, below), text, colour, font)
             furthest = max(furthest, beside + pen.textlength(text, font))
     return picture.crop((0, 0, min(WIDTH, round(furthest) + 8), picture.height))
@@ -262,13 +244,3 @@ def draw(
 
 def _cut(text: str) -> str:
     return "".join(lines_of(text, 80, 1))
-
-
-def _mark(pen: ImageDraw.ImageDraw, place: tuple[int, int], colour: str) -> None:
-    """A check mark, or a cross; the font has neither."""
-    x, y = place[0] + 3, place[1] + 4
-    if colour == _RIGHT:
-        pen.line([(x, y + 6), (x + 4, y + 10), (x + 11, y)], colour, 2, joint="curve")
-    else:
-        pen.line([(x + 1, y), (x + 10, y + 10)], colour, 2)
-        pen.line([(x + 1, y + 10), (x + 10, y)], colour, 2)

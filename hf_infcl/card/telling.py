@@ -7,17 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 
 from ..evaluation.intervals import Difference
 from ..evaluation.metrics import CHANGE, HIGH, LOW, METRICS, SCORES, score_if_measured
+from ..files.text import aligned
 
 if TYPE_CHECKING:
     from ..trainer.trainer import InfCLTrainer
@@ -56,9 +50,7 @@ class ProgressPrinter(TrainerCallback):
         self._told: set[str] = set()  # the sets in it
         trainer.add_callback(self)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: object, **kwargs: object) -> None:
         if not state.is_world_process_zero:
             return
         if checkpoint := self._trainer.resumption.checkpoint:
@@ -68,14 +60,7 @@ class ProgressPrinter(TrainerCallback):
         if table := self._trainer.optimization.table_of_groups:
             tqdm.write(table)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if any(name.startswith("eval_") for name in logs):
@@ -99,20 +84,13 @@ class ProgressPrinter(TrainerCallback):
 
     def _tell_evaluation(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, object]) -> None:
         datasets: Any = self._trainer.eval_dataset
-        names = list(datasets)
-        before: dict[str, Any] = {}
-        for entry in state.log_history:
-            if entry["step"] == 0 < state.global_step:
-                before |= entry
-        deciding = args.metric_for_best_model or ""
-        rows = make_rows(logs, names, before, also=deciding.removeprefix("eval_"))
-        sets = {row[0] for row in rows}
+        names, first = list(datasets), [entry for entry in state.log_history if entry["step"] == 0 < state.global_step]
+        before = {name: value for entry in first for name, value in entry.items()}
+        sets = {row[0] for row in make_rows(logs, names)}
         is_again = self._headed == state.global_step and not sets.isdisjoint(self._told)  # the best ones, or an average
-        if 0 < state.global_step < state.max_steps and not is_again:
-            kept = {f"{name}_{metric}" for name, metric, *_ in rows if metric not in SCORES["pairs"]}
-            kept.add(deciding.removeprefix("eval_"))
-            rows = [row for row in rows if f"{row[0]}_{row[1]}" in kept]
-        lines = table_lines(rows, names)
+        brief = 0 < state.global_step < state.max_steps and not is_again
+        deciding = (args.metric_for_best_model or "").removeprefix("eval_")
+        lines = table_lines(make_rows(logs, names, before, also=deciding, brief=brief), names)
         if self._headed == state.global_step and not is_again:
             lines = lines[1:]
         else:
@@ -136,6 +114,7 @@ def make_rows(
     before: Mapping[str, Any] | None = None,
     *,
     also: str = "",
+    brief: bool = False,
     every: bool = False,
 ) -> list[tuple[str, ...]]:
     """The rows of a table under `HEAD`: a set, a metric, its value and interval, its value before and the change.
@@ -147,38 +126,30 @@ def make_rows(
         names: of the sets.
         before: the metrics before the training.
         also: a further metric to show, as ``{set}_{metric}``.
+        brief: leave out the parts of a score whose mean is shown.
         every: show all metrics, not only the loss and the parts of the score.
     """
     before = before or {}
     rows: list[tuple[str, ...]] = []
     for name in names:
         prefix = f"eval_{name}_"
-        measured = {metric: prefix + metric for metric in METRICS if prefix + metric in metrics}
-        scored = next((parts for parts in SCORES.values() if measured.keys() >= set(parts)), ())
-        bounds = [metrics.get(prefix + CHANGE + end) for end in (LOW, HIGH)]
-        for metric, key in measured.items():
-            if every or metric == "loss" or metric in scored or f"{name}_{metric}" == also:
-                paired = bounds if scored == (metric,) else ()
-                rows.append((name, metric, *_cells(metric, metrics, key, before.get(key), paired)))
+        measured = [metric for metric in METRICS if prefix + metric in metrics]
+        scored = next((parts for parts in SCORES.values() if {*parts} <= {*measured}), ())
+        shown = {"loss", also.removeprefix(f"{name}_"), *(() if brief and len(scored) > 1 else scored)}
+        values = {one: (metrics[prefix + one], before.get(prefix + one)) for one in measured if every or one in shown}
         if len(scored) > 1:
-            value, old = score_if_measured(metrics, prefix), score_if_measured(before, prefix)
-            rows.append((name, "mean recall@1", *_cells("", {"": value}, "", old, bounds)))
+            values["mean recall@1"] = score_if_measured(metrics, prefix), score_if_measured(before, prefix)
+        for metric, (value, old) in values.items():
+            factor, digits, unit = (1, 3, "") if metric == "loss" else (100, 2, "%")
+            ends = [metrics[end] for one in (LOW, HIGH) if (end := prefix + metric + one) in metrics]
+            cells = ["", ""]
+            if old is not None and math.isfinite(value):
+                is_score = scored == (metric,) or metric not in METRICS
+                paired = [metrics.get(prefix + CHANGE + one) for one in (LOW, HIGH)] if is_score else ()
+                cells = [f"{factor * old:.{digits}f}{unit}", Difference(old, value, *paired).words(factor, digits)]
+            interval = f"[{', '.join(f'{100 * end:.2f}' for end in ends)}]" if ends else ""
+            rows.append((name, metric, f"{factor * value:.{digits}f}{unit}", interval, *cells))
     return rows
-
-
-def _cells(
-    metric: str, metrics: Mapping[str, Any], key: str, old: float | None, bounds: Sequence[float | None]
-) -> tuple[str, str, str, str]:
-    """Value, interval, value before, change."""
-    is_loss = metric == "loss"
-    value, factor, digits = metrics[key], 1 if is_loss else 100, 3 if is_loss else 2
-    shown = [f"{factor * one:.{digits}f}{'' if is_loss else '%'}" for one in (value, old or 0.0)]
-    interval = ""
-    if key + LOW in metrics:
-        interval = f"[{100 * metrics[key + LOW]:.2f}, {100 * metrics[key + HIGH]:.2f}]"
-    if old is None or not math.isfinite(value):
-        return shown[0], interval, "", ""
-    return shown[0], interval, shown[1], Difference(old, value, *bounds).words(factor, digits)
 
 
 def table_lines(rows: Sequence[tuple[str, ...]], names: Iterable[str] = ()) -> list[str]:
@@ -187,16 +158,15 @@ def table_lines(rows: Sequence[tuple[str, ...]], names: Iterable[str] = ()) -> l
     With the ``names`` of all sets, several tables have columns of one width.
     """
     used = [n for n, _ in enumerate(HEAD) if any(row[n] for row in rows)]
-    cells = [HEAD, *rows]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(HEAD))]
-    widths[0] = max([widths[0], *map(len, names)])
-    widths[1] = max([widths[1], *(len(metric) for parts in SCORES.values() for metric in parts)])
-    widths[2:5] = [max(width, least) for width, least in zip(widths[2:5], (7, 14, 7), strict=True)]
-    lines, last = [], ""
-    for row in cells:
-        shown = ["" if n == 0 and row[0] == last else row[n] for n in used]
-        last = row[0]
-        # Words to the left, numbers to the right; the last column may be of any width.
-        padded = [f"{cell:{'<' if n in (0, 1, 5) else '>'}{widths[n]}}" for n, cell in zip(used, shown, strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return lines
+    least = (
+        max(map(len, names), default=0),
+        max(len(part) for parts in SCORES.values() for part in parts),
+        7,
+        14,
+        7,
+        0,
+    )
+    sets = [row[0] for row in rows]
+    shown = [("" if row[0] == last else row[0], *row[1:]) for row, last in zip(rows, ["", *sets], strict=False)]
+    cells = [[row[n] for n in used] for row in (HEAD, *shown)]
+    return aligned(cells, right=[at for at, n in enumerate(used) if n in (2, 3, 4)], least=[least[n] for n in used])

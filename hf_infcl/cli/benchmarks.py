@@ -23,6 +23,7 @@ from ..data.images import ImageDataset
 from ..data.pairs import usable_captions
 from ..evaluation.metrics import METRICS, SCORES
 from ..files.hub import hub_answers, hub_asked_once
+from ..files.text import aligned
 from ..shards.layout import IMAGE_EXTENSIONS, DamagedShardError
 from ..shards.opening import existing_paths_are_literal
 from ..shards.readers import Columns, TarReader
@@ -368,8 +369,6 @@ def lines_of_scores(
     """Lines with the main metric of each benchmark and the means of `means_of_groups`, in per cent."""
     results = scores(metrics, sets)
     of_groups = {name.removeprefix("eval_"): value for name, value in means.items()}
-    width = max((len(name) for name in (*results, *of_groups)), default=0)
-    for name, (words, value) in results.items():
-        yield f"{name:<{width}}  {100 * value:6.2f}%  {words}"
-    for name, value in of_groups.items():
-        yield f"{name:<{width}}  {100 * value:6.2f}%  mean of the scores above that belong to it"
+    rows = [(name, f"{100 * value:6.2f}%", words) for name, (words, value) in results.items()]
+    of_mean = "mean of the scores above that belong to it"
+    yield from aligned([*rows, *((name, f"{100 * value:6.2f}%", of_mean) for name, value in of_groups.items())])

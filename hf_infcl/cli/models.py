@@ -14,7 +14,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from ..card.callback import write_publication
+from ..card.cards import write_publication
 from ..card.facts import TrainingFacts, facts_of_model, source_name
 from ..card.pictures import PicturesCallback
 from ..card.settings import precision
@@ -22,7 +22,7 @@ from ..card.telling import make_rows, quieten, table_lines
 from ..data import ImageTextDataset, ZeroShotDataset, transparency
 from ..evaluation.intervals import Difference, differences
 from ..evaluation.metrics import Found
-from ..files.text import counted
+from ..files.text import aligned, counted
 from ..models.dual_encoder import DualEncoder
 from ..models.model_types import check_type_of_config
 from ..models.open_clip import convert as converted
@@ -160,9 +160,7 @@ def lines_of_differences(
         for metric, difference in each[0].items():
             cells = [cell for one in each for cell in (f"{100 * one[metric].second:6.2f}%", one[metric].words(100, 2))]
             rows.append([f"  {metric}", f"{100 * difference.first:6.2f}%", *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows)
     yield "In brackets are the 95% intervals of the differences (paired bootstrap over the images)."
 
 

@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
 from ..card import facts
-from ..card.callback import CURVES_FILE, CardCallback
+from ..card.cards import CURVES_FILE, CardCallback
 from ..card.facts import scores_by_width
 from ..card.outcome import doubtful_rate, earlier_best, lines_of_changes, outcome
 from ..card.pictures import PICTURES_FILE, PicturesCallback

@@ -83,10 +83,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if isinstance(dataset, datasets.DatasetDict):
             raise ValueError(f"The dataset is a DatasetDict. Pass one of its splits: {list(dataset)}.")
         if not isinstance(dataset, datasets.Dataset):
-            raise ValueError(
-                f"The dataset must be a datasets.Dataset, got {type(dataset).__name__}. Pass a "
-                "dataset of your own to InfCLTrainer."
-            )
+            kind = type(dataset).__name__
+            raise ValueError(f"The dataset must be a datasets.Dataset, got {kind}. Pass your own to InfCLTrainer.")
         options: dict[str, Any] = {"image_column": image_column, **other_columns}
         self.columns = {option: column for option, column in options.items() if column}  # by the options
         for option, column in self.columns.items():
@@ -103,10 +101,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                         "--caption_templates 'a photo of a {c}' (captions_of_classes in Python), and "
                         "--zero_shot_dataset evaluates them."
                     )
-                raise ValueError(
-                    f"The dataset {lacks_column(column, dataset.column_names)} Name the right one with {option} "
-                    f"(--{option} on the command line).{hint}"
-                )
+                lacks = lacks_column(column, dataset.column_names)
+                raise ValueError(f"The dataset {lacks} Name the right one with {option} (--{option}).{hint}")
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")
         if dataset.format["type"] == "custom":
@@ -116,9 +112,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             )
         feature = dataset.features[image_column]
         if not holds_images(feature):
-            raise ValueError(
-                f"The image_column {image_column!r} must hold images, paths or encoded images, not {feature}."
-            )
+            raise ValueError(f"image_column {image_column!r} must hold images, paths or encoded images, not {feature}.")
         rows = dataset.with_format(None).select_columns(with_errors(dataset, dict.fromkeys(self.columns.values())))
         # The rows with undecoded images, and only the columns that the options name.
         self.table = rows.cast_column(image_column, datasets.Image(decode=False))

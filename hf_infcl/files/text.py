@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 # The column of what is wrong with a row of a table, for each of its columns that is; of None, if it is the whole row.
 ERRORS = "__errors__"
@@ -26,6 +26,18 @@ def written_otherwise(name: str, is_there: Callable[[str], bool]) -> str:
 def counted(count: int, word: str) -> str:
     """A number with what it counts, whose plural ends in s: "1 step", "2,000 steps", "2 processes"."""
     return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith(("s", "ch")) else "s")
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = (), least: Sequence[int] = ()) -> list[str]:
+    """Lines of the cells of a table, with two spaces between columns; those in ``right`` have numbers.
+
+    ``least`` has the smallest width of each column, if any.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [
+        f"{'>' if n in right else '<'}{max(wide)}" for n, wide in enumerate(zip(widths, least or widths, strict=True))
+    ]
+    return ["  ".join(f"{cell:{side}}" for cell, side in zip(row, sides, strict=True)).rstrip() for row in rows]
 
 
 def was_and_is(before: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock
 
 from hf_infcl import cli
-from hf_infcl.card import callback
+from hf_infcl.card import cards
 
 from .guides import ROOT
 from .processes import without_os_exit
@@ -64,7 +64,7 @@ def infcl(*words: Any, draws: bool = False) -> None:
     Args:
         draws: draw the curves.
     """
-    written = mock.patch.object(callback, "plot_curves", lambda log, path: Path(path).write_text(json.dumps(log)))
+    written = mock.patch.object(cards, "plot_curves", lambda log, path: Path(path).write_text(json.dumps(log)))
     with contextlib.nullcontext() if draws else written:
         cli.main(words=[str(word) for word in words])
 
