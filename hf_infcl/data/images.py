@@ -84,7 +84,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ValueError(f"The dataset is a DatasetDict. Pass one of its splits: {list(dataset)}.")
         if not isinstance(dataset, datasets.Dataset):
             kind = type(dataset).__name__
-            raise ValueError(f"The dataset must be a datasets.Dataset, got {kind}. Pass your own to InfCLTrainer.")
+            raise ValueError(f"It must be a datasets.Dataset, got {kind}. Pass a dataset of your own to InfCLTrainer.")
         options: dict[str, Any] = {"image_column": image_column, **other_columns}
         self.columns = {option: column for option, column in options.items() if column}  # by the options
         for option, column in self.columns.items():
