@@ -45,28 +45,25 @@ def _run(command: str | None, words: list[str]) -> None:
             + "\n\n`infcl COMMAND --help` lists the options of a command.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.add_argument("command", choices=PARSERS, metavar="COMMAND", help=", ".join(PARSERS))
-        parser.add_argument("--version", action=_Versions, nargs=0, help="print the versions that a bug report needs")
-        if not words:
+        parser.add_argument("command", choices=PARSERS, nargs="?", metavar="COMMAND", help=", ".join(PARSERS))
+        parser.add_argument("--version", action="store_true", help="print the versions that a bug report needs")
+        namespace, (command, *words) = parser.parse_args(words[:1]), words or [""]
+        if namespace.version:
+            print(versions())
+            parser.exit()
+        if not command:
             parser.print_help()
             parser.exit(2)
-        command = parser.parse_args(words[:1]).command
-        words = words[1:]
     if command not in PARSERS:
         raise ValueError(f"The command must be one of {', '.join(PARSERS)}, got {command!r}.")
     reader = PARSERS[command]()
     namespace, user_options = reader.read(words)
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from .. import trainer as training  # noqa: F401  # first, as its error names a torchvision that does not fit
-    from .launched import fit_workers, mistakes_in_one_line, warn_of_bf16_on_cpu, warn_once
+    from .launched import run
 
-    warn_once()
-    with mistakes_in_one_line(reader.prog, of_libraries=False):
-        fit_workers(namespace, reader.file_of("dataloader_num_workers"))
-    warn_of_bf16_on_cpu(namespace, reader.file_of("bf16"))
     place = command if command in ("check", "train") else "embeddings" if command in ("embed", "score") else "models"
-    module = importlib.import_module(f".{place}", __name__)
-    getattr(module, command)(reader, namespace, user_options)
+    run(getattr(importlib.import_module(f".{place}", __name__), command), reader, namespace, user_options)
 
 
 @contextmanager
@@ -108,9 +105,3 @@ def versions() -> str:
     lines.append(f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}")
     lines += [f"GPU {index}: {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
     return "\n".join(lines)
-
-
-class _Versions(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(versions())
-        parser.exit()

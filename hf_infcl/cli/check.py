@@ -68,9 +68,8 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             check_writable(str(args.output_dir))  # before hours of reading
     results: dict[str, tuple[SetFacts, list[Finding]]] = {}
     for key, dataset in sets.items():
-        with mistakes_in_one_line(parser.prog, of_libraries=False):
-            how["progress"] = "" if args.disable_tqdm else f"check {key}"
-            facts = SetFacts(key, dataset, inspector, samples, **how)
+        how["progress"] = "" if args.disable_tqdm else f"check {key}"
+        facts = SetFacts(key, dataset, inspector, samples, **how)
         trained = [other for other, _ in results.values() if other.is_trained]
         results[key] = facts, find(facts, trained, skips_bad=data.on_bad_sample == "skip")
         print(facts.words, *lines_of(results[key][1]), sep="\n")

@@ -91,7 +91,7 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     counts = Counter[str]()
     for name, source in sources.items():
         folder, again = Path(args.output_dir, name), "again, which computes what is missing"
-        with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(folder, again, keeps=True):
+        with full_disk_explained(folder, again, keeps=True):
             counts.update(embedded(source, folder, trainer.context, **how))
     skipped = f"; left out: {counted(counts['skipped'], 'row')}" if counts["skipped"] else ""
     use = f" `infcl train --teacher_embeddings {args.output_dir}` reads them." if namespace.data is None else ""
@@ -462,10 +462,7 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         model, processor, conversion = load(namespace.model)
         trainer = InfCLTrainer(model, args, processing_class=processor)
         tell(trainer, *conversion)
-    with (
-        mistakes_in_one_line(parser.prog, of_libraries=False),
-        full_disk_explained(Path(str(args.output_dir)), "again"),
-    ):
+    with full_disk_explained(Path(str(args.output_dir)), "again"):
         ledger = write_ledger(trainer, dataset, options.window)
     if trainer.is_world_process_zero():
         learned = has_learned(namespace.model, content_of(dataset))

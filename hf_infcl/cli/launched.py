@@ -10,13 +10,15 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from ..processes.collectives import OtherRankFailedError
 from ..trainer.trainer import InfCLTrainer
-from .parser import missing_package, print_error
+from .parser import Parser, missing_package, print_error
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -66,6 +68,16 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
     if not files or PACKAGE not in Path(files[-1]).parents:
         return None
     return re.split(rf"^(?:\w+\.)*{kind[1]}: ", text, flags=re.MULTILINE)[-1]
+
+
+@record  # so the launcher's last lines are the error of the process that failed first
+def run(command: Callable[..., None], parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
+    """Runs a command with the options that its parser has read."""
+    warn_once()
+    with mistakes_in_one_line(parser.prog, of_libraries=False):
+        fit_workers(namespace, parser.file_of("dataloader_num_workers"))
+        warn_of_bf16_on_cpu(namespace, parser.file_of("bf16"))
+        command(parser, namespace, user_options)
 
 
 # Their warnings are of what one process alone has met: its shards, its samples and its signals.

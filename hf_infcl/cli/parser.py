@@ -30,7 +30,7 @@ from ..files.text import without_secrets
 from ..options.contrastive import ContrastiveOptions
 from ..options.declaring import documented, holds
 from ..options.facts import check_values, of_transformers, release_of_file
-from ..options.files import FILES, RECIPES, options_in
+from ..options.files import FILES, PEERS, RECIPES, options_in
 
 
 def print_error(command: str, message: str, *, below: bool = False) -> None:
@@ -83,64 +83,8 @@ def instead_of_several(option: str) -> str:
     return f" Join several columns into one of lists: {joined} in Python." if option.endswith("caption_column") else ""
 
 
-# What is written here for the options of transformers' run_clip.py, of OpenCLIP and of sentence-transformers.
-_OURS = {
-    "--model": "model_name_or_path config_name pretrained",
-    "--tokenizer": "tokenizer_name",
-    "--dataset": "train_file train_data data_dir",
-    "--dataset_name": "dataset_config_name",
-    "--dataset_weights": "train_data_upsampling_factors",
-    "--split 'train[:1000]'": "max_train_samples",
-    "--samples_per_epoch": "train_num_samples",
-    "--eval_dataset": "validation_file val_data test_file",
-    "--eval_dataset 'NAME?split=test[:1000]'": "max_eval_samples val_num_samples",
-    "--zero_shot_dataset": "imagenet_val imagenet_v2",
-    "--streaming": "dataset_type",
-    "--image_column": "csv_img_key",
-    "--caption_column": "csv_caption_key",
-    "--max_text_tokens": "max_seq_length",
-    "--freeze image": "freeze_vision_model lock_image",
-    "--freeze text": "freeze_text_model lock_text",
-    "--freeze_layers": "lock_image_unlocked_groups lock_text_unlocked_layers",
-    "--objective sigmoid": "siglip",
-    "--global_batch_size, and the micro-batch that fits is found": "mini_batch_size",
-    "--gradient_accumulation_steps": "accum_freq",
-    "--gradient_checkpointing": "grad_checkpointing",
-    "--torch_compile": "torchcompile",
-    "--image_size": "force_image_size",
-    "--patch_dropout": "force_patch_dropout",
-    "--augmentation": "aug_cfg",
-    "--optimizer muon": "opt",
-    "--learning_rate": "lr",
-    "--adam_beta1": "beta1",
-    "--adam_beta2": "beta2",
-    "--adam_epsilon": "eps",
-    "--weight_decay": "wd",
-    "--warmup_steps": "warmup",
-    "--lr_scheduler_type": "lr_scheduler",
-    "--lr_scheduler_type constant": "skip_scheduler",
-    "--max_grad_norm": "grad_clip_norm",
-    "--num_train_epochs": "epochs",
-    "--bf16": "precision",
-    "--save_strategy epoch": "save_frequency",
-    "--eval_strategy epoch": "val_frequency zeroshot_frequency",
-    "--logging_steps": "log_every_n_steps",
-    "--save_total_limit 1": "delete_previous_checkpoint",
-    "--output_dir": "logs",
-    "--resume_from_checkpoint": "resume",
-    "--dataloader_num_workers": "workers preprocessing_num_workers",
-    "--ddp_backend": "dist_backend",
-    "--pair_id_column": "batch_sampler",
-    "--teacher": "distill_model distill_pretrained",
-    "Omit it: every strategy gives the gradient of the global batch.": "local_loss gather_with_grad loss_dist_impl "
-    "gather_across_devices",
-    "Omit it: the model's logit_scale is trained.": "scale",
-    "Omit it: the separator of a CSV is found.": "csv_separator",
-    "Omit it: HF_TOKEN in the environment, or `hf auth login`, gives the token.": "token",
-    "Omit it: HF_HOME in the environment names the folder.": "cache_dir",
-    "Omit it: models with code of their own are built in Python.": "trust_remote_code",
-}
-ELSEWHERE = {name: ours for ours, names in _OURS.items() for name in names.split()}
+# What is written here for an option of another program, by its name there.
+ELSEWHERE = {name: ours for ours, (names, _) in options_in(PEERS).items() for name in names.split()}
 # What was an option, by the end of its name, and now stands behind the name of each set.
 _OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")
 
@@ -262,15 +206,6 @@ class Parser(HfArgumentParser):
         print_error(self.prog, message)
         sys.exit(2)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but says what a word without an option could have been."""
-        # Words before all options are told first: argparse would only ask for what is required.
-        first = [] if self._meanings else list(itertools.takewhile(lambda word: not word.startswith("-"), args))
-        parsed, left = (namespace, first) if first else self.parse_known_args(args, namespace)
-        if left:
-            self.error(about_words(left, args, self._meanings))
-        return parsed
-
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
         """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
 
@@ -294,7 +229,11 @@ class Parser(HfArgumentParser):
             self.error(str(error))
         for action in self._actions:
             action.required = action.required and action.dest not in values
-        namespace = self.parse_args(words, argparse.Namespace(**values))
+        namespace = argparse.Namespace(**values)
+        # Words before all options are told first: argparse would only ask for what is required.
+        first = [] if self._meanings else list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+        if left := first or self.parse_known_args(words, namespace)[1]:
+            self.error(about_words(left, words, self._meanings))
         for option, other, condition in _IGNORED:
             if option in self.typed and other in self._of_file and holds(namespace, condition):
                 self.error(
@@ -365,21 +304,18 @@ class Parser(HfArgumentParser):
         return tuple(built)
 
     @cached_property
-    def _kinds(self) -> dict[str, Any]:
-        """The annotated type of every option."""
-        kinds: dict[str, Any] = {}
-        for options in self._declared:
-            hints = typing.get_type_hints(options)
-            kinds |= {f.name: hints[f.name] for f in fields(options) if f.init}
-        return kinds
+    def _kinds(self) -> dict[str, set[Any]]:
+        """The kinds of values that each option takes."""
+        of_types = [(one, typing.get_type_hints(options)) for options in self._declared for one in fields(options)]
+        return {one.name: _kinds_of(hints[one.name]) for one, hints in of_types if one.init}
 
     def _add_new_ones(self) -> None:
         """Adds the options that another release of transformers has beside those of the file."""
-        kinds = typing.get_type_hints(transformers.TrainingArguments)
+        types = typing.get_type_hints(transformers.TrainingArguments)
         new = [one for one in fields(transformers.TrainingArguments) if one.init and one.name not in self._kinds]
-        declared = make_dataclass("NewOptions", [(one.name, kinds[one.name], copy.copy(one)) for one in new])
+        declared = make_dataclass("NewOptions", [(one.name, types[one.name], copy.copy(one)) for one in new])
         self._add_dataclass_arguments(typing.cast(Any, declared))
-        self._kinds.update({one.name: kinds[one.name] for one in new})
+        self._kinds.update({one.name: _kinds_of(types[one.name]) for one in new})
 
     def _file_and_words(self, words: list[str]) -> tuple[Path | None, list[str]]:
         """The file of options that the first word or --recipe names, or None, and the other words."""
@@ -414,8 +350,7 @@ class Parser(HfArgumentParser):
                 f"There is no option --{name}. Write it behind the name of the set: --{moved[1]}_dataset "
                 f"'NAME?{moved[2]}={'true' if moved[2] == 'streaming' else 'VALUE'}'."
             )
-        kind = self._kinds.get(plain)
-        if bool in (kind, *typing.get_args(kind)):
+        if bool in self._kinds.get(plain, ()):
             raise ValueError(f"There is no option --{name}. Write --{plain} false.")
         similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
@@ -438,9 +373,7 @@ class Parser(HfArgumentParser):
             if name != key or name not in self._kinds:
                 instead = f" Write {name}: false." if name in self._kinds else ""
                 raise ValueError(f"{path}: {key} only works on the command line.{instead}")
-            kind = self._kinds[name]
-            choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
-            kinds = {typing.get_origin(choice) or choice for choice in choices}
+            kinds = self._kinds[name]
             items = value if isinstance(value, list) and list in kinds else [value]
             if value is None and NoneType not in kinds:
                 raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
@@ -461,6 +394,12 @@ class Parser(HfArgumentParser):
                 except argparse.ArgumentError as error:
                     raise ValueError(f"{path}: {error}") from None
         return values
+
+
+def _kinds_of(hint: Any) -> set[Any]:
+    """The kinds of values that a type allows, such as list and NoneType of ``list[str] | None``."""
+    several = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    return {typing.get_origin(one) or one for one in several}
 
 
 def _among(action: argparse.Action) -> str:

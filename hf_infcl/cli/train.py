@@ -18,7 +18,6 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -50,16 +49,8 @@ from ..trainer.checkpoints import full_disk_explained
 from ..trainer.loop_events import measured_last
 from ..trainer.model_files import average_with_start, checkpoint_of_end, main_weights, merge_into_start, model_to_train
 from ..trainer.trainer import InfCLTrainer
+from . import datasets as sets
 from .check import short_check
-from .datasets import (
-    describe_sets,
-    evaluation_datasets,
-    guard_datasets,
-    mixture_weights,
-    replay_set,
-    training_set,
-    what_was_measured,
-)
 from .defaults import check_average, check_embedded, chooses_model, print_choices
 from .dry_run import dry_run, write_nothing
 from .embeddings import ledger_lines, write_ledger_of_training
@@ -68,7 +59,6 @@ from .models import write_averages
 from .parser import Parser
 
 
-@record  # so the launcher's last lines are the error of the process that failed first
 def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
@@ -88,10 +78,10 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
                 f"{args.output_dir} holds an earlier run ({names}). {first} choose another --output_dir, or delete it "
                 "with --overwrite_output_dir."
             )
-        train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
+        train_dataset, old_pairs = sets.training_set(data, columns, args), sets.replay_set(data, columns, args)
         chooses = chooses_model(args, keep)
-        gains = evaluation_datasets(columns, evaluation, data, chooses=chooses)
-        eval_datasets = gains | guard_datasets(columns, keep, evaluation, data, chooses=chooses)
+        gains = sets.evaluation_datasets(columns, evaluation, data, chooses=chooses)
+        eval_datasets = gains | sets.guard_datasets(columns, keep, evaluation, data, chooses=chooses)
         model, processor, conversion = model_to_train(model_options, lora, args)
         adapted = has_adapters(model)
         trainer = InfCLTrainer(
@@ -109,13 +99,13 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
                     "--average_with_start averages whole weights, but only adapters train. Omit it, and average the "
                     "start and the adapters after the training with `infcl average`, which merges them first."
                 )
-            halves = (guard_datasets(columns, keep, evaluation, data, half, chooses=chooses) for half in (0, 1))
+            halves = (sets.guard_datasets(columns, keep, evaluation, data, half, chooses=chooses) for half in (0, 1))
             how = {"alpha": alpha, "tolerance": keep.guard_tolerance}
             average = functools.partial(average_with_start, trainer, main_weights(trainer), gains, [*halves], **how)
     if trainer.is_world_process_zero():
         tell(trainer, *conversion)
         print_choices(args, parser.chosen, trainer.train_dataset)
-        tell(trainer, *describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets))
+        tell(trainer, *sets.describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets))
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             tell(trainer, *short_check(trainer, train_dataset, data))
         tell(trainer, doubtful_rate(args))
@@ -130,18 +120,17 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
     ProgressPrinter(trainer)
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
-    with mistakes_in_one_line(parser.prog, of_libraries=False):
-        try:
-            trained = trainer.train(resume_from_checkpoint=resume)
-        except Preempted as ended:
-            leave(trainer, int(ended.code or 0))
-            raise
+    try:
+        trained = trainer.train(resume_from_checkpoint=resume)
+    except Preempted as ended:
+        leave(trainer, int(ended.code or 0))
+        raise
     if trainer.steps_trained == 0 and has_results(trainer):
         tell(trainer, f"The model, its card and its results in {args.output_dir} stay unchanged.")
         leave(trainer)
         return
     merge = lora.lora_merge
-    with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(Path(args.output_dir)):
+    with full_disk_explained(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
         by_width = scores_by_width(trainer, eval_datasets)
         ledger = None
@@ -197,7 +186,7 @@ def save_results(
         step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step  # of the weights
         of_last = average is None and step == state.global_step
         measured = measured_last(state, eval_datasets) if of_last else {}
-        described_sets = what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
+        described_sets = sets.what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
         trainer.save_metrics("eval", (measured or trainer.evaluate()) | described_sets)
     trainer.save_state()
     return saved
@@ -264,7 +253,7 @@ def trained_part(model: nn.Module, start: str) -> tuple[dict[str, str], str | No
 
 def describe_sources(options: DataOptions) -> list[facts.Source]:
     """The training data for the card, with the licences that the Hub states."""
-    weights = mixture_weights(options)
+    weights = sets.mixture_weights(options)
     shares = [None] * len(options.dataset) if weights is None else [weight / sum(weights) for weight in weights]
     specs = read_sets("dataset", options.dataset)
     return [_source(spec, options.split, share) for spec, share in zip(specs, shares, strict=True)]
@@ -372,11 +361,11 @@ _SAMPLED = 1_000  # images of the evaluation set that are looked for
 _TRAINED = 200_000  # training images among which they are looked for
 
 
-def overlaps(trained: object, sets: Mapping[str, ImageDataset]) -> Iterator[str]:
+def overlaps(trained: object, evaluated: Mapping[str, ImageDataset]) -> Iterator[str]:
     """A warning for each guard set that has images of the training set; streams are not looked into."""
     if not isinstance(trained, ImageTextDataset):
         return
-    for name, guard in ((name, dataset) for name, dataset in sets.items() if name.startswith("guard")):
+    for name, guard in ((name, dataset) for name, dataset in evaluated.items() if name.startswith("guard")):
         shared, looked_for = shared_images(trained, guard)
         if shared:
             yield (

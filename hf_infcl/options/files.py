@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
+PEERS = Path(__file__).with_name("elsewhere.yaml")  # names of options in other programs
 # The files of options that the package holds, by the names of --recipe.
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
 
