@@ -53,7 +53,14 @@ from torch.distributed.tensor import DTensor
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer
 
-TIMES = ("_seconds", "_per_second", "_runtime", "data_wait", "total_flos")  # the ends of the names of logged times
+TIMES = (
+    "_seconds",
+    "_per_second",
+    "_runtime",
+    "data_wait",
+    "slowest_rank",
+    "total_flos",
+)  # the ends of the names of logged times
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 ACCUMULATING = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
 

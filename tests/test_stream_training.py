@@ -2,11 +2,14 @@
 
 import json
 import multiprocessing
+import platform
 import random
+import re
 import signal
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from helpers.numerics import relative_error
 from helpers.processes import context, join_group
 from helpers.shards import pair, write_parquet, write_tar, write_tars
 from helpers.streams import PAIRS, collate, stream_of
-from helpers.trainers import AtEndOf, StopAt, parameters, trainer_for
+from helpers.trainers import AtEndOf, StopAt, parameters, trained, trainer_for
 from transformers import TrainerCallback
 
 from hf_infcl.data import loader as data_wait
@@ -342,11 +345,14 @@ def test_data_wait_is_the_share_of_training_and_leaves_the_rest_out(monkeypatch)
 
     wait = DataWait()
     window(500, 500, wait)  # workers start
-    assert (wait.windows, wait.share(), wait.share_since_last()) == (0, 0, 0)
+    assert (wait.windows, wait.share(), wait.since_last()) == (0, 0, (0, 0))
     window(1, 3, wait)
-    assert wait.share_since_last() == wait.share() == 0.25
+    assert (wait.since_last(), wait.share()) == ((4, 1), 0.25)
     window(0, 4, wait)
-    assert (wait.windows, wait.share_since_last(), wait.share()) == (2, 0, 0.125)
+    assert (wait.windows, wait.since_last(), wait.share()) == (2, (4, 0), 0.125)
+    window(0, 4, wait)
+    window(3, 1, wait)
+    assert wait.since_last() == (4, 1.5)
 
 
 def test_a_training_that_waits_for_its_data_says_what_helps(tmp_path, monkeypatch):
@@ -359,3 +365,35 @@ def test_a_training_that_waits_for_its_data_says_what_helps(tmp_path, monkeypatc
     (warning,) = [message for message in said if "waited for its data" in message]
     assert "Raise dataloader_num_workers, which is 0" in warning
     assert "pip install simplejpeg" in warning
+
+
+def rank_is_slow(rank, world_size, folder, where):
+    model, said = models.clip(), []
+    of_data, of_model = (0.1 * rank, 0) if where == "data" else (0, 0.05 * rank)
+    model.vision_model.register_forward_pre_hook(lambda *_: time.sleep(of_model))
+
+    def slowly(*args):
+        time.sleep(of_data)
+        return collate(*args)
+
+    with mock.patch.multiple(loaders, WAIT_WINDOWS=2), mock.patch.object(loaders.logger, "warning", said.append):
+        options = {"data_collator": slowly, "max_steps": 5}
+        run = trained(trainer_for(f"{folder}/{rank}", model, stream_of(f"{folder}/shards"), **options))
+    last = [entry for entry in run.state.log_history if "loss" in entry][-1]
+    said = [message for message in said if "The other processes wait for rank" in message]
+    return {name: last[name] for name in ("slowest_rank", "slowest_rank_seconds")}, said
+
+
+@pytest.mark.parametrize("where", ["data", "model"])
+def test_a_slow_process_is_named_and_says_so_once(ranks, tmp_path, where):
+    write_tars(tmp_path / "shards", [60] * 4)
+    (logs, nothing), (same, (warning,)) = ranks.run(rank_is_slow, 2, str(tmp_path), where)
+    assert logs == same
+    assert logs["slowest_rank"] == 1
+    assert logs["slowest_rank_seconds"] >= (0.2 if where == "data" else 0.1)  # of two micro-batches
+    assert not nothing
+    seconds = [float(number) for number in re.findall(r"([\d.e-]+) s\b", warning)]
+    assert re.match(rf"The other processes wait for rank 1 on {re.escape(platform.node())}: of a step of", warning)
+    step, of_rank, of_data, median = seconds
+    assert step > of_rank - 0.05 > median
+    assert (of_data > 0.15) == (where == "data")

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 HEAD = ("set", "metric", "value", "95% interval", "before", "change")
 # In a line of the log they would only repeat others, or tell what few look at; all are in trainer_state.json.
 UNTOLD = set(
-    "samples_seen train_seconds total_flos epoch grad_norm_image grad_norm_text loader_samples_per_second".split()
+    "samples_seen train_seconds total_flos epoch grad_norm_image grad_norm_text loader_samples_per_second "
+    "slowest_rank slowest_rank_seconds".split()
 )
 SHORT = {"learning_rate": "lr", "positive_cosine": "cosine", "samples_per_second": "samples/s"}  # names in such a line
 

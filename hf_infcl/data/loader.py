@@ -24,8 +24,9 @@ from .collator import DataCollator
 from .replay import Replayed, epochs_of, make_micro_batches
 from .stream_batches import MicroBatches, Share
 
-# A warning is logged if the share of the whole training exceeds WAIT_SHARE after WAIT_WINDOWS windows or more.
-WAIT_SHARE, WAIT_WINDOWS = 0.1, 20
+# After WAIT_WINDOWS windows, a warning is logged if the share of the whole training exceeds WAIT_SHARE, and one if a
+# process is behind the median one by SLOW_SHARE of a step.
+WAIT_SHARE, WAIT_WINDOWS, SLOW_SHARE = 0.1, 20, 0.2
 
 
 class DataWait:
@@ -38,7 +39,7 @@ class DataWait:
     def __init__(self) -> None:
         self.windows = -1
         self._trained = self._waited = 0.0
-        self._logged = 0.0, 0.0
+        self._logged = 0.0, 0.0, 0
         self._started = time.perf_counter()
 
     @contextmanager
@@ -62,11 +63,11 @@ class DataWait:
         """The share of the time since the training began."""
         return self._waited / self._trained if self._trained else 0.0
 
-    def share_since_last(self) -> float:
-        """The share of the time since the last call of this method."""
-        trained, waited = self._trained - self._logged[0], self._waited - self._logged[1]
-        self._logged = self._trained, self._waited
-        return waited / trained if trained > 0 else 0.0
+    def since_last(self) -> tuple[float, float]:
+        """The mean seconds of the windows since the last call of this method, and of its waits for data."""
+        trained, waited, windows = self._trained - self._logged[0], self._waited - self._logged[1], max(self.windows, 0)
+        count, self._logged = windows - self._logged[2], (self._trained, self._waited, windows)
+        return (trained / count, waited / count) if count else (0.0, 0.0)
 
 
 def check_window(window: Sequence[Mapping[str, Tensor]], equal_ids: str) -> None:

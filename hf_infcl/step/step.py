@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -111,6 +112,7 @@ class WindowStep:
             context.encoder.stop_gradients_at_frozen_layers()
         self._largest_scale = _largest_scale(context, warns=steps > 0)
         self._scale = math.inf  # of the scaler of fp16, before the optimizer's step
+        self._first_pass: tuple[Any, Any] = 0.0, 0.0  # when that of the last step began and ended
 
     # ---- The step ----
 
@@ -162,7 +164,9 @@ class WindowStep:
                     self._asks = not alone and any(images == texts for images, texts in zip(*window.sizes, strict=True))
                     if not self._asks:
                         check_own_loss(self.context, window.batches[0])
+                began = self._now()
                 encoded = passes.encode()
+                self._first_pass = began, self._now()
                 rows, expected = list(map(len, encoded)), list(map(sum, window.sizes))
                 if rows != expected:
                     raise ValueError(
@@ -257,6 +261,24 @@ class WindowStep:
         for buffer, value in buffers:
             buffer.data.copy_(value)
         self._wrapper.begin_window()
+
+    def _now(self) -> Any:
+        """A moment of the device, which on a GPU may be later than on the host."""
+        if self.context.args.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_of_first_pass(self) -> float:
+        """Of the last step: what this process computes before it needs others; under FSDP, which needs them, 0."""
+        began, ended = self._first_pass
+        if not self.repeats:
+            return 0.0
+        if isinstance(began, float):
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
 
     def _announced(self, *, repeats: bool = False) -> AbstractContextManager[None]:
         """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""

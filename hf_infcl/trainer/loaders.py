@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import collections
 import json
+import platform
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +24,16 @@ from transformers.utils import logging
 
 from ..data import ImageTextStream
 from ..data.collator import ContrastiveCollator, DataCollator
-from ..data.loader import WAIT_SHARE, WAIT_WINDOWS, DataWait, TrainingLoader, check_batch, check_window, worker_options
+from ..data.loader import (
+    SLOW_SHARE,
+    WAIT_SHARE,
+    WAIT_WINDOWS,
+    DataWait,
+    TrainingLoader,
+    check_batch,
+    check_window,
+    worker_options,
+)
 from ..data.pairs import REPEATED, caption_pair_id
 from ..data.replay import Epochs, Replayed
 from ..data.store import KeyedItem, all_parts, most_captions, negative_caption_columns, set_epoch
@@ -307,6 +318,7 @@ class TrainingData:
         if self._skipped is not None and self._processes.rank > 0:
             self._skipped = 0
         self._has_warned_of_wait = False
+        self._behind = 0  # logs, one after the other, in which this process was notably behind
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
         self._exhausted = False  # whether a stream has no full window left
 
@@ -421,23 +433,30 @@ class TrainingData:
             return None
         return int(sum(count for (count,) in self._processes.agree([self._skipped])))
 
-    def logs(self) -> dict[str, float]:
-        """Metrics of the data, and a warning if the training waits for it; collective.
+    def logs(self, first_pass: float) -> dict[str, float]:
+        """Metrics of the data, and warnings if the training waits for it, or for one process; collective.
 
-        The README of the training lists them. ``data_wait`` is since the last log; ``texts_per_image`` is that of the
-        last global batch; numbers of samples and of shards are since the run began.
+        Args:
+            first_pass: the seconds of this process's last one.
+
+        Returns:
+            What the README of the training lists. ``data_wait`` is since the last log; ``texts_per_image`` is that of
+            the last global batch; numbers of samples and of shards are since the run began.
         """
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:
             logs["skipped_samples"] = skipped
         wait, loader = self.wait, self._loader
         progress = None if loader is None else loader.progress()
-        numbers = [wait.share_since_last(), wait.share(), sum(self.window.sizes[1]), *(progress or {}).values()]
-        recent, overall, texts, *sums = zip(*self._processes.agree(numbers), strict=True)
+        step, waited = wait.since_last()
+        own, recent = waited + first_pass, waited / step if step else 0.0
+        numbers = [own, recent, wait.share(), sum(self.window.sizes[1]), *(progress or {}).values()]
+        of_ranks, shares, overall, texts, *sums = zip(*self._processes.agree(numbers), strict=True)
         if sum(texts) != (images := self._images * len(texts)) and len(self.window):
             logs["texts_per_image"] = round(sum(texts) / images, 3)
         if wait.windows > 0:
-            logs["data_wait"] = round(max(recent), 4)
+            logs["data_wait"] = round(max(shares), 4)
+            logs |= self._slowest(of_ranks, step, waited)
         if progress is not None:
             totals = dict(zip(progress, map(sum, sums), strict=True))
             if "replayed" in totals:
@@ -455,6 +474,24 @@ class TrainingData:
                     "(pip install simplejpeg); or store smaller images."
                 )
         return logs
+
+    def _slowest(self, seconds: Sequence[float], step: float, waited: float) -> dict[str, float]:
+        """The process that the others wait for, by the ``seconds`` of each; it warns if it falls notably behind.
+
+        The whole step takes equally long on all of them.
+        """
+        if len(seconds) == 1:
+            return {}
+        slowest, median = max(range(len(seconds)), key=seconds.__getitem__), statistics.median_low(seconds)
+        behind = slowest == self._processes.rank and seconds[slowest] - median > SLOW_SHARE * step
+        self._behind = self._behind + 1 if behind and self.wait.windows >= WAIT_WINDOWS else 0
+        if self._behind == 2:  # in two logs, since one step may be slow by chance
+            logger.warning(
+                f"The other processes wait for rank {slowest} on {platform.node()}: of a step of {step:.3g} s, it "
+                f"takes {seconds[slowest]:.3g} s to load its data ({waited:.3g} s) and to encode it the first time, "
+                f"where the median is {median:.3g} s. Look at the disk, the network and other programs of that machine."
+            )
+        return {"slowest_rank": slowest, "slowest_rank_seconds": round(seconds[slowest], 4)}
 
     def close(self) -> None:
         """Lets go of the last window, and ends the workers of a stream."""
