@@ -27,10 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks and real_pairs
 
 import torch
+import torch.nn.functional as F
 from benchmarks import common
 from torch import Tensor
 
 from hf_infcl import InfCLTrainingArguments
+from hf_infcl.models.adapters import resize_images
+from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.quality.averages import interpolated
 from hf_infcl.step.extensions import of_kind
 from hf_infcl.step.selection import WithoutNoisyPairs
@@ -64,6 +67,9 @@ TEACHERS: dict[str, tuple[str, dict[str, str]]] = {  # the rows that trained the
 }
 OF_LEDGER = {"options": '{"leave_out": "noisy"}', "seed": "0", "trained_on": "all", "optimizer": "muon", "times": "1"}
 AVERAGES = (0.25, 0.5, 0.75)  # of a fine-tuning's start and its end
+# Ways to train on all pairs: on images of half the height and width, and from those weights on whole ones.
+HALF, AFTER_HALF = "half the pixels per side", "then all pixels"
+FROM_RANDOM = ("", "base", HALF)
 
 
 # ---- From rows to runs ----
@@ -123,16 +129,17 @@ def _of_results(row: Mapping[str, str]) -> Run:
     for field in dataclasses.fields(Run):
         if text := row.get(field.name):  # rows from before a column was added have its default
             values[field.name] = casts[str(field.type)](text)
-    sources = {"": "", "base": EMOJI}.get(row["way"], CLIP_ART)
+    sources = {"": "", HALF: "", AFTER_HALF: "", "base": EMOJI}.get(row["way"], CLIP_ART)
     return Run(**{"sources": sources, **values})
 
 
 def needed_by(run: Run) -> dict[str, Run]:
     """The runs whose weights a run needs: its start, its teacher, and the one whose ledger says what is wrong."""
     found = {}
-    if run.way not in ("", "base"):
+    if run.way not in FROM_RANDOM:
+        before = HALF if run.way == AFTER_HALF else "base"
         of_base: dict[str, dict[str, str]] = {
-            "results": {"experiment": run.experiment, "way": "base", "seed": str(run.seed)},
+            "results": {"experiment": run.experiment, "way": before, "seed": str(run.seed)},
             "pretrained_towers": {"optimizer": run.optimizer, "way": "base", "seed": str(run.seed)},
             "wrong_and_taught": {"trained_on": "emoji"},
         }
@@ -173,10 +180,14 @@ def perform(run: Run, data: dict[str, Any], folder: Path, origin: Row, *, toy: b
     """Trains a run after those that it needs, and may keep its weights in the folder; returns what was measured."""
     needed = {kind: weights_of(other, data, folder, origin, toy=toy) for kind, other in needed_by(run).items()}
     device, on_gpu = data["images"].device, data["images"].is_cuda
+    size = data["images"].shape[-1]
+    if run.way == HALF:
+        data = of_half_size(data)
     changed, captions, is_wrong = with_wrong_captions(data, run.wrong)
-    model = make_model(run, data, toy=toy)
+    model = make_model(run, of_half_size(data) if run.way == AFTER_HALF else data, toy=toy)
     if start := needed.get("start"):
         model.load_state_dict(start["model"])
+        resize_images(DualEncoder(model), size)
     removed = is_wrong if run.oracle else torch.zeros_like(is_wrong)
     if run.cleaned and start:
         of_run = torch.tensor([source in run.sources.split(",") for source in data["sources"]], device=device)
@@ -196,9 +207,10 @@ def perform(run: Run, data: dict[str, Any], folder: Path, origin: Row, *, toy: b
         sides = SIDES if run.side == "both" else [run.side]
         changed["stored"] = images, texts[captions]
         guests["extensions"] = [TeacherDistance(STORED, run.weight, sides)]
-    if run.way:
+    tunes = run.way not in ("", HALF, AFTER_HALF)
+    if tunes:
         changed["sets"] = sets_of_clip_art(changed["sets"])
-    if run.compiled and on_gpu and not start:
+    if run.compiled and on_gpu and not (start and tunes):
         compile_layers(model, texts=run.captions == 1 and not run.negatives)
     first = copy.deepcopy(model.state_dict())
     every = ",".join(sorted(set(data["sources"])))
@@ -217,7 +229,7 @@ def perform(run: Run, data: dict[str, Any], folder: Path, origin: Row, *, toy: b
     if keep:
         torch.save(weights, weights_file(run, folder))
     if run.table == "results":
-        return [*rows, *(_averages(rows[-1], first, model, changed) if start else ())]
+        return [*rows, *(_averages(rows[-1], first, model, changed) if start and tunes else ())]
     if removed.any() and not run.oracle:
         more |= {"removed": int(removed.sum()), "wrong_kept": int((is_wrong & ~removed).sum())}
     more |= {"seconds": rows[-1]["seconds"], **origin}
@@ -260,6 +272,19 @@ def _widths(run: Run, model: Any, data: dict[str, Any]) -> Row:
         of_width = recalls(measure(model, data, ("validation", "vendor", "concepts"), width))
         found |= {f"{name}_of_{width}": round(value, 2) for name, value in of_width.items() if name != "validation"}
     return found
+
+
+def of_half_size(data: dict[str, Any]) -> dict[str, Any]:
+    """The data with images of half the height and width."""
+
+    def half(values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "images": torch.cat([_half(part) for part in values["images"].split(4096)])}
+
+    return {**half(data), "sets": {name: half(values) for name, values in data["sets"].items()}}
+
+
+def _half(images: Tensor) -> Tensor:
+    return F.avg_pool2d(images.float(), 2).round().to(images.dtype)
 
 
 def sets_of_clip_art(sets: dict[str, Any]) -> dict[str, Any]:

@@ -413,7 +413,8 @@ def fewer_tokens(rows: list[Row]) -> str:
         timed = cost.get(json.dumps(options) if options else "")
         per_step = "" if timed is None else f"{1000 * timed['seconds'] / timed['steps']:.1f} ms"
         memory = "" if timed is None else f"{timed['peak_gib']:.1f} GiB"
-        name = ", ".join(f"`{n}` {' '.join(v) if isinstance(v, list) else v}" for n, v in options.items())
+        of_options = (f"`{n}` {' '.join(v) if isinstance(v, list) else v}" for n, v in options.items())
+        name = setting.way or ", ".join(of_options)
         name += f", all in the last {last:.0%} of the steps" if last else ""
         body.append([name or "all tokens", f"{c.steps:,}", per_step, memory, *c.cells(STYLE, CONCEPTS)])
     return markdown(["", "steps", "a step", "its memory", *COLUMNS, STYLE, CONCEPTS], body)
