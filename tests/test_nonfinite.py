@@ -8,6 +8,7 @@ import torch
 from helpers import models
 from helpers.processes import on_ranks
 from helpers.trainers import StopAt, parameters, trained, trainer_for
+from torch import nn
 from transformers import TrainerCallback
 
 from hf_infcl.step.checks import SkippedWindows
@@ -162,14 +163,14 @@ def test_a_resume_goes_on_counting_the_windows_that_were_skipped_after_the_last_
 def test_no_more_windows_in_a_row_are_skipped_than_allowed(most):
     guard, kept = SkippedWindows(most), []
     for bad in (False, True, False, True):
-        guard.begin_window([])
+        guard.begin_window(nn.Module())
         if bad:
             guard.refuse("It is nan.")
         else:
             guard.end_window(1.0)
         kept.append(not guard.skipping)
     assert kept == [True, False, True, False]
-    guard.begin_window([])
+    guard.begin_window(nn.Module())
     if most == 1:
         with pytest.raises(ValueError, match=r"^It is nan\. Steps skipped just before it: 1\."):
             guard.refuse("It is nan.")

@@ -22,7 +22,7 @@ from ..models.dual_encoder import IMAGE_INPUTS, NO_TEXTS, TEXT_INPUTS
 from ..models.towers import embeds_of, part_of, return_dict_for
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, by_rank
-from .grad_cache import CachedWindow, random_state_kept
+from .grad_cache import CachedWindow, undoing, undone
 from .terms import Context
 from .window import MicroBatch, Window
 
@@ -43,16 +43,17 @@ class SkippedWindows:
     def __init__(self, most: int, resumed: RunRecord | None = None) -> None:
         self._most = most
         self._in_a_row = 0 if resumed is None else resumed.skipped_in_a_row  # skipped just before the current window
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._undo: Callable[[], None] = lambda: None
         self.skipping = False  # the current window
         # Skipped since the run began, including those with an overflow in fp16.
         self.count = 0 if resumed is None else resumed.skipped_windows
         self.last_loss = 0.0 if resumed is None else resumed.last_loss  # of the last window that was trained
 
-    def begin_window(self, buffers: Iterable[Tensor]) -> None:
-        """Begins a window. ``buffers`` are tensors that its forwards may change, such as statistics of batch norms."""
+    def begin_window(self, model: nn.Module, others: Iterable[Tensor] = ()) -> None:
+        """Begins a window of a model, and of the ``others`` that are trained beside it; see `undoing`."""
         self.skipping = False
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers] if self._most > 0 else []
+        if self._most > 0:
+            self._undo = undoing(model, others)
 
     def end_window(self, loss: float) -> None:
         """Ends a window that was trained."""
@@ -76,9 +77,7 @@ class SkippedWindows:
         logger.warning(f"{problem} The step is skipped ({self._in_a_row} in a row; skip_nonfinite is {self._most}).")
         self.skipping = True
         self.count += 1
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        self._undo()
 
     def skipped_by_scaler(self, scale: float) -> None:
         """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
@@ -124,7 +123,7 @@ class NumberChecks:
 
     def begin_window(self, model: nn.Module, of_terms: Sequence[nn.Parameter]) -> None:
         """Begins a window, before its first forward. ``of_terms`` are trained beside the model."""
-        self.skipped.begin_window(model.buffers())
+        self.skipped.begin_window(model, of_terms)
         self._parameters, self._of_terms = [*model.parameters(), *of_terms], of_terms
         self._finite_gradients, self.loss = [], math.nan
 
@@ -180,7 +179,6 @@ class NumberChecks:
             f"The gradient of the global batch after step {step} is not finite: "
             f"{'that of the parameters of a term' if of_terms else '; '.join(filter(None, (parameters, places)))}."
         )
-        model.zero_grad()
 
     def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
         """The logs of `SkippedWindows`. Warns once if ``loss`` and ``grad_norm`` in Trainer's are exactly 0."""
@@ -255,11 +253,9 @@ def check_own_loss(context: Context, batch: Mapping[str, Any]) -> None:
     batch = context.prepare_inputs(dict(batch))
     rows = min(len(batch["pixel_values"]), len(batch["input_ids"]))
     inputs = {name: batch[name][:rows] for name in IMAGE_INPUTS + TEXT_INPUTS if name in batch}
-    buffers = [(buffer, buffer.clone()) for buffer in context.encoder.model.buffers()]
-    with torch.no_grad(), random_state_kept(context.args.device):
-        asked_for_loss(context, context.encoder.model)(**inputs, **return_dict_for(context.encoder.base))
-        for buffer, value in buffers:
-            buffer.copy_(value)
+    model = context.encoder.model
+    with torch.no_grad(), undone(model, context.args.device):
+        asked_for_loss(context, model)(**inputs, **return_dict_for(context.encoder.base))
 
 
 def asked_for_loss(context: Context, forward: Callable[..., object]) -> Callable[..., object]:

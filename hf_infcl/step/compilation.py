@@ -27,7 +27,7 @@ from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.collectives import Processes
-from .grad_cache import random_state_kept
+from .grad_cache import undone
 from .terms import Context
 from .window import Window
 
@@ -104,7 +104,7 @@ class LayerCompilation:
             return NOTHING
         layers: dict[str, list[nn.Module]] = {}
         seconds, failure = 0.0, ""
-        with random_state_kept(context.args.device):
+        with undone(context.encoder.model, context.args.device):
             with suppress(Exception):  # which the step raises as well
                 layers, trials = self._trials(window)
                 seconds = sum(_seconds(trials[name]) * len(of_tower) for name, of_tower in layers.items())
@@ -144,7 +144,6 @@ class LayerCompilation:
         encoder.model.train()
         encoder.eval_frozen_parts()
         inputs: dict[str, tuple[Any, dict[str, Any]]] = {}
-        buffers = [(buffer, buffer.clone()) for buffer in encoder.model.buffers()]
         hooks = []
         for name, of_tower in layers.items():
 
@@ -157,8 +156,6 @@ class LayerCompilation:
             with torch.no_grad():
                 # Not by calling the model, whose hooks would take this for a forward of the training.
                 encoder.embed(encoder.model.forward, self._context.prepare_inputs(dict(batch)))
-                for buffer, value in buffers:
-                    buffer.copy_(value)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..processes.collectives import Processes
 from ..refusals import refuse_second_derivative
@@ -63,6 +63,34 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002  # it takes 32 bits
         yield
+
+
+def undoing(model: nn.Module, others: Iterable[Tensor] = ()) -> Callable[[], None]:
+    """Returns a function that undoes a step before the optimizer's: gradients go, buffers become what they are now.
+
+    ``others`` are parameters beside the model's.
+    """
+    parameters, buffers = [*model.parameters(), *others], [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def undo() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+    return undo
+
+
+@contextmanager
+def undone(model: nn.Module, device: torch.device, others: Iterable[Tensor] = ()) -> Iterator[None]:
+    """A context after which the random generators continue as before it, too; see `undoing`."""
+    undo = undoing(model, others)
+    try:
+        with random_state_kept(device):
+            yield
+    finally:
+        undo()
 
 
 # ---- Inputs from host memory, one micro-batch ahead of the computation ----

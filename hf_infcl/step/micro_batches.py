@@ -33,8 +33,8 @@ from ..options.record import RunRecord
 from ..processes.collectives import OtherRankFailedError, Processes, alone, announce_failure, failures_announced
 from ..processes.signals import Phases
 from .compilation import may_compile
-from .extensions import Extension, LossTerm, StepChange, term_parameters
-from .grad_cache import MARGIN, random_state_kept
+from .extensions import LossTerm, StepChange, term_parameters
+from .grad_cache import MARGIN, random_state_kept, undoing, undone
 from .step import WindowStep
 from .terms import Context
 from .window import Window, repeated, widened
@@ -278,15 +278,12 @@ class Trials:
         args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
         # Those that only look, or keep what they have seen, would take the trial for a step.
         changing = [one for one in context.extensions if isinstance(one, (LossTerm, StepChange))]
-        undo = undoing(model, context.extensions)
-        try:
-            with random_state_kept(device), alone(), _as_prepared(model, context.accelerator):
-                changed = replace(context, args=args, extensions=changing)
-                step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
-                step.windows = 1  # the first one of a training is looked at more closely
-                return self._measured(step, trial)
-        finally:
-            undo()
+        others = term_parameters(context.extensions)
+        with undone(model, device, others), alone(), _as_prepared(model, context.accelerator):
+            changed = replace(context, args=args, extensions=changing)
+            step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
+            step.windows = 1  # the first one of a training is looked at more closely
+            return self._measured(step, trial)
 
     def _measured(self, step: WindowStep, trial: Trial) -> tuple[int, int]:
         device = self._context.args.device
@@ -353,20 +350,6 @@ def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         accelerator.scaler = scaler
 
 
-def undoing(model: nn.Module, extensions: Sequence[Extension]) -> Callable[[], None]:
-    """Returns a function that undoes a step before the optimizer's: gradients go, buffers become what they are now."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    def undo() -> None:
-        for parameter in (*model.parameters(), *term_parameters(extensions)):
-            parameter.grad = None
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-    return undo
-
-
 def release_memory() -> None:
     """Gives back what a window that did not fit has left."""
     forget_recordings()
@@ -422,7 +405,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
     while True:
         largest = max(window.sizes[0])
         # As before the step, if it is repeated.
-        undo = undoing(model, step.extensions) if window.loaded else None
+        undo = undoing(model, term_parameters(step.extensions)) if window.loaded else None
         try:
             with step.compilation.active(window):
                 loss = step.run(model, window, number)

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..loss import OBJECTIVES
 from ..models.dual_encoder import NO_TEXTS, images_of
-from ..models.sharding import is_sharded
+from ..models.sharding import failures_announced_unless_sharded, is_sharded
 from ..options.facts import CHECKPOINTING
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
@@ -43,7 +43,7 @@ from .extensions import (
     term_parameters,
     value_of_term,
 )
-from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, random_state_kept
+from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
 from .selection import WithoutNoisyPairs, tell_if_too_short
 from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms
 from .window import MicroBatch, Window, WindowLoss
@@ -152,7 +152,6 @@ class WindowStep:
         )
         if self._fetcher is not None:  # the inputs arrive in the order in which both passes encode them
             arriving = self._fetcher.fetch(window.batches[index] for index in passes.order)
-        accelerator.gradient_state._set_sync_gradients(count == 1)
         with wrapper.gradient_sync(count == 1):
             # The other processes learn of an error here when they exchange the inputs of the loss.
             with self._announced(repeats=together), record_function("infcl: first pass"):
@@ -191,27 +190,26 @@ class WindowStep:
                 loss = passes.differentiate(loss_of, lambda: encoder.temperature_parameters, of_terms)
         checks.check_loss(loss, finite, window, step)  # before any gradient is added
         scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()  # of fp16's gradients
-        # No wrapper averages the gradients of these over the processes, and no backward scales them as fp16 needs it.
-        for parameter, gradient in zip(of_terms, passes.other_gradients, strict=True):
-            parameter.grad = Processes().sum(gradient) * (scale / args.world_size)
-        # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
+        if not checks.skipped.skipping:
+            # No wrapper averages these over the processes, and no backward scales them as fp16 needs it.
+            for parameter, gradient in zip(of_terms, passes.other_gradients, strict=True):
+                parameter.grad = Processes().sum(gradient) * (scale / args.world_size)
+        # ---- Second pass: one micro-batch after the other, with the gradient of its features; none if skipped ----
         self._phases.enter("the second pass", step)
         self.may_repeat = self.repeats
         every = args.torch_empty_cache_steps
-        for index in range(count):
+        for index in range(0 if checks.skipped.skipping else count):
             last = index == count - 1
             if last and (together or self._awaits_observers):
                 Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
                 self.may_repeat = False
             repeats = together and not last
-            accelerator.gradient_state._set_sync_gradients(last)
             with failures_announced(repeats=True) if repeats else nullcontext(), wrapper.gradient_sync(last):
-                if not checks.skipped.skipping:
-                    with record_function("infcl: second pass"):
-                        if (surrogate := passes.surrogate(index)) is not None:
-                            accelerator.backward(surrogate)
-                        del surrogate  # and its graph
-                    checks.check_gradient(model, passes, window, step, last=last)
+                with record_function("infcl: second pass"):
+                    if (surrogate := passes.surrogate(index)) is not None:
+                        accelerator.backward(surrogate)
+                    del surrogate  # and its graph
+                checks.check_gradient(model, passes, window, step, last=last)
             with self._announced(repeats=repeats):
                 for observer in () if checks.skipped.skipping else self._observers:
                     observer.after_backward(index, scale)
@@ -222,8 +220,6 @@ class WindowStep:
                 self._collect_after_compiling()
         # ---- The end of the window ----
         if checks.skipped.skipping:
-            for parameter in of_terms:
-                parameter.grad = None
             if accelerator.scaler is not None:  # which then skips the step, for which there are no gradients
                 first = next(p for p in model.parameters() if p.requires_grad)
                 first.grad = torch.full_like(first, math.inf)
@@ -246,9 +242,8 @@ class WindowStep:
         The sum of three processes or more depends on the place of a gradient in its bucket, so that the first step
         would not equal that of an uninterrupted training. The gradients of this backward are dropped.
         """
-        device, buffers = self.context.args.device, [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._forwards = 0
-        with random_state_kept(device), self._wrapper.gradient_sync(True):
+        self._forwards, device = 0, self.context.args.device
+        with undone(model, device), self._wrapper.gradient_sync(True):
             micro_batch = MicroBatch(dict(window.batches[-1]))
             passes = CachedWindow(lambda one: self._encode(model, one, None), [micro_batch], device=device, alike=True)
             passes.encode()
@@ -256,10 +251,6 @@ class WindowStep:
             passes.differentiate(_sum, lambda: parameters)
             if (surrogate := passes.surrogate(0)) is not None:
                 self.context.accelerator.backward(surrogate)
-        for parameter in model.parameters():
-            parameter.grad = None
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
         self._wrapper.begin_window()
 
     def _now(self) -> Any:
@@ -281,8 +272,7 @@ class WindowStep:
         return float(began.elapsed_time(ended)) / 1000
 
     def _announced(self, *, repeats: bool = False) -> AbstractContextManager[None]:
-        """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
-        return failures_announced(repeats=repeats) if self.repeats else nullcontext()
+        return failures_announced_unless_sharded(self.context.accelerator, repeats=repeats)
 
     def _encode(self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]] | None) -> Features:
         """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
