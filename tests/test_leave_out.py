@@ -20,10 +20,10 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.card.pictures import plot_curves
 from hf_infcl.card.settings import training_settings
 from hf_infcl.models.dual_encoder import DualEncoder
-from hf_infcl.step import selection
+from hf_infcl.quality import selection
+from hf_infcl.quality.selection import BORDER, BORDER_OF_MANY, NO_KEY, RESTED, WithoutNoisyPairs, mean_of_trained
 from hf_infcl.step.extensions import PairSelection, StepObserver
 from hf_infcl.step.grad_cache import Features
-from hf_infcl.step.selection import BORDER, BORDER_OF_MANY, NO_KEY, RESTED, WithoutNoisyPairs, mean_of_trained
 from hf_infcl.step.window import Window
 
 LEARNS = {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_infcl.loss.pair_scores import pair_scores
-from hf_infcl.step.selection import NO_KEY, PairAverages
+from hf_infcl.quality.selection import NO_KEY, PairAverages
 
 DIM, IMAGES = 12, 12
 KINDS = ("pairs", "ids", "captions", "captions and ids")

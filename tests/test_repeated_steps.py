@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.options import arguments as batch_division
+from hf_infcl.quality.selection import WithoutNoisyPairs
 from hf_infcl.step.extensions import LossTerm, of_kind
 from hf_infcl.step.grad_cache import Features
-from hf_infcl.step.selection import WithoutNoisyPairs
 
 PLAIN: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 2}
 

@@ -385,9 +385,7 @@ class Counting(Interruptions):
 def fetch(data: TrainingData, batches: Iterator[Any], step: int, agreed: list[Any]) -> Window:
     return data.fetch(
         lambda source, number, device: (list(itertools.islice(source, number)), None),
-        *(batches, step),
-        equal_ids="exclude",
-        interruptions=Counting(agreed),
+        *(batches, step, "exclude", Counting(agreed)),
     )
 
 

@@ -17,9 +17,9 @@ from ..models.model_types import check_type_of_config
 from ..models.open_clip import load_readers
 from ..options.commands import DataOptions
 from ..processes.lock import check_writable
+from ..quality.selection import tell_if_too_short
 from ..quality.teachers import StoredTeacher, embedding_folders
-from ..step.selection import tell_if_too_short
-from ..trainer.loaders import set_sizes, training_collator
+from ..trainer.loaders import set_sizes
 from ..trainer.trainer import InfCLTrainer
 from .checking import REPLAYED, TRAINED, Finding, Inspector, SetFacts, find
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
@@ -47,8 +47,7 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         check_type_of_config(config, of_model.model)
         config = config_for_images(config, args.image_size)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
-        set_sizes(collator, args)
-        training_collator(collator, args)  # only its checks: what is cut on purpose is no finding
+        set_sizes(collator, args)  # what is cut on purpose is no finding
         inspector = Inspector(collator, config)
         if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
             args.max_steps = 1  # a training needs its length, a check does not

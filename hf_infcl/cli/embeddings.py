@@ -48,10 +48,10 @@ from ..quality.ledger import (
     make_ledger,
     small_jpeg,
 )
+from ..quality.selection import LEAST_BELOW, WithoutNoisyPairs
 from ..shards.layout import IMAGE_EXTENSIONS, member_file
 from ..shards.opening import find_shards
 from ..shards.readers import ParquetReader, reader_of
-from ..step.selection import LEAST_BELOW, WithoutNoisyPairs
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.trainer import InfCLTrainer
 from .commands import OF_EMBEDDING

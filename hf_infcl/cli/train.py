@@ -43,8 +43,8 @@ from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..quality.averages import Averaged, described
 from ..quality.ledger import words_of_excluded
+from ..quality.selection import WithoutNoisyPairs
 from ..step.extensions import of_kind
-from ..step.selection import WithoutNoisyPairs
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.loop_events import measured_last
 from ..trainer.model_files import average_with_start, checkpoint_of_end, main_weights, merge_into_start, model_to_train

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..loss import contrastive_loss
 from .grad_cache import CachedWindow, GraphBudget
-from .wrappers import DDP, Wrapper, is_compiled, make_wrapper, without_compiler
+from .wrappers import DDP, is_compiled, make_wrapper, without_compiler
 
 # Only inputs of these names are known to be [rows, tokens], so that rows may be sorted and their padding cut off.
 _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids")
@@ -160,6 +160,7 @@ class ExactContrastiveLoss(nn.Module):
         if self._budget is None:
             wanted = None if self.retain_graphs == "auto" else int(self.retain_graphs)
             self._budget = GraphBudget(wanted, device, alike=False)
+        budget = self._budget
         # Without its exchange, as in accumulation, a wrapper has nothing to prepare in the last forward.
         exchanges = wrapper.synchronises and module.require_backward_grad_sync
         most = wrapper.most_graphs(len(parts)) if exchanges else len(parts)
@@ -167,7 +168,7 @@ class ExactContrastiveLoss(nn.Module):
             encode,
             parts,
             device=device,
-            retain=self._budget.graphs(most),
+            retain=budget.graphs(most),
             keep_grad_mode=is_compiled(self.model),
             buffers=module.buffers(),
         )
@@ -179,7 +180,24 @@ class ExactContrastiveLoss(nn.Module):
         loss = window.differentiate(lambda features, _: self._loss(features[0], order, rows, labels))
         leaf = loss.detach().requires_grad_()
         pending = [window]  # until the backward
-        leaf.register_hook(partial(self._backward, pending, wrapper, exchanges, encode, parts))
+
+        def backward(gradient: Tensor) -> None:
+            if not pending:
+                raise RuntimeError(
+                    "The backward of an ExactContrastiveLoss runs once: compute the loss again for another."
+                )
+            window, last = pending.pop(), len(parts) - 1
+            with torch.enable_grad():
+                for index in range(len(parts)):
+                    with wrapper.gradient_sync(exchanges and index == last):
+                        surrogate = window.surrogate(index)
+                        if surrogate is not None:
+                            (surrogate * gradient).backward()
+                if exchanges and surrogate is None:  # the last mini-batch trains nothing, so no backward has exchanged
+                    self._exchange(encode, parts)
+            budget.end_window()
+
+        leaf.register_hook(backward)
         return leaf
 
     def _loss(self, features: Tensor, order: Tensor, rows: int, labels: Tensor | None) -> Tensor:
@@ -188,29 +206,6 @@ class ExactContrastiveLoss(nn.Module):
         value = self.calculate_loss(columns, labels, with_backward=True)
         gradient = torch.cat([t.grad if t.grad is not None else torch.zeros_like(t) for (t,) in columns])
         return value.detach() + ((features - features.detach()) * gradient[order.to(features.device)]).sum()
-
-    def _backward(
-        self,
-        pending: list[CachedWindow[Part]],
-        wrapper: Wrapper,
-        exchanges: bool,
-        encode: Callable[[Part], tuple[Tensor]],
-        parts: list[Part],
-        gradient: Tensor,
-    ) -> None:
-        if not pending:
-            raise RuntimeError("The backward of an ExactContrastiveLoss runs once: compute the loss again for another.")
-        window, last = pending.pop(), len(parts) - 1
-        with torch.enable_grad():
-            for index in range(len(parts)):
-                with wrapper.gradient_sync(exchanges and index == last):
-                    surrogate = window.surrogate(index)
-                    if surrogate is not None:
-                        (surrogate * gradient).backward()
-            if exchanges and surrogate is None:  # the last mini-batch trains nothing, so no backward has exchanged
-                self._exchange(encode, parts)
-        assert self._budget is not None
-        self._budget.end_window()
 
     def _exchange(self, encode: Callable[[Part], tuple[Tensor]], parts: list[Part]) -> None:
         """Encodes the last mini-batch that trains again, for a backward that adds nothing but the exchange."""

@@ -44,7 +44,6 @@ from .extensions import (
     value_of_term,
 )
 from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
-from .selection import WithoutNoisyPairs, tell_if_too_short
 from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms
 from .window import MicroBatch, Window, WindowLoss
 from .wrappers import DDP, is_compiled, make_wrapper
@@ -73,7 +72,7 @@ class WindowStep:
     ) -> None:
         args, compiled = context.args, is_compiled(model)
         self.windows, self._asks = 0, False  # that were trained; whether the next forward is asked for its loss
-        self.extensions = [*_make_extensions(context, steps), *context.extensions]
+        self.extensions = [*_make_extensions(context), *context.extensions]
         check_names(self.extensions)
         self._changes, self._selections = of_kind(self.extensions, StepChange), of_kind(self.extensions, PairSelection)
         self._terms, self._observers = of_kind(self.extensions, LossTerm), of_kind(self.extensions, StepObserver)
@@ -423,17 +422,13 @@ def _sum(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([one.float().sum() for one in (*features, *parameters)]).sum()
 
 
-def _make_extensions(context: Context, steps: int) -> Iterator[Extension]:
-    """The extensions that the arguments of a training with so many steps ask for."""
+def _make_extensions(context: Context) -> Iterator[Extension]:
+    """The extensions that the arguments of a training ask for."""
     args, encoder, start = context.args, context.encoder, context.start
     if args.patch_dropout:
         yield DroppedPatches(encoder, args.patch_dropout)
     if start is not None and args.keep_features:
         yield KeptFeatures(start, args.keep_features)
-    if args.leave_out is not None and context.rows is not None:
-        if steps > 0:
-            tell_if_too_short(steps * args.global_batch_size * (1 - (args.replay_share or 0)) / context.rows)
-        yield WithoutNoisyPairs(context.rows)
     yield TowerNorms(encoder)
     yield PositiveCosines()
 

@@ -51,6 +51,8 @@ from ..step.window import Window, split_batches
 
 logger = logging.get_logger(__name__)
 
+Read = Callable[[Iterator[object], int, torch.device], tuple[list[dict[str, Tensor]], object]]
+
 _SAMPLED = 10_000  # images whose captions are compared
 _TOKENIZED = 2_000  # captions whose tokens are counted
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
@@ -131,13 +133,17 @@ def add_used_columns(columns: list[str] | None, collator: object) -> None:
 
 
 def set_sizes(collator: object, args: InfCLTrainingArguments) -> None:
-    """Sets the ``image_size``, and ``max_text_tokens`` above the tokenizer's limit, for all rows and what is saved."""
-    if not isinstance(collator, ContrastiveCollator):
-        return
-    if args.image_size is not None:
-        collator.set_image_size(args.image_size)
-    if args.max_text_tokens is not None:
-        collator.lengthen(args.max_text_tokens)
+    """Sets the ``image_size``, and ``max_text_tokens`` above the tokenizer's limit, for all rows and what is saved.
+
+    Raises:
+        ValueError: as `training_collator`.
+    """
+    if isinstance(collator, ContrastiveCollator):
+        if args.image_size is not None:
+            collator.set_image_size(args.image_size)
+        if args.max_text_tokens is not None:
+            collator.lengthen(args.max_text_tokens)
+    training_collator(collator, args)
 
 
 class TrainingCollator:
@@ -172,7 +178,7 @@ class TrainingCollator:
         return {**batch, **added} if added else batch
 
 
-def training_collator(collator: DataCollator, args: InfCLTrainingArguments) -> DataCollator:
+def training_collator(collator: Any, args: InfCLTrainingArguments) -> DataCollator:
     """The data collator for the rows of a training, which cuts captions to ``max_text_tokens`` if that is set.
 
     Raises:
@@ -190,18 +196,13 @@ def training_collator(collator: DataCollator, args: InfCLTrainingArguments) -> D
 
 def check_data_seed(dataset: object, data_seed: int | None) -> None:
     """Raises a ValueError if ``data_seed`` would have no effect on the training set."""
-    if isinstance(dataset, Replayed):
-        for part in dataset.datasets:
-            check_data_seed(part, data_seed)
-        return
-    if data_seed is None or not isinstance(dataset, IterableDataset):
-        return
-    seed = dataset.seed if isinstance(dataset, ImageTextStream) else "its own"
-    if seed != data_seed:
-        raise ValueError(
-            f"data_seed={data_seed} would have no effect: the order of a {type(dataset).__name__} depends on its own "
-            f"seed, which is {seed}. Leave it out; pass the stream its seed: ImageTextStream(..., seed={data_seed})."
-        )
+    for part in all_parts(dataset) if data_seed is not None else ():
+        seed = part.seed if isinstance(part, ImageTextStream) else "its own"
+        if isinstance(part, IterableDataset) and not isinstance(part, Replayed) and seed != data_seed:
+            raise ValueError(
+                f"data_seed={data_seed} would have no effect: the order of a {type(part).__name__} depends on its own "
+                f"seed, which is {seed}. Omit it; pass the stream its seed: ImageTextStream(..., seed={data_seed})."
+            )
 
 
 def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -259,19 +260,17 @@ def rows_of(data: object) -> int | None:
     return len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
 
 
-def loader_of_stream(dataset: IterableDataset, collate: DataCollator, context: Context) -> DataLoader:
+def loader_of_stream(dataset: IterableDataset, collate: TrainingCollator, args: InfCLTrainingArguments) -> DataLoader:
     """The training loader of a stream of another class than `ImageTextStream`, which each process reads as a whole.
 
     The processes take its rows in turn, in full micro-batches. A resumed training skips as many as were trained, but
     what the stream draws is its own.
     """
-    args = context.args
     if args.save_strategy != "no" and args.process_index == 0:
         logger.warning_once(
             f"Of a {type(dataset).__name__}, a checkpoint holds no position: a training resumes near it, but not with "
             "the same batches. For exact resumes, read shards with ImageTextStream (--streaming)."
         )
-    collate = TrainingCollator(training_collator(collate, args), context)
     options = worker_options(args, args.dataloader_num_workers)
     loader = DataLoader(
         dataset, batch_size=args.per_device_train_batch_size, collate_fn=collate, drop_last=True, **options
@@ -310,9 +309,7 @@ class TrainingData:
         self._stream = getattr(loader, "dataset", None)  # of another loader
         self._images = args.global_batch_size // args.world_size  # of a window
         self._args, self._processes = args, Processes()
-        self._text_padding: Mapping[str, int] | None = (
-            None if collator is None else getattr(training_collator(collator, args), "text_padding", None)
-        )
+        self._text_padding: Mapping[str, int] | None = getattr(collator, "text_padding", None)
         # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if resumed is None else resumed.skipped_samples
         if self._skipped is not None and self._processes.rank > 0:
@@ -334,13 +331,7 @@ class TrainingData:
         return {}
 
     def fetch(
-        self,
-        read: Callable[[Iterator[object], int, torch.device], tuple[list[dict[str, Tensor]], object]],
-        epoch_iterator: Iterator[object],
-        step: int,
-        *,
-        equal_ids: str,
-        interruptions: Interruptions,
+        self, read: Read, epoch_iterator: Iterator[object], step: int, equal_ids: str, interruptions: Interruptions
     ) -> Window:
         """Fetches the next window, or an empty one if the remaining rows of a stream do not fill it; collective.
 

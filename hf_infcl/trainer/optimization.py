@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -25,7 +24,6 @@ from ..options.declaring import spelled
 from ..options.record import options_of_optimizer, options_of_schedule
 from ..processes.collectives import Processes
 from ..step.extensions import term_parameters
-from ..step.terms import Context
 from .model_files import cause
 
 ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -46,46 +44,34 @@ class Optimization:
         # Both, and their options before their first step, for the record of a checkpoint.
         self._described: list[tuple[object, dict[str, Any]]] = [(None, {}), (None, {})]
 
-    def optimizer(
-        self,
-        context: Context,
-        user_optimizer: torch.optim.Optimizer | None,
-        create: Callable[[], torch.optim.Optimizer],
-        *,
-        decaying: Callable[[nn.Module], list[str]],
-        settings_for: Callable[[InfCLTrainingArguments], object] | None,
-        resumes: bool,
-    ) -> torch.optim.Optimizer:
-        """The ``user_optimizer`` that was passed, or Trainer's or Muon with the learning rates that the options set.
-
-        Args:
-            decaying: returns the names of the parameters that decay.
-            settings_for: as for `check_optimizer_options`; None if the class of the optimizer was passed.
-            resumes: whether the training goes on from a checkpoint.
+    def optimizer(self, trainer: Any, create: Callable[[], Optimizer]) -> Optimizer:
+        """The optimizer that was passed, or Trainer's (``create``) or Muon with the learning rates of the options.
 
         Raises:
             ValueError: no parameter would be trained, or the optimizer does not take its options.
         """
-        encoder, args, accelerator = context.encoder, self._args, context.accelerator
+        context, passed, args = trainer.context, trainer.optimizer, self._args
+        encoder, accelerator = context.encoder, context.accelerator
         model, self._was_asked = encoder.model, True
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
                 "the parameters to train, and freeze at most one tower."
             )
-        is_muon = user_optimizer is None and args.optimizer == "muon"
+        is_muon = passed is None and args.optimizer == "muon"
         beside = term_parameters(context.extensions)
-        known = [] if user_optimizer is None else [p for group in user_optimizer.param_groups for p in group["params"]]
-        if user_optimizer is not None and not set(beside) <= set(known):
+        known = [] if passed is None else [p for group in passed.param_groups for p in group["params"]]
+        if passed is not None and not set(beside) <= set(known):
             raise ValueError(
                 "An optimizer was passed, but terms of the loss have parameters besides the model's, such as the "
                 "linear map to a teacher of another width, which it does not update. Let the trainer create the "
                 "optimizer."
             )
         if is_muon:
-            optimizer: torch.optim.Optimizer = _create_muon(encoder, args, decaying(model), accelerator)
+            optimizer: Optimizer = _create_muon(encoder, args, trainer.get_decay_parameter_names(model), accelerator)
             start = getattr(getattr(model, "config", None), "_name_or_path", "")
-            if start and not resumes and not encoder.looks_random():  # Muon is for random weights
+            # Muon is for random weights.
+            if start and trainer.resumption.checkpoint is None and not encoder.looks_random():
                 logger.warning(
                     f"The model was loaded from {start} and was trained. If AdamW did that, as for most on the Hub, "
                     "compare the result with that of AdamW, which others found better (arXiv 2605.10468)."
@@ -93,10 +79,10 @@ class Optimization:
         else:
             with errors_of_options(args, "optim", "optim_args", "optimizer"):
                 optimizer = create()
-        if user_optimizer is None:
-            self.creates_optimizer = settings_for is not None
-            if settings_for is not None and not is_muon:
-                check_optimizer_options(args, settings_for)
+        if passed is None:
+            self.creates_optimizer = trainer.optimizer_cls_and_kwargs is None
+            if self.creates_optimizer and not is_muon:
+                check_optimizer_options(args, trainer.get_optimizer_cls_and_kwargs)
             self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
         return optimizer
 
@@ -243,7 +229,7 @@ def _create_muon(
 
 
 def set_learning_rates(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     encoder: DualEncoder,
     args: InfCLTrainingArguments,
     beside: Sequence[nn.Parameter] = (),

@@ -27,6 +27,7 @@ from ..processes.collectives import gather_rows
 from ..processes.lock import locked
 from ..processes.signals import EndRequestedError, Interruptions, Preempted, heed_parent_alone
 from ..quality.feature_cache import with_cached_features
+from ..quality.selection import make_selections
 from ..quality.teachers import make_teachers
 from ..step.extensions import term_parameters
 from ..step.micro_batches import find_micro_batches, recorded, run_repeating
@@ -151,7 +152,9 @@ class InfCLTrainer(Trainer):
         self.training_data = TrainingData(loader, args, record, self.data_collator)
         self.progress = Progress(self.state.global_step, args.global_batch_size, trained_seconds(self.state))
         hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
-        self.window_step = WindowStep(self.context, self.model_wrapped, record, steps=self.state.max_steps, **hooks)
+        context, steps = self.context, self.state.max_steps
+        context = replace(context, extensions=(*make_selections(context, steps), *context.extensions))
+        self.window_step = WindowStep(context, self.model_wrapped, record, steps=steps, **hooks)
         self.window_step.load_state_dict(files.read_states(self.resumption.checkpoint))
         files.go_on_with_losses(self)
         if loader is not None and self.is_world_process_zero():
@@ -176,11 +179,6 @@ class InfCLTrainer(Trainer):
     def steps_trained(self) -> int:
         """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
         return self.state.global_step - self.progress.first_step
-
-    @property
-    def samples_seen(self) -> int:
-        """The pairs trained so far."""
-        return self.state.global_step * self.args.global_batch_size
 
     # ---- The model, its optimizer and its schedule ----
 
@@ -213,12 +211,7 @@ class InfCLTrainer(Trainer):
 
     def create_optimizer(self, *args: object, **kwargs: object) -> torch.optim.Optimizer:
         """Trainer's optimizer or Muon, with the rates of the options of this package."""
-        self.optimizer = self.optimization.optimizer(
-            *(self.context, self.optimizer, partial(super().create_optimizer, *args, **kwargs)),
-            decaying=self.get_decay_parameter_names,
-            settings_for=self.get_optimizer_cls_and_kwargs if self.optimizer_cls_and_kwargs is None else None,
-            resumes=self.resumption.checkpoint is not None,
-        )
+        self.optimizer = self.optimization.optimizer(self, partial(super().create_optimizer, *args, **kwargs))
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
@@ -243,14 +236,13 @@ class InfCLTrainer(Trainer):
         pairs = with_cached_features(replace(self.context, collator=collator), self.interruptions)
         if pairs is None:
             return super().get_train_dataloader()  # which raises
-        if not is_own(pairs):
-            collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-            return loaders.loader_of_stream(pairs, collate, self.context)
-        if hasattr(pairs, "remove_columns"):  # a table of datasets
+        if (own := is_own(pairs)) and hasattr(pairs, "remove_columns"):  # a table of datasets
             pairs = self._remove_unused_columns(pairs, "training")
-        elif not isinstance(pairs, IterableDataset):
+        elif not (own and isinstance(pairs, IterableDataset)):
             collator = self._get_collator_with_removed_columns(collator, "training")
         collate = loaders.TrainingCollator(collator, self.context)
+        if not own:
+            return loaders.loader_of_stream(pairs, collate, self.args)
         return loaders.TrainingLoader(pairs, collate, self.args, self.resumption.record)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -281,8 +273,7 @@ class InfCLTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.
         source: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
-        equal_ids = self.window_step.context.equal_ids
-        self.training_data.fetch(*source, equal_ids=equal_ids, interruptions=self.interruptions)
+        self.training_data.fetch(*source, self.window_step.context.equal_ids, self.interruptions)
         return self.training_data.batches_of_loop(), None
 
     def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:

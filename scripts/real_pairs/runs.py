@@ -35,8 +35,8 @@ from hf_infcl import InfCLTrainingArguments
 from hf_infcl.models.adapters import resize_images
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.quality.averages import interpolated
+from hf_infcl.quality.selection import WithoutNoisyPairs
 from hf_infcl.step.extensions import of_kind
-from hf_infcl.step.selection import WithoutNoisyPairs
 from hf_infcl.step.terms import SIDES, TeacherDistance
 from real_pairs import pretrained_towers
 from real_pairs.in_memory import prepare, to_device

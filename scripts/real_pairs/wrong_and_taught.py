@@ -12,7 +12,7 @@ from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.processes.collectives import Processes
 from hf_infcl.quality.ledger import probability_wrong
-from hf_infcl.step.selection import WithoutNoisyPairs, mean_of_trained
+from hf_infcl.quality.selection import WithoutNoisyPairs, mean_of_trained
 
 from .training import encoded
 

@@ -12,9 +12,10 @@ from transformers.utils import logging
 
 from ..loss.pair_scores import pair_scores
 from ..processes.collectives import Processes
-from .extensions import NO_ROWS, PairSelection
-from .grad_cache import Features
-from .window import Window
+from ..step.extensions import NO_ROWS, PairSelection
+from ..step.grad_cache import Features
+from ..step.terms import Context
+from ..step.window import Window
 
 NO_KEY = -1  # of a pair that is not known from one window to the next
 _MOST_VISITS = 255
@@ -44,6 +45,15 @@ def tell_if_too_short(visits: float) -> None:
             f"leave_out will leave nothing out: this training sees each pair {visits:.1f} times, and the rule begins "
             f"after {LEAST_VISITS}. Train longer, or leave it out."
         )
+
+
+def make_selections(context: Context, steps: int) -> tuple[PairSelection, ...]:
+    """The selection that the arguments of a training with so many steps ask for; 0 steps before it begins."""
+    args, rows = context.args, context.rows
+    if args.leave_out is None or rows is None:
+        return ()
+    tell_if_too_short(steps * args.global_batch_size * (1 - (args.replay_share or 0)) / rows)
+    return (WithoutNoisyPairs(rows),)
 
 
 class WithoutNoisyPairs(PairSelection):
