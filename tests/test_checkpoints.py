@@ -395,7 +395,7 @@ def test_a_folder_that_one_rank_cannot_write_to_is_found_before_the_first_step(r
 @on_ranks(2, timeout=20)
 def test_a_folder_that_takes_no_more_files_is_told_on_all_ranks(rank, world_size, tmp_path):
     error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    refused = pytest.raises(ValueError, match=f"^No file can be created in output_dir {tmp_path}: .*Choose another")
+    refused = pytest.raises(ValueError, match=f"^Nothing can be written to output_dir {tmp_path}: .*Choose another")
     with mock.patch.object(lock, "NamedTemporaryFile", side_effect=error), refused, locked(tmp_path):
         pass
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
+from tempfile import NamedTemporaryFile
 
 from filelock import FileLock, Timeout
 
@@ -18,14 +18,22 @@ LOCK_NAME = "_run.lock"
 logger = logging.getLogger(__name__)
 
 
-def check_writable(folder: str | Path, option: str = "output_dir") -> None:
-    """Creates the folder that an option names, and raises a ValueError if no file can be written to it."""
+@contextmanager
+def _new_file(folder: str | Path, option: str) -> Iterator[str]:
+    """The name of a new file in the folder that an option names; the context creates both, and removes the file."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
+        file = NamedTemporaryFile(prefix="_", dir=folder)  # noqa: SIM115 - its own errors alone are the folder's
     except OSError as error:
         raise ValueError(f"Nothing can be written to {option} {folder}: {error}. Choose another {option}.") from error
+    with file:
+        yield Path(file.name).name
+
+
+def check_writable(folder: str | Path, option: str = "output_dir") -> None:
+    """Creates the folder that an option names, and raises a ValueError if no file can be written to it."""
+    with _new_file(folder, option):
+        pass
 
 
 @contextmanager
@@ -43,60 +51,39 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
     """
     processes = Processes()
     locks = processes.rank == 0 if locks is None else locks
-    lock = FileLock(Path(output_dir, LOCK_NAME), timeout=0)
-
-    def refuse(problem: str) -> None:
-        for rank, text in enumerate(processes.gather_objects(problem)):
+    lock, mark, problem = FileLock(Path(output_dir, LOCK_NAME), timeout=0), "", ""
+    try:
+        with ExitStack() as files:
+            try:
+                if locks or shared:
+                    mark = files.enter_context(_new_file(output_dir, "output_dir"))
+                if locks:
+                    lock.acquire()
+            except ValueError as error:
+                problem = str(error)
+            except Timeout:
+                problem = (
+                    f"Another run is training in {output_dir}. Choose another output_dir, or end that run first. If "
+                    "its launcher was killed, some of its processes may still be running. If this is one run on "
+                    "several machines that share the folder, leave save_on_each_node off. If nothing is running, "
+                    f"remove {lock.lock_file}: some file systems keep it after a run that was killed."
+                )
+            except (OSError, NotImplementedError) as error:  # the file system has no locks
+                logger.warning(
+                    f"{lock.lock_file} cannot be locked ({error}), so a second run in this folder is not refused."
+                )
+            # Every process looks for the files of those that lock, of which no file system has cached anything yet.
+            marks = processes.gather_objects(mark if locks else "")
+            if shared and not problem and not any(mark and Path(output_dir, mark).exists() for mark in marks):
+                problem = (
+                    f"output_dir {output_dir} is not the folder in which checkpoints are completed. Choose a folder "
+                    "that all machines share, or let each machine complete its own checkpoints with "
+                    "save_on_each_node=True."
+                )
+            problems = processes.gather_objects(problem)  # after which all have looked
+        for rank, text in enumerate(problems):
             if text:
                 raise ValueError(text if rank == 0 else f"On rank {rank}: {text}")
-
-    problem = ""
-    try:
-        try:
-            if locks or shared:
-                check_writable(output_dir)
-            if locks:
-                lock.acquire()
-        except ValueError as error:
-            problem = str(error)
-        except Timeout:
-            problem = (
-                f"Another run is training in {output_dir}. Choose another output_dir, or end that run first. If its "
-                "launcher was killed, some of its processes may still be running. If this is one run on several "
-                "machines that share the folder, leave save_on_each_node off. If nothing is running, remove "
-                f"{lock.lock_file}: some file systems keep it after a run that was killed."
-            )
-        except (OSError, NotImplementedError) as error:  # the file system has no locks
-            logger.warning(
-                f"{lock.lock_file} cannot be locked ({error}), so a second run in this folder is not refused."
-            )
-        refuse(problem)
-        if shared:
-            refuse(_not_shared(output_dir, processes, marks=locks))
         yield
     finally:
         lock.release()
-
-
-def _not_shared(output_dir: str | Path, processes: Processes, *, marks: bool) -> str:
-    """A sentence if this process's output_dir is not that of any process with ``marks``; otherwise empty; collective.
-
-    The processes with ``marks`` put a new file into their folders, and every process looks for these files in its own.
-    """
-    mark = problem = ""
-    with ExitStack() as files:
-        if marks:
-            try:
-                # The name of the mark is new, so that no file system can have cached whether it is there.
-                mark = Path(files.enter_context(NamedTemporaryFile(prefix="_", dir=output_dir)).name).name
-            except OSError as error:
-                problem = f"No file can be created in output_dir {output_dir}: {error}. Choose another output_dir."
-        names = processes.gather_objects(mark)
-        is_shared = any(Path(output_dir, name).exists() for name in names if name)
-        processes.agree([])  # the marks stay until all processes have looked for them
-    return (
-        problem
-        if is_shared or problem
-        else f"output_dir {output_dir} is not the folder in which checkpoints are completed. Choose a folder that "
-        "all machines share, or let each machine complete its own checkpoints with save_on_each_node=True."
-    )
