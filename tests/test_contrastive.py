@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -66,13 +67,13 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(ranks, world_size):
     ranks.run(rank_contract, world_size, cases, always_ring=True)
 
 
-def rank_one_way(rank: int, world_size: int) -> None:
+def rank_one_way(rank: int, world_size: int, strategies: Iterable[str] = STRATEGIES) -> None:
     """Processes of unequal rows and negatives, against one process with all of them."""
     rows, hard = [3 + 2 * r for r in range(world_size)], [2 * r for r in range(world_size)]
     x, y = features(sum(rows), 24)
     negatives, _ = features(sum(hard), 24, seed=9)
     ids = torch.arange(sum(rows)) // 2
-    for strategy, with_ids, with_negatives in itertools.product(STRATEGIES, (False, True), (False, True)):
+    for strategy, with_ids, with_negatives in itertools.product(strategies, (False, True), (False, True)):
         whole = [t.double().requires_grad_() for t in (x, y, torch.tensor(30.0), negatives)]
         options: dict[str, Any] = {"directions": "image_to_text"}
         extra = {"negative_texts": whole[3]} if with_negatives else {}

@@ -100,13 +100,13 @@ def arguments(kind: str, rank: int, backend: str, b: int, seed: int) -> tuple[li
     return leaves, options
 
 
-def rank_replays(rank: int, world_size: int, backend: str) -> None:
+def rank_replays(rank: int, world_size: int, backend: str, cases: list[tuple] = CASES) -> None:
     """Batches of two sizes in turn, with an evaluation between them and every backward at the end, twice.
 
     The processes begin to record at different calls. In every other case one of them lacks the memory to record.
     """
     batches = [(seed, SIZES[backend][seed % 2]) for seed in range(7)]
-    for number, (objective, strategy, kind) in enumerate(CASES):
+    for number, (objective, strategy, kind) in enumerate(cases):
 
         def loss(seed: int, b: int) -> tuple[Tensor, list[Tensor]]:
             leaves, options = arguments(kind, rank, backend, b, seed)  # noqa: B023
@@ -120,7 +120,7 @@ def rank_replays(rank: int, world_size: int, backend: str) -> None:
                 stack.enter_context(graphs.on_a_cpu())
                 stack.enter_context(mock.patch.object(contrastive, "launches_dominate", return_value=True))
             made = stack.enter_context(graphs.recordings())
-            stack.enter_context(mock.patch.object(cuda_graphs, "PATIENCE", rank))
+            stack.enter_context(mock.patch.object(cuda_graphs, "PATIENCE", rank % 2))
             if not records:
                 no_room = torch.OutOfMemoryError("no room")
                 stack.enter_context(mock.patch.object(cuda_graphs.Recording, "record", side_effect=no_room))
@@ -145,3 +145,11 @@ def rank_replays(rank: int, world_size: int, backend: str) -> None:
 
 def test_processes_exchange_between_the_graphs_of_a_replay(ranks, backend):
     ranks.run(rank_replays, 2, backend, backend=backend)
+
+
+RINGS = [case for case in CASES if case[1] == "ring"]
+
+
+@pytest.mark.parametrize(("world_size", "gathered"), [(2, 1), (4, 2)])
+def test_rings_exchange_between_the_graphs_of_a_replay(ranks, backend, world_size, gathered):
+    ranks.run(rank_replays, world_size, backend, RINGS, backend=backend, always_ring=gathered)

@@ -22,8 +22,9 @@ from .strategies import Strategy, select_strategy
 
 # The largest matrix product, in multiplications n·m·D, for which the host may need longer to launch the kernels of a
 # loss than the GPU needs to run them. Launching took 2.3 to 3.7 ms, and losses of this size take 4 ms on one H100. With
-# several processes the host also launches the collectives, and losses of this size take 8 ms.
-RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 320e9, 560e9
+# several processes the host also launches the collectives, and losses of this size take 8 ms. Each block of a ring
+# takes the host 0.84 ms and its exchanges, and blocks of this size take 1.1 ms.
+RECORDED_WORK, RECORDED_WORK_OF_SEVERAL, RECORDED_WORK_OF_BLOCK = 320e9, 560e9, 80e9
 
 _NO_SECOND_DERIVATIVE = (
     "contrastive_loss has no second derivative, so its backward cannot run with create_graph=True. For a gradient "
@@ -66,11 +67,11 @@ def contrastive_loss(
     On GPUs, the kernels of small batches are replayed as CUDA graphs from the third call with the same shapes on,
     because launching them takes longer than running them. Collectives run between the graphs. With n images on this
     process and m texts on all processes, a batch is small if n·m·D <= 3.2e11 on one process (25,000 pairs of 512
-    dimensions) or <= 5.6e11 on several (23,385 pairs on each of two, 16,536 on each of four). The two latest recordings
-    keep their memory: in bf16 about 12·n·D bytes, on several processes another 6·m·D, and up to 256 MiB of
-    coefficients. That is 352 MiB for 16,384 pairs of 512 dimensions on one process, and 448 or 544 MiB for the same
-    number on each of two or four. If that memory is not available, nothing is recorded. A ring that sends its texts
-    around is never recorded.
+    dimensions) or <= 5.6e11 on several (23,385 pairs on each of two, 16,536 on each of four), and if texts are sent
+    around, <= 8e10 for each block (12,500 pairs on each process). The two latest recordings keep their memory: in bf16
+    about 12·n·D bytes, on several processes another 6·m·D, and up to 256 MiB of coefficients. That is 352 MiB for
+    16,384 pairs of 512 dimensions on one process, and 448 or 544 MiB for the same number on each of two or four. If
+    that memory is not available, nothing is recorded.
 
     Args:
         image_embeds: [n, D] fp32, bf16 or fp16, with the torch backend also fp64; n >= 1 may differ between processes.
@@ -82,8 +83,10 @@ def contrastive_loss(
             gradient there is zero, not None.
         objective: ``"softmax"`` (InfoNCE; CLIP, arXiv 2103.00020) or ``"sigmoid"`` (SigLIP, arXiv 2303.15343, eq. 1).
         strategy: how the processes share the work; it does not change the loss or the gradients. ``"ring"`` (Inf-CL)
-            sends texts around and needs O(b·D) memory per process plus a constant. If all texts and their gradients
-            take at most 256 MiB, it gathers them like ``"disco"``, with fewer launches. ``"disco"`` (DisCo-CLIP),
+            sends texts around and needs O(b·D) memory per process plus a constant. It gathers the texts of all
+            processes like ``"disco"``, or those of each machine, if they and their gradients take at most 256 MiB, or
+            1/32 of a GPU's memory where that is predicted to be faster. A machine has the processes that the
+            environment's HF_INFCL_RING_GROUP says, or else torchrun's LOCAL_WORLD_SIZE. ``"disco"`` (DisCo-CLIP),
             ``"local"`` (OpenCLIP's local loss with gradients through the gather) and ``"gather"`` (CLIP) need O(B·D)
             memory; see `hf_infcl.loss.strategies`.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto selects triton on the GPUs that it supports, else torch.
@@ -149,8 +152,10 @@ def _loss(inputs: Inputs, processes: Processes) -> Tensor:
     bias = _scalar(0.0 if inputs.logit_bias is None else inputs.logit_bias, dtype, x.device)
     ids_x = inputs.pair_ids if inputs.image_ids is None else inputs.image_ids
     texts = sum(counts.texts) + sum(counts.negative_texts)
-    travelling = texts if inputs.text_ids is None else min(texts, sum(counts.images))
-    strategy = select_strategy(inputs.strategy, processes, inputs.backend, y, travelling)
+    rows, columns = sum(counts.images), texts
+    if inputs.text_ids is not None:
+        rows, columns = max(rows, columns), min(rows, columns)
+    strategy = select_strategy(inputs.strategy, processes, inputs.backend, y, rows, columns)
     # Within a Function grad mode is always off, and its needs_input_grad ignores the mode of the caller.
     wanted = inputs.wanted()
     with torch.autocast(x.device.type, enabled=False):
@@ -200,8 +205,9 @@ class _Loss(torch.autograd.Function):
         evaluate = functools.partial(_evaluate, strategy, objective, wanted, counts, one_way)
         processes = strategy.processes
         if launches_dominate(strategy, x, counts):
-            recording = (type(strategy), strategy.backend, objective, wanted, counts, one_way, processes.rank)
-            evaluate = functools.partial(cuda_graphs.run, recording, processes, evaluate)
+            evaluate = functools.partial(
+                cuda_graphs.run, (strategy.key, objective, wanted, counts, one_way), processes, evaluate
+            )
         loss, *gradients = evaluate(x, y, negatives, scale, bias, ids_x, ids_y)
         assert loss is not None
         # A compiled backward cannot ask for the mode of autograd, so it contains an operator that takes the features,
@@ -242,7 +248,7 @@ torch.library.impl("hf_infcl::once", "default", _once)
 torch.library.register_fake("hf_infcl::once", lambda grad, x, y: torch.empty_like(grad))
 
 
-def is_small(images: int, texts: int, dim: int, world_size: int) -> bool:
+def is_small(images: int, texts: int, dim: int, world_size: int, blocks: int) -> bool:
     """Whether launching the kernels of a loss of this size takes longer than running them.
 
     Args:
@@ -250,8 +256,10 @@ def is_small(images: int, texts: int, dim: int, world_size: int) -> bool:
         texts: the number of texts of all processes.
         dim: the width of the embeddings.
         world_size: the number of processes.
+        blocks: the number of blocks that are computed one after another.
     """
-    return images * texts * dim <= (RECORDED_WORK if world_size == 1 else RECORDED_WORK_OF_SEVERAL)
+    limit = RECORDED_WORK if world_size == 1 else RECORDED_WORK_OF_SEVERAL
+    return images * texts * dim <= (limit if blocks == 1 else RECORDED_WORK_OF_BLOCK * blocks)
 
 
 def launches_dominate(strategy: Strategy, x: Tensor, counts: RowCounts) -> bool:
@@ -261,9 +269,9 @@ def launches_dominate(strategy: Strategy, x: Tensor, counts: RowCounts) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
-        and is_small(max(counts.images), texts, x.shape[1], processes.world_size)
+        and is_small(max(counts.images), texts, x.shape[1], processes.world_size, strategy.blocks)
         # Collectives of GPUs are only queued, in the order of the stream.
-        and (processes.world_size == 1 or (processes.device == x.device and strategy.recordable))
+        and (processes.world_size == 1 or processes.device == x.device)
         and kernels.select(strategy.backend, x) is not kernels.torch_backend
     )
 

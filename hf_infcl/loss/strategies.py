@@ -13,21 +13,24 @@ process and B = W·b:
 | strategy | logits of a process | communication | memory beside tiles |
 |---|---|---|---|
 | ring (Inf-CL, arXiv 2410.17243) | W blocks of b×b, one after another | texts and gradients, around the ring | O(b·D) |
+| ring of machines, of g processes each | W/g blocks of b×(g·b) | the same, and gathered in a machine | O(g·b·D) |
 | disco (DisCo-CLIP, arXiv 2304.08480) | one block of b×B | texts gathered, their gradients reduced | O(B·D) |
 | local (OpenCLIP's local loss) | b×B for images, B×b for texts | both gathered, both gradients reduced | O(B·D) |
 | gather (CLIP) | all B×B | both gathered, no gradients | O(B·D) |
 
-`select_strategy` computes a ring of small texts as disco. The words block, diagonal and log-odds are explained in
-`hf_infcl.kernels`. The losses in `hf_infcl.loss.one_positive` and `hf_infcl.loss.several_positives` pass the function
-that computes a block.
+`choose_exchange` decides which of the first three computes a ring. The words block, diagonal and log-odds are
+explained in `hf_infcl.kernels`. The losses in `hf_infcl.loss.one_positive` and `hf_infcl.loss.several_positives` pass
+the function that computes a block.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,98 +42,118 @@ from ..processes.collectives import Processes
 
 
 class Ring:
-    """The processes in the order of their ranks: each sends to the next, and the last one to the first."""
+    """The machines in the order of their ranks: each process sends to that of its place in the next machine.
 
-    def __init__(self, processes: Processes) -> None:
+    Args:
+        width: the number of processes of a machine; 1 is a ring of all processes.
+
+    Attributes:
+        size: the number of machines.
+        place: the place of this machine among them.
+        peers: the ranks, in the default group, of the processes that this one sends to and receives from.
+    """
+
+    def __init__(self, processes: Processes, width: int = 1) -> None:
         self.processes = processes
-        if processes.world_size > 1:
+        self.size, self.place = processes.world_size // width, processes.rank // width
+        self.peers: tuple[int, ...] = ()
+        if self.size > 1:
             group = processes.group or dist.group.WORLD
             assert group is not None
             # Point-to-point calls take ranks of the default group.
-            self._next = dist.get_global_rank(group, (processes.rank + 1) % processes.world_size)
-            self._previous = dist.get_global_rank(group, (processes.rank - 1) % processes.world_size)
+            ranks = ((processes.rank + step) % processes.world_size for step in (width, -width))
+            self.peers = tuple(dist.get_global_rank(group, rank) for rank in ranks)
 
-    def rotate(self, *tensors: Tensor | None) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Yields every process's tensors once, as (rank, tensors), beginning with those of this process.
+    def rotate(
+        self, tensors: Sequence[Tensor | None], travelling: Sequence[RingReduction] = ()
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Yields every machine's tensors once, as (place, tensors), beginning with those of this process.
+
+        If there are several machines, this process's tensors come once more at the end, while the last sums travel
+        home. In each iteration but this last one the caller may add its part for the yielded block to ``travelling``.
 
         The next block travels while the caller computes on the current one. The tensors of a block are valid until the
         next iteration and must not be written to. Their shapes and dtypes are the same on all processes (see `padded`);
         None stays None.
         """
-        rank, world_size = self.processes.rank, self.processes.world_size
         first = held = tuple(None if t is None else t.contiguous() for t in tensors)
-        spare = None
-        for step in range(world_size):
-            transfer = None
-            if step + 1 < world_size:
+        spare: tuple[Tensor | None, ...] = ()
+        for step in range(self.size + (self.size > 1)):
+            arriving: tuple[Tensor | None, ...] = ()
+            if step + 1 < self.size:
                 arriving = spare or tuple(None if t is None else torch.empty_like(t) for t in held)
-                transfer = self.exchange(held, arriving)
-            yield (rank - step) % world_size, held
-            if transfer is not None:
-                transfer.wait()
-                spare = None if held is first else held  # never receive into the caller's tensors
-                held = arriving
+            pairs = list(zip(held, arriving, strict=True)) if arriving else []
+            wait = self._exchange([*pairs, *(pair for reduction in travelling for pair in reduction.depart())])
+            yield (self.place - step) % self.size, held
+            wait()
+            if arriving:
+                spare = () if held is first else held  # never receive into the caller's tensors
+            held = arriving or first
 
-    def exchange(self, sent: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> Transfer:
-        """Starts sending tensors to the next process and receiving tensors from the previous one."""
-        # Every process sends before it receives and issues its exchanges in the same order, by which NCCL pairs them.
-        group = self.processes.group
-        operations = [dist.P2POp(dist.isend, t, self._next, group) for t in sent if t is not None]
-        operations += [dist.P2POp(dist.irecv, t, self._previous, group) for t in received if t is not None]
-        return Transfer(dist.batch_isend_irecv(operations), sent)
+    def _exchange(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> Callable[[], None]:
+        """Starts sending the first tensor of each pair and receiving the second; returns the function that waits.
 
+        The caller keeps the tensors alive until then. All tensors of a step travel in one batch, because starting one
+        takes the host longer than launching a kernel.
+        """
+        works: list[dist.Work] = []
 
-class Transfer:
-    """A started exchange. It keeps the sent tensors alive until `wait`."""
+        def start(group: dist.ProcessGroup | None) -> None:
+            # Every process sends before it receives and starts exchanges in the same order, by which NCCL pairs them.
+            sent = [dist.P2POp(dist.isend, t, self.peers[0], group) for t, _ in pairs if t is not None]
+            received = [dist.P2POp(dist.irecv, t, self.peers[1], group) for _, t in pairs if t is not None]
+            works.extend(dist.batch_isend_irecv(sent + received))
 
-    def __init__(self, works: list[dist.Work], sent: tuple[Tensor | None, ...]) -> None:
-        self._works, self._sent = works, sent
+        def wait(group: dist.ProcessGroup | None) -> None:
+            while works:
+                works.pop().wait()
 
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._sent = ()
+        if not pairs:
+            return lambda: None
+        self.processes.perform(start)
+        return functools.partial(self.processes.perform, wait)
 
 
 class RingReduction:
     """Combines the processes' parts for each block of a `Ring.rotate` loop while they travel along with the blocks.
 
     In every step of the loop, or in every step except the first, each process calls `add` once with its part for the
-    block that it holds. After the loop, `result` returns the combined parts for this process's own block. The transfer
-    of one step overlaps with the computation of the next.
+    block that it holds. After the loop, `result` is the combination for this process's own block. The transfer of one
+    step overlaps with the computation of the next.
 
     Args:
-        ring: the ring that the blocks travel around.
         combine: ``combine(a, b, out=a)``, associative and commutative: `torch.add` or `torch.logaddexp`.
         rows: the number of rows of the largest part. Smaller parts are padded with zeros.
     """
 
-    def __init__(self, ring: Ring, combine: Callable[..., object], rows: int) -> None:
-        self._ring, self._combine, self._rows = ring, combine, rows
-        self._transfer: Transfer | None = None
+    def __init__(self, combine: Callable[..., object], rows: int) -> None:
+        self._combine, self._rows = combine, rows
+        self._part: Tensor | None = None
         self._sent: Tensor | None = None
-        self._arriving: Tensor | None = None
+        self._arrived: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """Combines this process's part, a contiguous tensor that is overwritten, with those received for the block."""
-        total = part = padded(part, self._rows)
-        if self._transfer is not None:
-            total = self.result()
-            self._combine(total, part, out=total)
-        if self._ring.processes.world_size == 1:
-            self._arriving = total
-            return
-        free = self._sent if self._sent is not None else torch.empty_like(total)
-        self._transfer = self._ring.exchange((total,), (free,))
-        self._sent, self._arriving = total, free
+        """Takes this process's part, a contiguous tensor that is overwritten."""
+        self._part = padded(part, self._rows)
 
+    def depart(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """If a part was added: combines it with what has arrived for its block; yields that and memory for the next."""
+        if self._part is None:
+            return
+        total, self._part = self._part, None
+        if self._arrived is not None:
+            self._combine(self._arrived, total, out=self._arrived)
+            total = self._arrived
+        self._arrived = torch.empty_like(total) if self._sent is None else self._sent
+        self._sent = total
+        yield total, self._arrived
+
+    @property
     def result(self) -> Tensor:
-        """The combination that has arrived. After the loop it is the complete one for the block of this process."""
-        if self._transfer is not None:
-            self._transfer.wait()
-            self._transfer = None
-        assert self._arriving is not None, "add was never called"
-        return self._arriving
+        """The combination for the block of this process, once the loop has ended."""
+        result = self._part if self._arrived is None else self._arrived  # a lone machine's part never travels
+        assert result is not None, "add was never called"
+        return result
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
@@ -139,8 +162,6 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
         return tensor
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, rows - len(tensor)))
 
-
-GATHERED_BYTES = 256 << 20  # a ring gathers its texts up to this size, a constant, so that its memory stays O(b·D)
 
 Rows = tuple[Any, ...]  # features [b, D], and vectors [b] or None that the kernels take beside them
 Statistics = tuple[Tensor, ...]  # [b] each
@@ -192,14 +213,16 @@ class Strategy(ABC):
 
     Attributes:
         transposes: whether the texts are the rows of blocks as well.
-        recordable: whether `Processes.perform` makes all collectives, so that the kernels between them can be recorded.
+        blocks: the number of blocks, which are computed one after another.
+        key: equal for strategies that run the same collectives on the same arguments.
     """
 
     transposes = False
-    recordable = True
+    blocks = 1
 
     def __init__(self, processes: Processes, backend: str) -> None:
         self.processes, self.backend = processes, backend
+        self.key: tuple[Hashable, ...] = (type(self), backend, processes.rank)
 
     def columns(self, side: Side) -> Side:
         """The columns y for the other methods: this process's columns, or those of all processes, gathered here.
@@ -244,74 +267,6 @@ class Strategy(ABC):
         return slice(start, start + counts[self.processes.rank])
 
 
-class RingStrategy(Strategy):
-    """Inf-CL: texts travel around a ring, one block at a time. One trip serves both directions of the loss.
-
-    The statistics and gradients of a block travel with it and return to its process; that process adds its own part of
-    the gradients at the end. Transfers overlap with the computation of the current block. All blocks are padded to the
-    size of the largest.
-
-    The softmax loss takes four products of matrices: one for the statistics, one that recomputes the logits, and two
-    for the gradients. The sigmoid loss takes three.
-    """
-
-    recordable = False
-
-    def __init__(self, processes: Processes, backend: str) -> None:
-        super().__init__(processes, backend)
-        self._ring = Ring(processes)
-
-    def _blocks(self, side: Side) -> Iterator[tuple[int | None, Rows]]:
-        """Blocks of all processes' texts, as (the ``diagonal`` of the block, its rows)."""
-        size = max(side.counts)
-        for source, held in self._ring.rotate(*(None if t is None else padded(t, size) for t in side.rows)):
-            rows = tuple(None if t is None else t[: side.counts[source]] for t in held)
-            yield (0 if source == self.processes.rank else None), rows
-
-    def statistics(
-        self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
-    ) -> tuple[Statistics, Statistics]:
-        stats_x: Statistics = ()
-        reductions = [RingReduction(self._ring, c, max(y.counts)) for c in combine] if want_y else []
-        for diagonal, columns in self._blocks(y):
-            parts_x, parts_y = block(x.rows, columns, diagonal)
-            stats_x = tuple(c(a, b) for c, a, b in zip(combine, stats_x, parts_x, strict=True)) if stats_x else parts_x
-            for reduction, part in zip(reductions, parts_y, strict=False):
-                reduction.add(part)
-        return stats_x, tuple(reduction.result()[: len(y.rows[0])] for reduction in reductions)
-
-    def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
-        several = self.processes.world_size > 1
-        grad_x, grad_y = (_empty(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
-        scalars = []
-
-        def own_block(start: int, stop: int) -> None:
-            rows = tuple(None if t is None else t[start:stop] for t in x.rows)
-            part = None if grad_x is None else grad_x[start:stop]
-            scalars.append(block(rows, y.rows, start, part, grad_y, start > 0))
-
-        # The first half of this process's block overlaps the first transfer of texts, and the second half overlaps the
-        # last transfer of gradients, which bring the sums of the other processes home. A lone process has no halves.
-        images = len(x.rows[0])
-        half = (images + 1) // 2 if several else images
-        if grad_x is not None and several:
-            grad_x[half:] = 0  # the first half overwrites grad_y and its own rows of grad_x; all else is added
-        travelling = RingReduction(self._ring, torch.add, max(y.counts))
-        for diagonal, columns in self._blocks(y):
-            if diagonal is not None:
-                own_block(0, half)
-                continue
-            part = _zeros(columns[0]) if want_y else None
-            scalars.append(block(x.rows, columns, None, grad_x, part, True))
-            if part is not None:
-                travelling.add(part)
-        if half < images:
-            own_block(half, images)
-        if grad_y is not None and several:
-            grad_y += travelling.result()[: len(grad_y)]
-        return Gradients(tuple(_total(parts) for parts in zip(*scalars, strict=True)), grad_x, grad_y)
-
-
 class DiscoStrategy(Strategy):
     """DisCo-CLIP: all texts form one block. The gradients of images are complete at once; those of texts are reduced.
 
@@ -329,22 +284,111 @@ class DiscoStrategy(Strategy):
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
         stats_x, stats_y = block(x.rows, y.rows, self.place(y.counts).start)
-        if self.processes.world_size == 1 or not want_y:
-            return stats_x, stats_y if want_y else ()
+        return stats_x, self.combined(combine, stats_y) if want_y else ()
+
+    def combined(self, combine: Sequence[Combine], parts: Statistics) -> Statistics:
+        """Combines the processes' parts of the statistics of all columns."""
+        if self.processes.world_size == 1:
+            return parts
         # Gathering the parts of all processes takes less time than reducing them and gathering the results.
-        parts = self.processes.gather_all(*stats_y)  # [world_size, B] each
-        return stats_x, tuple(_REDUCED[c](part, 0) for c, part in zip(combine, parts, strict=True))
+        gathered = self.processes.gather_all(*parts)  # [world_size, B] each
+        return tuple(_REDUCED[c](part, 0) for c, part in zip(combine, gathered, strict=True))
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         grad_x, part = (_empty(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
         scalars = block(x.rows, y.rows, self.place(y.counts).start, grad_x, part, False)
-        return Gradients(scalars, grad_x, None if part is None else self._scatter(part, y.counts))
+        return Gradients(scalars, grad_x, None if part is None else self.scatter(part, y.counts))
 
-    def _scatter(self, part: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def scatter(self, part: Tensor, counts: tuple[int, ...]) -> Tensor:
         """[b, D]: the sum over the processes of their parts [B, D] for this process's columns."""
         if min(counts) != max(counts):
             part = torch.cat([padded(rows, max(counts)) for rows in part.split(counts)])
         return self.processes.scatter_sum(part)[: counts[self.processes.rank]]
+
+
+class RingStrategy(Strategy):
+    """Inf-CL: texts travel around a ring, one block at a time. One trip serves both directions of the loss.
+
+    The statistics and gradients of a block travel with it and return to its process; that process adds its own part of
+    the gradients at the end. Transfers overlap with the computation of the current block. All blocks are padded to the
+    size of the largest.
+
+    Several processes of a machine may share a block, as in disco: each sends its own texts to the process of its place
+    in the next machine and gathers those of its machine; the parts for them are reduced before they travel on.
+
+    The softmax loss takes four products of matrices: one for the statistics, one that recomputes the logits, and two
+    for the gradients. The sigmoid loss takes three.
+
+    Args:
+        machine: the processes that share a block, this one among them; None is this process alone.
+    """
+
+    def __init__(self, processes: Processes, backend: str, machine: Processes | None = None) -> None:
+        super().__init__(processes, backend)
+        self._machine = DiscoStrategy(machine or Processes(alone=True), backend)
+        self._ring = Ring(processes, self._machine.processes.world_size)
+        self.blocks = self._ring.size
+        self.key += (self._ring.peers, self._machine.processes.group)
+
+    def _blocks(self, side: Side, travelling: Sequence[RingReduction]) -> Iterator[tuple[Side, int | None]]:
+        """The columns of each machine and the ``diagonal`` of their block, in the order of `Ring.rotate`."""
+        size, machine, home = max(side.counts), self._machine, None
+        width, place = machine.processes.world_size, machine.processes.rank
+        rows = tuple(None if t is None else padded(t, size) for t in side.rows)
+        for source, held in self._ring.rotate(rows, travelling):
+            if source == self._ring.place and home is not None:
+                yield home
+                continue
+            counts = side.counts[source * width : (source + 1) * width]
+            columns = machine.columns(Side(tuple(None if t is None else t[: counts[place]] for t in held), counts))
+            if source == self._ring.place:
+                home = columns, machine.place(counts).start
+            yield home if source == self._ring.place else (columns, None)
+
+    def statistics(
+        self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
+    ) -> tuple[Statistics, Statistics]:
+        stats_x: Statistics = ()
+        reductions = [RingReduction(c, max(y.counts)) for c in combine] if want_y else []
+        for columns, diagonal in self._blocks(y, reductions):
+            if diagonal is not None and stats_x:  # home again, where only the sums had to arrive
+                continue
+            parts_x, parts_y = block(x.rows, columns.rows, diagonal)
+            stats_x = tuple(c(a, b) for c, a, b in zip(combine, stats_x, parts_x, strict=True)) if stats_x else parts_x
+            for reduction, part in zip(reductions, self._machine.combined(combine, parts_y), strict=False):
+                reduction.add(self._machine.of_this_process(part, columns.counts))
+        return stats_x, tuple(reduction.result[: len(y.rows[0])] for reduction in reductions)
+
+    def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
+        several, images = self._ring.size > 1, len(x.rows[0])
+        travelling = RingReduction(torch.add, max(y.counts))
+        grad_x = _empty(x.rows[0]) if want_x else None
+        grad_y: Tensor | None = None
+        scalars: list[tuple[Tensor, ...]] = []
+        # The first half of this machine's block overlaps the first transfer of texts, and the second half overlaps the
+        # last transfer of gradients, which bring the sums of the others home. A lone machine has no halves.
+        half = (images + 1) // 2 if several else images
+        if grad_x is not None and several:
+            grad_x[half:] = 0  # the first half overwrites grad_y and its own rows of grad_x; all else is added
+        for columns, diagonal in self._blocks(y, [travelling] if want_y else []):
+            if diagonal is None:
+                part = _zeros(columns.rows[0]) if want_y else None
+                scalars.append(block(x.rows, columns.rows, None, grad_x, part, True))
+                if part is not None:
+                    travelling.add(self._machine.scatter(part, columns.counts))
+                continue
+            own = slice(half, images) if scalars else slice(0, half)
+            if want_y and grad_y is None:
+                grad_y = _empty(columns.rows[0])
+            if own.start < own.stop:
+                rows = tuple(None if t is None else t[own] for t in x.rows)
+                of_rows = None if grad_x is None else grad_x[own]
+                scalars.append(block(rows, columns.rows, diagonal + own.start, of_rows, grad_y, own.start > 0))
+        if grad_y is not None:
+            grad_y = self._machine.scatter(grad_y, columns.counts)
+            if several:
+                grad_y += travelling.result[: len(grad_y)]
+        return Gradients(tuple(_total(parts) for parts in zip(*scalars, strict=True)), grad_x, grad_y)
 
 
 class LocalStrategy(DiscoStrategy):
@@ -421,19 +465,127 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor, count: int) -> Strategy:
-    """Selects the strategy by name, with disco in place of a ring whose texts and gradients fit `GATHERED_BYTES`.
+# ---- The exchange of a ring ----
 
-    A small block takes longer to launch than to compute, and a ring of W processes launches W blocks.
+# What a forward and backward cost, measured on H100s or, between machines, assumed: the host's time for a loss and for
+# each block that is replayed; the rate of products; the latency of an exchange and the rate at which a process sends; a
+# process's step in a gather. They are constants, so that all processes decide alike, and a resumed training as before.
+LOSS_SECONDS, HOST_SECONDS, FLOPS = 1e-3, 0.2e-3, 600e12
+BETWEEN, INSIDE, STEP_SECONDS = (60e-6, 40e9), (20e-6, 250e9), 3e-6
+GATHERED_BYTES = 256 << 20  # texts of up to this size are gathered in any case, and on CPUs no larger ones
+# The share of the memory of a GPU that gathered texts may take. What happens to be free would be a better bound, but
+# exchanges differ by rounding, and a resumed training must decide as the one before it, to resume to the bit.
+GATHERED_SHARE = 1 / 32
+
+
+class Exchange(NamedTuple):
+    """How a ring exchanges texts, and its predicted time."""
+
+    blocks: int  # 1: the texts of all processes are gathered
+    gathered: int  # the processes whose texts form a block: 1, those of a machine, or all
+    seconds: float  # of a forward and backward of the loss
+
+
+class Machines:
+    """The machines on which the processes of a group run; collective.
+
+    Attributes:
+        processes: the number of processes of each machine; 1 if the machines cannot form a ring.
+        memory: the bytes of the smallest GPU; 0 on CPUs.
+    """
+
+    def __init__(self, all_processes: Processes, group: dist.ProcessGroup, device: torch.device) -> None:
+        told = os.environ.get("HF_INFCL_RING_GROUP") or os.environ.get("LOCAL_WORLD_SIZE", "1")
+        failure = (
+            "" if told.isdigit() and int(told) else f"HF_INFCL_RING_GROUP must be a number of processes, got {told!r}."
+        )
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        sizes, memories = zip(*all_processes.agree([0 if failure else int(told), memory], failure), strict=True)
+        ranks, size = dist.get_process_group_ranks(group), int(sizes[0]) if len(set(sizes)) == 1 else 1
+        self.memory = min(memories)
+        if len({rank // size for rank in ranks}) == 1:
+            self.processes = len(ranks)
+        else:  # NCCL may not split the group of all processes unless all of them take part
+            self.processes = size if ranks == [*range(dist.get_world_size())] and len(ranks) % size == 0 else 1
+        self._group: dist.ProcessGroup | None = None
+
+    def of_this_process(self, all_processes: Processes) -> Processes:
+        """The processes of this machine."""
+        if self._group is None:
+            first = all_processes.rank // self.processes * self.processes
+            self._group = dist.new_group(range(first, first + self.processes), use_local_synchronization=True)
+        assert self._group is not None
+        return all_processes.part(self._group)
+
+
+_machines: WeakKeyDictionary[dist.ProcessGroup, Machines] = WeakKeyDictionary()
+chosen: Exchange | None = None  # by the last ring of several processes
+
+
+def machines_of(processes: Processes, device: torch.device) -> Machines:
+    group = processes.group or dist.group.WORLD
+    assert group is not None
+    if group not in _machines:
+        _machines[group] = Machines(processes, group, device)
+    return _machines[group]
+
+
+def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor, rows: int, columns: int) -> Strategy:
+    """Selects the strategy by name, with another in place of a ring where `choose_exchange` chooses it.
 
     Args:
         texts: the texts of this process, in the form in which they are exchanged.
-        count: the number of texts on all processes.
+        rows: the number of rows on all processes, and columns: of columns, which are exchanged.
     """
-    gathered = gathered_bytes(count, texts.shape[1], texts.element_size(), processes.world_size)
-    if name == "ring" and processes.world_size > 1 and gathered <= GATHERED_BYTES:
-        name = "disco"
-    return STRATEGIES[name](processes, backend)
+    if name != "ring" or processes.world_size == 1:
+        return STRATEGIES[name](processes, backend)
+    global chosen
+    machines = machines_of(processes, texts.device)
+    chosen = choose_exchange(
+        *(processes.world_size, machines.processes, machines.memory, rows, columns),
+        *(texts.shape[1], texts.element_size()),
+    )
+    if chosen.blocks == 1:
+        return DiscoStrategy(processes, backend)
+    return RingStrategy(processes, backend, machines.of_this_process(processes) if chosen.gathered > 1 else None)
+
+
+def choose_exchange(
+    world_size: int, machine: int, memory: float, rows: int, columns: int, dim: int, itemsize: int
+) -> Exchange:
+    """The exchange with the least predicted time among those whose gathered texts fit.
+
+    Args:
+        machine: the number of processes of each machine.
+        memory: the bytes of the smallest GPU.
+        rows, columns: their numbers on all processes.
+        itemsize: bytes of one value of the features.
+    """
+
+    def predicted(gathered: int) -> Exchange:
+        blocks, texts = world_size // gathered, columns / world_size
+        # Texts travel for the statistics and for the gradients, which come back in fp32.
+        of_text = dim * (2 * itemsize + 4)
+        work = 8 * rows / world_size * gathered * texts * dim * (6 if itemsize == 4 else 1) / FLOPS
+        latency, rate = INSIDE if machine == world_size else BETWEEN
+        travel = 2 * latency + texts * of_text / rate if blocks > 1 else 0.0
+        gather = 0.0
+        if gathered > 1:  # between machines all their links work in parallel
+            rate = INSIDE[1] if gathered <= machine else min(INSIDE[1], machine * BETWEEN[1])
+            gather = 3 * gathered * STEP_SECONDS + gathered * texts * (of_text + 4 * gathered) / rate
+        # The next texts travel while those of a block are gathered and multiplied.
+        return Exchange(blocks, gathered, LOSS_SECONDS + blocks * max(HOST_SECONDS, travel, gather + work))
+
+    def size(gathered: int) -> float:
+        return gathered_bytes(gathered * columns // world_size, dim, itemsize, gathered)
+
+    if size(world_size) <= GATHERED_BYTES:
+        return predicted(world_size)
+    most = max(GATHERED_BYTES, GATHERED_SHARE * memory)
+    fitting = [
+        gathered for gathered in dict.fromkeys((1, machine, world_size)) if gathered == 1 or size(gathered) <= most
+    ]
+    return min(map(predicted, fitting), key=lambda exchange: exchange.seconds)
 
 
 def gathered_bytes(texts: int, dim: int, itemsize: int, world_size: int) -> int:

@@ -81,6 +81,12 @@ class Processes:
         finally:
             self._instead = None
 
+    def part(self, group: dist.ProcessGroup) -> Processes:
+        """The processes of another group, this one among them; `redirected` redirects their collectives as well."""
+        part = Processes(group)
+        part._instead = lambda collective: self.perform(lambda group: collective(group=part.group))
+        return part
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The elementwise sum over the processes, the same on each; for one process the tensor itself, not a copy."""
         if self.world_size == 1:

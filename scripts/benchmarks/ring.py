@@ -24,9 +24,10 @@ different loss. The picture leaves these rows out.
 
     python scripts/benchmark.py ring --blocks 256 --per-gpu-batch-sizes 512
 
-measures the host on one GPU instead: a process alone takes its part in a ring of that many, and receives copies of what
-it sends, without a network. ``host_us`` is the time in which the host queues a forward and backward, ``device_us`` the
-time until the GPU has done it, both in microseconds per block; ``graphs_mib`` is the memory of the recording.
+measures the host on one GPU instead: a process alone takes its part in a ring of that many blocks, each of the texts of
+``--gathered`` processes, and receives copies of what it sends, without a network. ``host_us`` is the time in which the
+host queues a forward and backward, ``device_us`` the time until the GPU has done it, both in microseconds per block;
+``graphs_mib`` is the memory of the recording.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -64,8 +66,8 @@ COLUMNS = tuple(
 )
 COLUMNS_OF_BLOCKS = tuple(
     """
-    date commit device torch triton objective dtype dim blocks per_gpu_batch_size implementation host_us device_us
-    graphs_mib
+    date commit device torch triton objective dtype dim blocks gathered per_gpu_batch_size implementation host_us
+    device_us graphs_mib
     """.split()
 )
 SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
@@ -83,7 +85,7 @@ class Implementation:
 
 def always_ring() -> AbstractContextManager[Any]:
     """Texts are sent around the ring, however small they are."""
-    return mock.patch.object(strategies, "GATHERED_BYTES", 0)
+    return mock.patch.object(strategies, "choose_exchange", lambda w, *sizes: strategies.Exchange(w, 1, 0.0))
 
 
 @contextmanager
@@ -201,12 +203,15 @@ def run_blocks(args: argparse.Namespace) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.blocks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.blocks * args.gathered)
+    os.environ["HF_INFCL_RING_GROUP"] = str(args.gathered)
+    exchange = strategies.Exchange(args.blocks, args.gathered, 0.0)
     for objective, dim, b in ((o, d, b) for o in args.objectives for d in args.dims for b in args.per_gpu_batch_sizes):
         loss = functools.partial(contrastive_loss, objective=objective)
         for recorded in (False, True)[: 1 + (device.type == "cuda")]:
-            step = Step(Implementation(loss, context=always_ring), b, dim, getattr(torch, args.dtype), device)
+            step = Step(Implementation(loss), b, dim, getattr(torch, args.dtype), device)
             with ExitStack() as stack:
+                stack.enter_context(mock.patch.object(strategies, "choose_exchange", return_value=exchange))
                 stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", exchange_copies))
                 stack.enter_context(mock.patch.object(collectives, "gather_into", gather_copies))
                 stack.enter_context(mock.patch.object(contrastive, "launches_dominate", return_value=recorded))
@@ -224,7 +229,7 @@ def run_blocks(args: argparse.Namespace) -> None:
             cuda_graphs.forget_recordings()
             host, whole = (sorted(values)[len(values) // 2] / args.blocks * 1e6 for values in zip(*times, strict=True))
             row = common.environment(device, "triton") | {"objective": objective, "dtype": args.dtype, "dim": dim}
-            row |= {"blocks": args.blocks, "per_gpu_batch_size": b}
+            row |= {"blocks": args.blocks, "gathered": args.gathered, "per_gpu_batch_size": b}
             row |= {"implementation": "recorded" if recorded else "launched", "graphs_mib": round(held)}
             row |= {"host_us": round(host, 1), "device_us": round(whole, 1)}
             common.append(args.output.with_name("blocks.csv"), COLUMNS_OF_BLOCKS, row)
@@ -334,4 +339,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--milliseconds", type=int, default=1000, help="of repetitions per row")
     parser.add_argument("--captions", type=int, default=1, help="texts of each image")
     parser.add_argument("--blocks", type=int, help="of a ring of which this is the only process; measures the host")
+    parser.add_argument("--gathered", type=int, default=1, help="processes whose texts form one of the --blocks")
     parser.add_argument("--output", type=Path, default=RESULTS / "ring.csv", help="appended to; plot beside it")

@@ -10,11 +10,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -59,14 +60,15 @@ class Ranks:
         *args: Any,
         backend: str = "gloo",
         timeout: float = 120,
-        always_ring: bool = False,
+        always_ring: bool | int = False,
     ) -> list[Any]:
         """Calls function(rank, world_size, *args) on every rank of a new group; returns the results in rank order.
 
         Args:
             backend: the backend of the group; with "nccl" rank r has GPU r.
             timeout: the seconds without an answer after which the test fails.
-            always_ring: strategy="ring" sends texts around the ring even if they are small enough to be gathered.
+            always_ring: strategy="ring" sends texts around the ring even if they are small enough to be gathered; a
+                number is that of the processes that gather those of a block.
 
         Raises:
             AssertionError: the function raised an error on some ranks; the message contains their tracebacks.
@@ -116,9 +118,22 @@ def join_group(rank: int, world_size: int, port: int, backend: str = "gloo", sec
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device)
 
 
-def _serve(pipe: Any) -> None:
+@contextlib.contextmanager
+def ring_of(gathered: int, world_size: int) -> Iterator[None]:
+    """A context in which a ring has blocks of the texts of so many processes, if all of them share a batch."""
     from hf_infcl.loss import strategies
 
+    def choose(size: int, *sizes: Any) -> Any:
+        of_block = gathered if size == world_size else 1
+        return strategies.Exchange(size // of_block, of_block, 0.0)
+
+    machines = mock.patch.dict(os.environ, HF_INFCL_RING_GROUP=str(gathered))
+    forgotten = mock.patch.object(strategies, "_machines", WeakKeyDictionary())
+    with machines, forgotten, mock.patch.object(strategies, "choose_exchange", choose):
+        yield
+
+
+def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
@@ -129,8 +144,7 @@ def _serve(pipe: Any) -> None:
         try:
             join_group(rank, world_size, port, backend)
             dist.barrier()  # a job without communication could end and leave the group before others have joined
-            small = mock.patch.object(strategies, "GATHERED_BYTES", 0) if always_ring else contextlib.nullcontext()
-            with small:
+            with ring_of(int(always_ring), world_size) if always_ring else contextlib.nullcontext():
                 answer = _as_bytes(True, function(rank, world_size, *args))
         except BaseException:
             answer = _as_bytes(False, traceback.format_exc())
