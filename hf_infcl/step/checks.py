@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
@@ -19,6 +18,7 @@ from transformers.utils import logging
 from ..files.text import listed
 from ..loss import OBJECTIVES, local_contrastive_loss
 from ..models.dual_encoder import IMAGE_INPUTS, NO_TEXTS, TEXT_INPUTS
+from ..models.sharding import is_sharded
 from ..models.towers import embeds_of, part_of, return_dict_for
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, by_rank
@@ -98,10 +98,6 @@ class SkippedWindows:
         """The fields of `RunRecord` that this state continues from."""
         return {"skipped_windows": self.count, "skipped_in_a_row": self._in_a_row, "last_loss": self.last_loss}
 
-    def logs(self) -> dict[str, float]:
-        """``skipped_windows``, the number since the run began, if any were skipped."""
-        return {"skipped_windows": self.count} if self.count else {}
-
 
 class NumberChecks:
     """The checks of a training. Every process gets the same answers.
@@ -158,7 +154,7 @@ class NumberChecks:
         """
         if self._accelerator.scaler is not None:  # the gradient of the scaled loss may overflow, which skips the step
             return
-        if self._accelerator.distributed_type == DistributedType.FSDP and not last:
+        if is_sharded(self._accelerator) and not last:
             return
         finite = all_finite([p.grad for p in self._parameters if p.grad is not None])
         if not last or self._accelerator.num_processes == 1:
@@ -181,7 +177,10 @@ class NumberChecks:
         )
 
     def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
-        """The logs of `SkippedWindows`. Warns once if ``loss`` and ``grad_norm`` in Trainer's are exactly 0."""
+        """``skipped_windows`` since the run began, if there were any. Warns once of a loss and a gradient of exactly 0.
+
+        ``logs`` are Trainer's.
+        """
         if logs["loss"] == logs.get("grad_norm") == 0 and not self.skipped.skipping and not self._has_warned_of_zero:
             self._has_warned_of_zero = True
             logger.warning(
@@ -189,7 +188,7 @@ class NumberChecks:
                 "batch have no negatives, as with a single pair or with equal pair_ids, or the model tells them apart "
                 "so well that the loss rounds to 0."
             )
-        return self.skipped.logs()
+        return {"skipped_windows": self.skipped.count} if self.skipped.count else {}
 
 
 # ---- Rows and parameters whose numbers are not finite, described for all processes ----

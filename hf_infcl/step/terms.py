@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ..models.adapters import weight_fingerprint
 from ..models.dual_encoder import DualEncoder, PatchDropout
+from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from .extensions import Extension, LossTerm, StepChange, StepObserver
@@ -127,7 +127,7 @@ class Start:
         self.fingerprint = weight_fingerprint(model, frozen=not keeps)
         self.encoder: DualEncoder | None = None
         if keeps:
-            alike = accelerator.distributed_type != DistributedType.FSDP
+            alike = not is_sharded(accelerator)
             shared = {id(p): p for p in model.parameters() if alike and not p.requires_grad}
             copied = copy.deepcopy(model, shared).requires_grad_(False).eval()
             self.encoder = DualEncoder(copied.to(accelerator.device))

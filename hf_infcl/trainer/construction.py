@@ -62,7 +62,6 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             peft.
     """
     check_wrapper(accelerator)
-    _check_options_of_wrapper(args, accelerator)
     dual_encoder = DualEncoder(model)
     dual_encoder.freeze(args.freeze)
     if args.freeze_layers is not None:
@@ -74,7 +73,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     _check_dimensions(dual_encoder, args)
     if is_sharded(accelerator):
         prepare_for_fsdp(dual_encoder)
-    _check_adapters(model, accelerator)
+    _check_wrapped(model, args, accelerator)
     scale, *bias = dual_encoder.temperature_parameters
     if args.objective == "sigmoid" and not bias:
         raise ValueError(
@@ -132,22 +131,18 @@ def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -
         dual_encoder.base.config.matryoshka_dims = list(args.matryoshka_dims)
 
 
-def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:
-    """Raises a ValueError if checkpoints would lack trained parameters beside the adapters of peft."""
-    if saves_shards(accelerator) and (names := list(beside_adapters(model))):
-        raise ValueError(
-            "With the state_dict_type SHARDED_STATE_DICT, accelerate saves the adapters of peft only, but these "
-            f"parameters train as well: {', '.join(names)}. Set state_dict_type to FULL_STATE_DICT."
-        )
-
-
-def _check_options_of_wrapper(args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
-    """Raises a ValueError for options that do not work with the wrapper of the model."""
+def _check_wrapped(model: nn.Module, args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
+    """Raises a ValueError for options that do not work with the wrapper, and if checkpoints would lack parameters."""
     fsdp = is_sharded(accelerator)
     if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
             "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
             "minutes per step. Turn FSDP's offloading of parameters off, or leave optimizer out."
+        )
+    if saves_shards(accelerator) and (names := list(beside_adapters(model))):
+        raise ValueError(
+            "With the state_dict_type SHARDED_STATE_DICT, accelerate saves the adapters of peft only, but these "
+            f"parameters train as well: {', '.join(names)}. Set state_dict_type to FULL_STATE_DICT."
         )
 
 

@@ -101,10 +101,9 @@ class Progress:
 
 
 def trained_seconds(state: TrainerState) -> float:
-    """The seconds of a training, which its checkpoints keep; for those of other trainers, up to the last log."""
+    """The seconds of a training, which its checkpoints keep."""
     kept: Any = state.stateful_callbacks
-    logged = (entry[_SECONDS] for entry in reversed(state.log_history) if _SECONDS in entry)
-    return float(kept[_SECONDS] if _SECONDS in kept else next(logged, 0.0))
+    return float(kept.get(_SECONDS, 0.0))
 
 
 # ---- Its end: by a signal, or by a metric that no longer improves ----
@@ -268,10 +267,9 @@ def _guard(tracker: TrainerCallback) -> None:
 
 
 class CompleteWindows(TrainerCallback):
-    """Postpones what other callbacks ask for at the begin of a window, or within it, to its end; asks for logs.
+    """Postpones what other callbacks ask for at the begin of a window, or within it, to its end.
 
-    Trainer would leave the window at once, whose gradient so far would be part of the next window's. The last callback
-    knows whether a step is the last one, which Trainer would not log unless it ends an interval.
+    Trainer would leave the window at once, whose gradient so far would be part of the next window's.
     """
 
     def __init__(self) -> None:
@@ -284,21 +282,18 @@ class CompleteWindows(TrainerCallback):
 
     on_substep_end = on_step_begin  # requests within the window wait as well
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_end(self, args: object, state: object, control: TrainerControl, **kwargs: object) -> None:
         control.should_epoch_stop |= self._epoch_stop
         control.should_training_stop |= self._training_stop
         self._epoch_stop = self._training_stop = False
-        control.should_log |= is_logged(args, state, control)
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        control.should_log |= is_logged(args, state, control)
 
 
 def is_logged(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> bool:
     """Whether a step is to be logged even if it ends no interval of ``logging_steps``.
 
-    With ``logging_first_step`` these are the first step and the last. An evaluation may make any step the last. If
-    nobody has chosen an interval, or it is longer than the training, so are ten steps at equal distances.
+    With ``logging_first_step`` these are the first step and the last, which Trainer would not log unless it ends an
+    interval. An evaluation may make any step the last. If nobody has chosen an interval, or it is longer than the
+    training, so are ten steps at equal distances.
     """
     if args.logging_strategy != IntervalStrategy.STEPS:
         return False

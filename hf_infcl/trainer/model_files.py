@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import HfApi, ModelCard, snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -434,12 +434,6 @@ def create_branch(args: InfCLTrainingArguments, repository: str | None, token: s
     if branch is not None and not branch.startswith("refs/") and args.process_index == 0:
         assert repository is not None
         HfApi().create_branch(repository, branch=branch, token=token or args.hub_token, exist_ok=True)
-
-
-def has_own_card(output_dir: str) -> bool:
-    """Whether the folder has a card that `hf_infcl.card` updates."""
-    card = Path(output_dir, "README.md")
-    return card.is_file() and "hf_infcl" in (ModelCard.load(card).data.tags or [])
 
 
 def checkpoint_of_hub_if_named(

@@ -9,13 +9,13 @@ from dataclasses import fields
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
 from ..models.dual_encoder import DualEncoder
+from ..models.sharding import is_sharded
 from ..optim import MuonAdamW, parameter_groups
 from ..optim.groups import divided, matching, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
@@ -223,7 +223,7 @@ def _create_muon(
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
         fused=spelled(args.optim) == "adamw_torch_fused",
-        processes=None if accelerator.distributed_type == DistributedType.FSDP else Processes(),
+        processes=None if is_sharded(accelerator) else Processes(),
         **muon_settings(args.optim_args),
     )
 

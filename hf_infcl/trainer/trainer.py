@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
@@ -39,7 +40,16 @@ from .checkpoints import rotate
 from .construction import check_overrides, checked_arguments, make_collator, prepare_model
 from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
 from .loaders import CaptionNotices, TrainingData
-from .loop_events import Decisions, Progress, add_own_callbacks, replaced, saved_early, switch_weights, trained_seconds
+from .loop_events import (
+    Decisions,
+    Progress,
+    add_own_callbacks,
+    is_logged,
+    replaced,
+    saved_early,
+    switch_weights,
+    trained_seconds,
+)
 from .optimization import Optimization, decaying
 from .resuming import Resumption, make_resumption, make_run
 
@@ -319,6 +329,7 @@ class InfCLTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # With callbacks from elsewhere, the exchange has to wait for the reduction of the gradients.
         with self.training_data.wait.stopped(), self._decisions.shared(self.control):
+            self.control.should_log |= is_logged(self.args, self.state, self.control)
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -449,5 +460,6 @@ class InfCLTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.card` updates."""
-        if not files.has_own_card(str(self.args.output_dir)):
+        card = Path(str(self.args.output_dir), "README.md")
+        if not (card.is_file() and "hf_infcl" in (ModelCard.load(card).data.tags or [])):
             super().create_model_card(*args, **kwargs)
