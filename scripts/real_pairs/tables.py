@@ -410,7 +410,7 @@ def fewer_tokens(rows: list[Row]) -> str:
         # The last steps see all tokens; most steps take what those without them take.
         options = json.loads(setting.options or "{}")
         last = options.pop("full_tokens_last", None)
-        timed = cost.get(json.dumps(options) if options else "")
+        timed = None if setting.way else cost.get(json.dumps(options) if options else "")
         per_step = "" if timed is None else f"{1000 * timed['seconds'] / timed['steps']:.1f} ms"
         memory = "" if timed is None else f"{timed['peak_gib']:.1f} GiB"
         of_options = (f"`{n}` {' '.join(v) if isinstance(v, list) else v}" for n, v in options.items())
