@@ -6,15 +6,16 @@ import html
 import math
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from PIL import Image
 from tokenizers import Regex, normalizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedTokenizerBase
 
 from ..files.hub import asks_hub_once
 from ..files.text import listed
@@ -83,24 +84,24 @@ def preprocess_config(processor: Any, size: int) -> dict[str, Any]:
     Raises:
         ValueError: OpenCLIP cannot prepare images like this processor.
     """
+    has = _preparation(processor)
+    how = next((name for name, number in _RESAMPLING.items() if number == has["resample"]), "bicubic")
+    stated = {name: list(getattr(processor, f"image_{name}")) for name in ("mean", "std")}
+    stated |= {"interpolation": how, "resize_mode": "squash" if "height" in has["size"] else "shortest"}
+    would_have = _preparation(image_processor(stated, size))
+    for name, value in has.items():
+        unlike = f"its image processor has {name}={value}, and OpenCLIP would prepare images with {would_have[name]}"
+        refuse((value != would_have[name], unlike))
+    return stated
+
+
+def _preparation(processor: Any) -> dict[str, Any]:
+    """What decides about the pixels that an image processor makes, but for the mean and the standard deviation."""
     fields = processor.to_dict()
-    resample, scale = int(fields["resample"]), fields.get("rescale_factor") or 1 / 255
-    how = next((name for name, number in _RESAMPLING.items() if number == resample), None)
-    usual = abs(scale - 1 / 255) < 1e-9 and all(fields.get(f"do_{x}", True) for x in ("resize", "rescale", "normalize"))
-    edges, crops = dict(fields["size"]), bool(fields.get("do_center_crop"))
-    squash, made = "height" in edges, set(dict(fields["crop_size"]).values()) if crops else set()
-    unlike = squash == crops or {edges.get("shortest_edge", size), *made, *edges.values()} != {size}
-    refuse(
-        (how is None, f"its image processor has resample={resample}, and OpenCLIP resizes bicubically or bilinearly"),
-        (not usual, "its image processor does not resize, divide by 255 and normalise, as OpenCLIP always does"),
-        (
-            unlike,
-            f"its image processor has size={edges}{' and a crop of ' + str(sorted(made)) if crops else ''}; OpenCLIP "
-            f"resizes the shortest edge to {size}, the size of the model, and crops, or resizes both edges to it",
-        ),
-    )
-    stated = {name: list(fields[f"image_{name}"]) for name in ("mean", "std")}
-    return stated | {"interpolation": how, "resize_mode": "squash" if squash else "shortest"}
+    steps = {f"do_{step}": bool(fields.get(f"do_{step}", True)) for step in ("resize", "rescale", "normalize")}
+    steps |= {"resample": int(fields["resample"]), "rescale_factor": round(fields.get("rescale_factor") or 1 / 255, 8)}
+    crop = dict(fields["crop_size"]) if fields.get("do_center_crop") else None
+    return steps | {"size": dict(fields["size"]), "crop_size": crop}
 
 
 # ---- Texts ----
@@ -216,46 +217,55 @@ def cleaning(tokenizer: PreTrainedTokenizerBase) -> str:
     return {"one two": "canonicalize", "one, two": "lower", "One, TWO": "whitespace"}.get(words, "")
 
 
-# Fields of a tower in OpenCLIP: transformers' name and OpenCLIP's default.
-Sizes = dict[str, tuple[str, Any]]
-_TEXT: Sizes = {
-    "width": ("hidden_size", 512),
-    "layers": ("num_hidden_layers", 12),
-    "mlp_ratio": ("intermediate_size", 4.0),  # of the width
-    "heads": ("num_attention_heads", 8),
-    "vocab_size": ("vocab_size", 49408),
-    "context_length": ("max_position_embeddings", 77),
+# ---- Sizes of towers ----
+
+
+def mlp_ratio(hidden: int, width: int) -> float:
+    """A ratio for which int(width · ratio) is the width of the hidden layer, as OpenCLIP and timm compute it."""
+    ratio = hidden / width
+    while int(width * ratio) < hidden:
+        ratio = math.nextafter(ratio, math.inf)
+    return ratio
+
+
+def _edge(size: Any, width: int = 0) -> Any:
+    """The edge of square images or patches, for which a config may state height and width."""
+    edges = tuple(size) if isinstance(size, (list, tuple)) else (size,)
+    refuse((len(set(edges)) > 1, f"a size of {edges} pixels is not square"))
+    return edges[0]
+
+
+class Size(NamedTuple):
+    """A size of a tower in OpenCLIP's config: transformers' name of it, and OpenCLIP's default."""
+
+    ours: str
+    default: Any
+    # From one library's value, and the width of the tower, the other's.
+    read: Callable[[Any, int], Any] = lambda value, width: value
+    write: Callable[[Any, int], Any] = lambda value, width: value
+
+
+_MLP_RATIO = Size("intermediate_size", 4.0, lambda ratio, width: int(width * ratio), mlp_ratio)
+_HEADS = Size("num_attention_heads", 64, lambda each, width: width // each, lambda heads, width: width // heads)
+_TEXT = {
+    "width": Size("hidden_size", 512),
+    "layers": Size("num_hidden_layers", 12),
+    "mlp_ratio": _MLP_RATIO,
+    "heads": Size("num_attention_heads", 8),
+    "vocab_size": Size("vocab_size", 49408),
+    "context_length": Size("max_position_embeddings", 77),
 }
-_IMAGE: Sizes = {
-    "width": ("hidden_size", 768),
-    "layers": ("num_hidden_layers", 12),
-    "mlp_ratio": ("intermediate_size", 4.0),
-    "head_width": ("num_attention_heads", 64),  # the width is the product of the two
-    "image_size": ("image_size", 224),
-    "patch_size": ("patch_size", 16),
+_IMAGE = {
+    "width": Size("hidden_size", 768),
+    "layers": Size("num_hidden_layers", 12),
+    "mlp_ratio": _MLP_RATIO,
+    "head_width": _HEADS,
+    "image_size": Size("image_size", 224, _edge, _edge),
+    "patch_size": Size("patch_size", 16, _edge, _edge),
 }
-_TANH = {"approximate": "tanh"}
-_ACTIVATIONS = {  # transformers' names: OpenCLIP's act_kwargs
-    **dict.fromkeys(("gelu", "gelu_python", "quick_gelu")),
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), _TANH),
-}
-# Fields that change what a tower computes, all of which are off in transformers' towers.
-_OFF = set(
-    """
-    ls_init_value attentional_pool no_ln_pre final_ln_after_pool qk_norm scaled_cosine_attn scale_heads scale_attn_inner
-    scale_attn scale_fc embed_cls output_tokens
-    """.split()
-)
-_ONLY = {"pos_embed_type": "learnable", "block_type": "default"}
-# Others that are read, or that do not change what a tower computes outside of OpenCLIP's training.
-_READ = {*_OFF, *_ONLY, *_TEXT, *_IMAGE} | set(
-    """
-    pool_type act_kwargs norm_kwargs no_causal_mask proj_bias proj_type eos_id hf_tokenizer_name tokenizer_mode
-    tokenizer_kwargs patch_dropout timm_model_name timm_pool timm_model_pretrained timm_proj timm_proj_bias timm_drop
-    timm_drop_path attn_pooler_queries attn_pooler_heads hf_model_name hf_model_pretrained hf_proj_type hf_pooler_type
-    pad_id
-    """.split()
-)
+_TANH = "gelu_pytorch_tanh"
+# What other names of transformers for activations mean.
+_ACTIVATIONS = {"gelu_python": "gelu", "gelu_new": _TANH, "gelu_fast": _TANH}
 # Of SigLIP's image towers in timm: width, layers, heads and width of the hidden layer, and the sizes of images by those
 # of patches.
 _TIMM: dict[str, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]] = {
@@ -271,9 +281,8 @@ _TIMM_TANH = re.compile("vit_(giantopt_.*|so400m_patch16_.*|base_patch32_siglip_
 
 def timm_tower(name: str, sizes: Sequence[int], patch: int, image: int) -> dict[str, Any]:
     """The vision config of an image tower in timm (1.0.31), where the name decides about the activation as well."""
-    act = "gelu_pytorch_tanh" if _TIMM_TANH.fullmatch(name) else "gelu"
-    of_name = {"patch_size": patch, "image_size": image, "hidden_act": act, "layer_norm_eps": 1e-6}
-    return dict(zip(_TIMM_SIZES, sizes, strict=True)) | of_name
+    of_name = {"patch_size": patch, "image_size": image, "hidden_act": _TANH if _TIMM_TANH.fullmatch(name) else "gelu"}
+    return dict(zip(_TIMM_SIZES, sizes, strict=True)) | of_name | {"layer_norm_eps": 1e-6, "vision_use_head": True}
 
 
 TIMM_TOWERS = {
@@ -284,26 +293,46 @@ TIMM_TOWERS = {
     for name in [f"vit_{size}_patch{patch}_siglip_{image}"]
 }
 
+# ---- Configs ----
 
-def mlp_ratio(hidden: int, width: int) -> float:
-    """A ratio for which int(width · ratio) is the width of the hidden layer, as OpenCLIP and timm compute it."""
-    ratio = hidden / width
-    while int(width * ratio) < hidden:
-        ratio = math.nextafter(ratio, math.inf)
-    return ratio
-
-
-def _with_squares(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of a tower, with one number for the edges of images and patches, if there are any."""
-    for what in ("image", "patch"):
-        edges = sizes.get(f"{what}_size")
-        if isinstance(edges, (list, tuple)):
-            refuse((len(set(edges)) > 1, f"its {what} of {tuple(edges)} pixels is not square"))
-            sizes[f"{what}_size"] = int(edges[0])
-    return sizes
-
-
-# ---- From OpenCLIP ----
+# The values of other fields that transformers' towers have, None if the config need not state it. The first one is
+# written. Of fields with none, all values are taken: they are read elsewhere, or have no effect outside of OpenCLIP's
+# training.
+Values = dict[str, tuple[Any, ...]]
+_READ = """
+    pool_type act_kwargs norm_kwargs no_causal_mask proj_bias proj_type eos_id hf_tokenizer_name tokenizer_mode
+    tokenizer_kwargs patch_dropout timm_model_name timm_pool timm_model_pretrained timm_proj timm_proj_bias timm_drop
+    timm_drop_path attn_pooler_queries attn_pooler_heads hf_model_name hf_model_pretrained hf_proj_type hf_pooler_type
+    pad_id
+"""
+_OFF = """
+    ls_init_value attentional_pool no_ln_pre final_ln_after_pool qk_norm scaled_cosine_attn scale_heads scale_attn_inner
+    scale_attn scale_fc embed_cls output_tokens
+"""
+_ANY: Values = {
+    **dict.fromkeys((*_READ.split(), *_TEXT, *_IMAGE), ()),
+    **dict.fromkeys(_OFF.split(), (None, False)),
+    "pos_embed_type": (None, "learnable"),
+    "block_type": (None, "default"),
+}
+_OF_CLIP: dict[str, Values] = {
+    "vision_cfg": {"pool_type": (None, "tok")},
+    "text_cfg": {
+        "no_causal_mask": (None, False),
+        "pool_type": (None, "argmax", "eos"),
+        "proj_bias": (None, False),
+        "proj_type": (None, "linear"),
+    },
+}
+_OF_SIGLIP: dict[str, Values] = {
+    "vision_cfg": {"timm_model_pretrained": (False, True, None), "timm_pool": ("map",), "timm_proj": ("none",)},
+    "text_cfg": {
+        "no_causal_mask": (True,),
+        "pool_type": ("last",),
+        "proj_bias": (True, False, None),
+        "proj_type": (None, "linear", "none"),
+    },
+}
 
 
 def transformers_config(config: dict[str, Any]) -> Any:
@@ -311,7 +340,7 @@ def transformers_config(config: dict[str, Any]) -> Any:
     fields = config.get("model_cfg", config)
     if missing := [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in fields]:
         raise ValueError(f"The config has no {' and no '.join(missing)}, so it is no model_cfg of OpenCLIP.")
-    image, text = fields["vision_cfg"], fields["text_cfg"]
+    image, text, width = fields["vision_cfg"], fields["text_cfg"], fields["embed_dim"]
     timm, of_hf, resnet = image.get("timm_model_name"), text.get("hf_model_name"), image.get("layers")
     kind = {"eva": " (an EVA)", "con": " (a ConvNeXt)"}.get((timm or "")[:3], "")
     has_not, timm_has = "which transformers does not have", "and of timm's towers transformers has those of SigLIP"
@@ -321,211 +350,158 @@ def transformers_config(config: dict[str, Any]) -> Any:
         (isinstance(resnet, (list, tuple)), f"its image tower is CLIP's modified ResNet, {has_not}"),
         (timm and timm not in TIMM_TOWERS, f"its image tower is timm's {timm}{kind}, {timm_has}"),
     )
-    for tower, given in (("image tower", image), ("text tower", text)):
-        for key, value in given.items():
-            other = (key in _OFF and value) or (key in _ONLY and value not in (None, _ONLY[key]))
-            has = f"its {tower} has {key}={value!r}"
+    for tower, values in (_OF_SIGLIP if timm else _OF_CLIP).items():
+        known, stated = _ANY | values, fields[tower]
+        for key in {**values, **stated}:
+            has, allowed = f"its {tower} has {key}={stated.get(key)!r}", known.get(key)
+            only = " or ".join(map(repr, allowed or ()))
             refuse(
-                (other, f"{has}, which transformers' towers do not have"),
-                (key not in _READ, f"{has}, which is not known"),
+                (allowed is None, f"{has}, which is not known"),
+                (allowed and stated.get(key) not in allowed, f"{has}, and transformers' towers have only {only}"),
             )
-    return (_siglip_config if timm else _clip_config)(fields, image, text)
-
-
-def _tower_config(fields: dict[str, Any], table: Sizes, quick_gelu: bool) -> dict[str, Any]:
-    """The config of a tower that is not timm's."""
-    sizes = _with_squares({ours: fields.get(theirs, default) for theirs, (ours, default) in table.items()})
-    sizes["intermediate_size"] = int(sizes["hidden_size"] * sizes["intermediate_size"])
-    if table is _IMAGE:
-        sizes["num_attention_heads"] = sizes["hidden_size"] // sizes["num_attention_heads"]
-    act, norm = fields.get("act_kwargs") or {}, {"eps": 1e-5, **(fields.get("norm_kwargs") or {})}
-    refuse(
-        (quick_gelu and act, "it has quick_gelu and act_kwargs, with which OpenCLIP does not load it either"),
-        (act not in ({}, {"approximate": "none"}, _TANH), f"its activation has act_kwargs={act}"),
-        (norm.keys() != {"eps"}, f"its layer norms have norm_kwargs={norm}, of which transformers has eps only"),
-    )
-    name = "quick_gelu" if quick_gelu else "gelu_pytorch_tanh" if act == _TANH else "gelu"
-    return sizes | {"layer_norm_eps": norm["eps"], "hidden_act": name}
-
-
-def _clip_config(fields: dict[str, Any], image: dict[str, Any], text: dict[str, Any]) -> Any:
-    of_image, pool, end = image.get("pool_type", "tok"), text.get("pool_type", "argmax"), text.get("eos_id", 2)
-    unlike = text.get("no_causal_mask") or pool not in ("argmax", "eos")
-    matrix = not text.get("proj_bias") and text.get("proj_type", "linear") == "linear"
-    refuse(
-        (of_image != "tok", f"its image tower pools by {of_image!r}, not by the class token"),
-        (unlike, f"its text tower is not causal or pools by {pool!r}, not at the end of the text"),
-        (not matrix, "its text projection is not one matrix without a bias"),
-    )
+    text_config = _tower_config(text, _TEXT, bool(fields.get("quick_gelu")))
+    config_class: Any = transformers.SiglipConfig
+    if timm:
+        side, of_timm = _edge(image.get("image_size")), TIMM_TOWERS[timm]["image_size"]
+        refuse((side not in (None, of_timm), f"its config has image_size={side}, and timm's {timm} {of_timm}"))
+        text_config |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1, "projection_size": width}
+        return config_class(text_config=text_config, vision_config=dict(TIMM_TOWERS[timm]))
     # The ids with which transformers' text tower takes the token that OpenCLIP's takes: of XLM-V; of CLIP, whose end is
     # the largest id; or 2, by which CLIPModel means the largest id, and MetaClip2Model, with equal names, means 2.
-    of_clip = text.get("vocab_size", 49408) == 49408
-    bos, pad, eos = (0, 1, end) if pool == "eos" else (49406, 49407, 49407) if of_clip else (0, 0, 2)
-    quick, size = bool(fields.get("quick_gelu")), {"projection_dim": fields["embed_dim"]}
-    ids = {"bos_token_id": bos, "pad_token_id": pad, "eos_token_id": eos}
-    config_class: Any = transformers.MetaClip2Config if pool == "eos" and end == 2 else transformers.CLIPConfig
-    text_config, vision_config = _tower_config(text, _TEXT, quick), _tower_config(image, _IMAGE, quick)
-    return config_class(text_config=text_config | ids | size, vision_config=vision_config | size, **size)
+    ends, end, of_clip = text.get("pool_type") == "eos", text.get("eos_id", 2), text_config["vocab_size"] == 49408
+    ids = (0, 1, end) if ends else (49406, 49407, 49407) if of_clip else (0, 0, 2)
+    text_config |= dict(zip(("bos_token_id", "pad_token_id", "eos_token_id"), ids, strict=True))
+    vision_config = _tower_config(image, _IMAGE, bool(fields.get("quick_gelu")))
+    config_class = transformers.MetaClip2Config if ends and end == 2 else transformers.CLIPConfig
+    size = {"projection_dim": width}
+    return config_class(text_config=text_config | size, vision_config=vision_config | size, **size)
 
 
-def _siglip_config(fields: dict[str, Any], image: dict[str, Any], text: dict[str, Any]) -> Any:
-    name = image["timm_model_name"]
-    tower, side = TIMM_TOWERS[name], _with_squares(dict(image)).get("image_size")
-    unlike, last = not text.get("no_causal_mask"), text.get("pool_type") == "last"
-    ends = image.get("timm_pool") == "map" and image.get("timm_proj") == "none"
-    of_timm = tower["image_size"]
+def _tower_config(fields: dict[str, Any], sizes: Mapping[str, Size], quick_gelu: bool) -> dict[str, Any]:
+    """The config of a tower that is not timm's."""
+    width = fields.get("width", sizes["width"].default)
+    act, norm = fields.get("act_kwargs") or {}, {"eps": 1e-5, **(fields.get("norm_kwargs") or {})}
+    name = {"none": "gelu", "tanh": _TANH}.get(act.get("approximate", "none"))
     refuse(
-        (not ends, f"its image tower {name} does not end in SigLIP's attention pooling alone"),
-        (unlike or not last, "its text tower is causal, or does not take the last position, as SigLIP's does"),
-        (side not in (None, of_timm), f"its config has image_size={side}, and timm's {name} is of {of_timm} pixels"),
+        (quick_gelu and act, "it has quick_gelu and act_kwargs, with which OpenCLIP does not load it either"),
+        (name is None or act.keys() - {"approximate"}, f"its activation has act_kwargs={act}"),
+        (norm.keys() != {"eps"}, f"its layer norms have norm_kwargs={norm}, of which transformers has eps only"),
     )
-    ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
-    text_config = _tower_config(text, _TEXT, bool(fields.get("quick_gelu"))) | ids
-    config_class: Any = transformers.SiglipConfig
-    text_config["projection_size"] = fields["embed_dim"]
-    return config_class(text_config=text_config, vision_config=dict(tower))
-
-
-# ---- To OpenCLIP ----
+    config = {size.ours: size.read(fields.get(theirs, size.default), width) for theirs, size in sizes.items()}
+    return config | {"layer_norm_eps": norm["eps"], "hidden_act": "quick_gelu" if quick_gelu else name}
 
 
 def open_clip_config(config: Any, processor: Any, *, repository: str = ".") -> dict[str, Any]:
     """The OpenCLIP config of a model of transformers, from its config and its processor; see `to_open_clip`."""
     kind = config.model_type
-    known = {"clip": _clip, "metaclip_2": _clip, "siglip": _siglip}
-    refuse((kind not in known, f"it is of the type {kind}, of which OpenCLIP has no counterpart"))
-    fields, tokenizer, text = known[kind](config), processor.tokenizer, config.text_config
+    refuse((kind not in ("clip", "metaclip_2", "siglip"), f"it is of the type {kind}, of which OpenCLIP has none"))
+    text, image, tokenizer = config.text_config, config.vision_config, processor.tokenizer
+    siglip, acts = kind == "siglip", (text.hidden_act, image.hidden_act)
+    quick = "quick_gelu" in acts
+    unlike = quick and set(acts) != {"quick_gelu"}
+    refuse(
+        (siglip and acts[0] == "quick_gelu", "its text tower has QuickGELU, which OpenCLIP would not apply to it"),
+        (unlike, f"its towers have {acts[0]} and {acts[1]}, and OpenCLIP has QuickGELU in both or in none"),
+    )
     check_length(tokenizer, text.vocab_size, exact=False)
+    fields: dict[str, Any] = {
+        tower: {key: allowed[0] for key, allowed in values.items() if allowed[0] is not None}
+        for tower, values in (_OF_SIGLIP if siglip else _OF_CLIP).items()
+    }
+    if siglip:  # the bias creates the parameter
+        fields |= {"embed_dim": text.projection_size, "init_logit_bias": -10, "custom_text": True}
+        fields["vision_cfg"] |= _timm_fields(image)
+    else:
+        fields |= {"embed_dim": config.projection_dim, "quick_gelu": quick}
+        fields["vision_cfg"] |= _tower_fields(image, _IMAGE)
+    fields["text_cfg"] |= _tower_fields(text, _TEXT)
+    # transformers takes the first eos_token_id, which for the last id is the largest one; so is 2 in CLIPModel.
+    if kind == "metaclip_2" or (kind == "clip" and text.eos_token_id not in (2, text.vocab_size - 1)):
+        fields["text_cfg"] |= {"pool_type": "eos", "eos_id": text.eos_token_id}
     # OpenCLIP cuts texts at this length.
     fields["text_cfg"]["context_length"] = min(text.max_position_embeddings, tokenizer.model_max_length)
     if kind != "clip" or not is_of_clip(tokenizer):
         clean = cleaning(tokenizer) or "whitespace"
         fields["text_cfg"] |= {"hf_tokenizer_name": repository, "tokenizer_kwargs": {"clean": clean}}
-    size = fields["vision_cfg"]["image_size"]
-    return {"model_cfg": fields, "preprocess_cfg": preprocess_config(processor.image_processor, size)}
+    return {
+        "model_cfg": fields,
+        "preprocess_cfg": preprocess_config(processor.image_processor, _edge(image.image_size)),
+    }
 
 
-def _tower(config: Any, table: Sizes) -> dict[str, Any]:
+def _tower_fields(config: Any, sizes: Mapping[str, Size]) -> dict[str, Any]:
     """The fields of a tower in OpenCLIP that is not timm's."""
-    act, eps = config.hidden_act, config.layer_norm_eps
-    refuse((act not in _ACTIVATIONS, f"its activation is {act}, which OpenCLIP's towers do not have"))
-    fields = _with_squares({theirs: getattr(config, ours) for theirs, (ours, _) in table.items()})
-    fields["mlp_ratio"] = mlp_ratio(config.intermediate_size, config.hidden_size)
-    if table is _IMAGE:
-        fields["head_width"] = config.hidden_size // config.num_attention_heads
-    if act := _ACTIVATIONS[act]:
-        fields["act_kwargs"] = act
+    act, eps = _ACTIVATIONS.get(config.hidden_act, config.hidden_act), config.layer_norm_eps
+    known = act in ("gelu", _TANH, "quick_gelu")
+    refuse((not known, f"its activation is {act}, which OpenCLIP's towers do not have"))
+    fields = {name: size.write(getattr(config, size.ours), config.hidden_size) for name, size in sizes.items()}
+    fields |= {"act_kwargs": {"approximate": "tanh"}} if act == _TANH else {}
     return fields | ({"norm_kwargs": {"eps": eps}} if eps != 1e-5 else {})
 
 
-def _clip(config: Any) -> dict[str, Any]:
-    text, image = config.text_config, config.vision_config
-    quick = {tower.hidden_act == "quick_gelu" for tower in (text, image)}
-    acts = f"{text.hidden_act} and {image.hidden_act}"
-    refuse((len(quick) > 1, f"its towers have {acts}, and OpenCLIP has QuickGELU in both or in none"))
-    fields = _tower(text, _TEXT)
-    # transformers takes the first eos_token_id, which for the last id is the largest one; so is 2 in CLIPModel.
-    if config.model_type == "metaclip_2" or text.eos_token_id not in (2, text.vocab_size - 1):
-        fields |= {"pool_type": "eos", "eos_id": text.eos_token_id}
-    towers = {"vision_cfg": _tower(image, _IMAGE), "text_cfg": fields}
-    return {"embed_dim": config.projection_dim, "quick_gelu": quick == {True}, **towers}
-
-
-def _siglip(config: Any) -> dict[str, Any]:
-    text, image = config.text_config, config.vision_config
-    sizes = {name: getattr(image, name) for name in (*_TIMM_SIZES, "patch_size", "image_size")}
-    name = next((name for name, tower in TIMM_TOWERS.items() if sizes.items() <= tower.items()), None)
-    unlike = name is None or image.layer_norm_eps != 1e-6 or not getattr(image, "vision_use_head", True)
-    none_of = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    refuse((unlike, f"OpenCLIP takes SigLIP's image towers from timm, which has none of {none_of}"))
-    act = TIMM_TOWERS[str(name)]["hidden_act"]
+def _timm_fields(config: Any) -> dict[str, Any]:
+    """The fields of SigLIP's image tower in OpenCLIP, which is timm's."""
+    act = config.hidden_act
+    names = ("patch_size", "image_size", "layer_norm_eps", "vision_use_head", *_TIMM_SIZES)
+    stated = {name: getattr(config, name, True) for name in names}
+    name = next((name for name, tower in TIMM_TOWERS.items() if stated.items() <= tower.items()), "")
+    none_of = ", ".join(f"{name} {value}" for name, value in stated.items())
+    refuse((not name, f"OpenCLIP takes SigLIP's image towers from timm, which has none of {none_of}"))
+    of_timm = TIMM_TOWERS[name]["hidden_act"]
     refuse(
         (
-            image.hidden_act != act,
-            f"its image tower has {image.hidden_act}, and timm's {name} {act}, so the embeddings would differ slightly "
+            act != of_timm,
+            f"its image tower has {act}, and timm's {name} {of_timm}, so the embeddings would differ slightly "
             "(by 2e-8 of cosine with random weights). If you accept that, set "
-            f"vision_config.hidden_act to {act!r} in config.json, which changes the model accordingly",
-        ),
-        (text.hidden_act == "quick_gelu", "its text tower has QuickGELU, which OpenCLIP would not apply to it"),
+            f"vision_config.hidden_act to {of_timm!r} in config.json, which changes the model accordingly",
+        )
     )
-    tower = {"image_size": image.image_size, "timm_model_name": name, "timm_model_pretrained": False}
-    return {
-        "embed_dim": text.projection_size,
-        "init_logit_bias": -10,  # creates the parameter
-        "custom_text": True,
-        "vision_cfg": {**tower, "timm_pool": "map", "timm_proj": "none"},
-        "text_cfg": {**_tower(text, _TEXT), "no_causal_mask": True, "proj_bias": True, "pool_type": "last"},
-    }
+    return {"image_size": config.image_size, "timm_model_name": name}
 
 
-# OpenCLIP's names and transformers'. "$" is the prefix of the text tower, which is "text." for SigLIP and custom_text;
-# "#" is the number of a layer, and "*" weight and bias. Several names are tensors that the other library has joined.
-_QKV = "self_attn.q_proj.* self_attn.k_proj.* self_attn.v_proj.*"
-_BLOCK = {
-    "ln_1.*": "layer_norm1.*",
-    "attn.in_proj_*": _QKV,
-    "attn.out_proj.*": "self_attn.out_proj.*",
-    "ln_2.*": "layer_norm2.*",
-    "mlp.c_fc.*": "mlp.fc1.*",
-    "mlp.c_proj.*": "mlp.fc2.*",
-}
-_TIMM_BLOCK = {
-    "norm1.*": "layer_norm1.*",
-    "attn.qkv.*": _QKV,
-    "attn.proj.*": "self_attn.out_proj.*",
-    "norm2.*": "layer_norm2.*",
-    "mlp.fc1.*": "mlp.fc1.*",
-    "mlp.fc2.*": "mlp.fc2.*",
-}
+# ---- Tensors ----
 
-
-def _of(theirs: str, ours: str, names: Mapping[str, str]) -> dict[str, str]:
-    """The names in a part of a model."""
-    return {
-        " ".join(theirs + name for name in one.split()): " ".join(ours + name for name in other.split())
-        for one, other in names.items()
-    }
-
-
-_TEXT_OF_NAMES = {
-    "logit_scale": "logit_scale",
-    "$token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "$positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "$ln_final.*": "text_model.final_layer_norm.*",
-    **_of("$transformer.resblocks.#.", "text_model.encoder.layers.#.", _BLOCK),
-}
-_CLIP = _TEXT_OF_NAMES | {
-    "$text_projection": "text_projection.weight",
-    "visual.proj": "visual_projection.weight",
-    "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.ln_pre.*": "vision_model.pre_layrnorm.*",  # transformers' spelling
-    "visual.ln_post.*": "vision_model.post_layernorm.*",
-    **_of("visual.transformer.resblocks.#.", "vision_model.encoder.layers.#.", _BLOCK),
-}
-_POOL = {
-    "q.* kv.*": "attention.in_proj_*",
-    "proj.*": "attention.out_proj.*",
-    "latent": "probe",
-    "norm.*": "layernorm.*",
-    "mlp.fc1.*": "mlp.fc1.*",
-    "mlp.fc2.*": "mlp.fc2.*",
-}
-_SIGLIP = _TEXT_OF_NAMES | {  # whose image tower in OpenCLIP is one of timm
-    "logit_bias": "logit_bias",
-    "$text_projection.*": "text_model.head.*",
-    "visual.trunk.patch_embed.proj.*": "vision_model.embeddings.patch_embedding.*",
-    "visual.trunk.pos_embed": "vision_model.embeddings.position_embedding.weight",
-    "visual.trunk.norm.*": "vision_model.post_layernorm.*",
-    **_of("visual.trunk.blocks.#.", "vision_model.encoder.layers.#.", _TIMM_BLOCK),
-    **_of("visual.trunk.attn_pool.", "vision_model.head.", _POOL),
-}
+# What stands in transformers' names, as patterns, and what OpenCLIP has in its place; "$" is "text." for SigLIP and
+# custom_text. They apply one after the other.
+_NAMES = (
+    ("text_model.head", "$text_projection"),
+    ("text_model.", "$"),
+    ("vision_model.", "visual."),
+    ("embeddings.", ""),
+    ("position_embedding.weight", "positional_embedding"),
+    ("patch_embedding", "conv1"),
+    ("encoder.layers", "transformer.resblocks"),
+    (r"layer_norm(\d)", r"ln_\1"),
+    ("self_attn.q_proj.", "attn.in_proj_"),
+    ("self_attn", "attn"),
+    ("mlp.fc1", "mlp.c_fc"),
+    ("mlp.fc2", "mlp.c_proj"),
+    ("pre_layrnorm", "ln_pre"),  # transformers' spelling
+    ("post_layernorm", "ln_post"),
+    ("final_layer_norm", "ln_final"),
+    ("visual_projection.weight", "visual.proj"),
+    ("^text_projection.weight", "$text_projection"),
+)
+_TIMM_NAMES = (  # of SigLIP's image tower
+    ("vision_model.head.attention.in_proj_(.*)", r"vision_model.head.q.\1 vision_model.head.kv.\1"),
+    ("head.attention.out_proj", "head.proj"),
+    ("head.layernorm", "head.norm"),
+    ("head.probe", "head.latent"),
+    ("head", "attn_pool"),
+    ("embeddings.patch_embedding", "patch_embed.proj"),
+    ("embeddings.position_embedding.weight", "pos_embed"),
+    ("encoder.layers", "blocks"),
+    (r"layer_norm(\d)", r"norm\1"),
+    ("self_attn.q_proj", "attn.qkv"),
+    ("self_attn.out_proj", "attn.proj"),
+    ("post_layernorm", "norm"),
+    ("vision_model", "visual.trunk"),
+)
 Change = Callable[[Tensor], Tensor]
 # By OpenCLIP's name, what makes of its tensor that of transformers, and of that its own again.
 _CHANGES: dict[str, tuple[Change, Change]] = {
     "visual.proj": (torch.t, torch.t),
-    "$text_projection": (torch.t, torch.t),
+    "text_projection": (torch.t, torch.t),
     "visual.trunk.pos_embed": (lambda tensor: tensor.squeeze(0), lambda tensor: tensor.unsqueeze(0)),
 }
 # What is no weight: buffers, and sizes that OpenAI's own files hold.
@@ -557,8 +533,8 @@ def from_open_clip(tensors: dict[str, Any], config: dict[str, Any]) -> tuple[Any
     if dropped := fields["vision_cfg"].get("patch_dropout"):
         notes.append(f"patch_dropout={dropped} is not kept: give the training its own (--patch_dropout).")
     prefix = "text." if "text.positional_embedding" in weights else ""
-    model_class = getattr(transformers, type(ours).__name__.replace("Config", "Model"))
-    return _filled(model_class, ours, _renamed(_rows(ours, prefix), weights)), notes
+    rows = [(theirs, names, read) for theirs, names, read, _ in _rows(ours, prefix)]
+    return _filled(ours, _renamed(rows, weights)), notes
 
 
 def to_open_clip(
@@ -584,34 +560,41 @@ def to_open_clip(
     config = open_clip_config(model.config, processor, repository=repository)
     tensors = model.state_dict() if state_dict is None else state_dict
     weights = {name: tensor.detach().cpu() for name, tensor in tensors.items() if not name.endswith("position_ids")}
-    positions = _TEXT_OF_NAMES["$positional_embedding"]
+    positions = "text_model.embeddings.position_embedding.weight"
     weights[positions] = weights[positions][: config["model_cfg"]["text_cfg"]["context_length"]].contiguous()
     prefix = "text." if model.config.model_type == "siglip" else ""
-    return _renamed(((ours, theirs, back) for theirs, ours, _, back in _rows(model.config, prefix)), weights), config
+    rows = [(ours, names, write) for names, ours, _, write in _rows(model.config, prefix)]
+    return _renamed(rows, weights), config
+
+
+def _shapes(config: Any) -> dict[str, torch.Size]:
+    """The shapes of the tensors of transformers' model, by their names."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in AutoModel.from_config(config).state_dict().items()}
 
 
 def _rows(config: Any, prefix: str) -> Iterator[tuple[list[str], list[str], Change, Change]]:
     """OpenCLIP's names of tensors, transformers' names of the same, and the change to each of them."""
     siglip = config.model_type == "siglip"
-    layers = {"t": config.text_config.num_hidden_layers, "v": config.vision_config.num_hidden_layers}
     scalars: tuple[Change, Change] = (lambda one: one.reshape((1,) if siglip else ()), lambda one: one.reshape(()))
-    for pair in (_SIGLIP if siglip else _CLIP).items():
-        changes = scalars if pair[0].startswith("logit") else _CHANGES.get(pair[0], (_same, _same))
-        for layer in map(str, range(layers[pair[1][0]] if "#" in pair[0] else 1)):
-            for kind in ("weight", "bias") if "*" in pair[0] else ("",):
-                names = [one.replace("$", prefix).replace("#", layer).replace("*", kind).split() for one in pair]
-                yield names[0], names[1], *changes
+    for ours in _shapes(config):
+        if ".k_proj." in ours or ".v_proj." in ours:  # which OpenCLIP has in one tensor with q_proj
+            continue
+        names = _TIMM_NAMES if siglip and ours.startswith("vision_model") else _NAMES
+        theirs = reduce(lambda name, pair: re.sub(*pair, name), names, ours)
+        change = scalars if ours.startswith("logit") else _CHANGES.get(theirs.removeprefix("$"), (_same, _same))
+        joined = [ours.replace(".q_proj.", f".{one}_proj.") for one in ("qkv" if ".q_proj." in ours else "q")]
+        yield theirs.replace("$", prefix).split(), joined, *change
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _renamed(rows: Iterable[Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _renamed(rows: Sequence[tuple[list[str], list[str], Change]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors under the second names of the rows; raises ValueError if one is missing, or one is left over."""
     renamed: dict[str, Tensor] = {}
-    rows = list(rows)
-    known = {name for row in rows for name in row[0]}
+    known = {name for names, *_ in rows for name in names}
     for what, wrong in (
         ("lacks tensors that its config implies", known - tensors.keys()),
         ("has tensors that its config does not imply", tensors.keys() - known),
@@ -621,7 +604,7 @@ def _renamed(rows: Iterable[Any], tensors: Mapping[str, Tensor]) -> dict[str, Te
                 f"The checkpoint {what}: {listed(sorted(wrong), 5)}. The config is of another architecture, or the "
                 "weights are incomplete; take both from one place."
             )
-    for sources, targets, change, *_ in rows:
+    for sources, targets, change in rows:
         whole = change(torch.cat([tensors[name] for name in sources]) if sources[1:] else tensors[sources[0]])
         # Queries, keys and values are a third of it each, and the last of two parts holds keys and values.
         parts = whole.tensor_split([len(whole) // 3 * n for n in range(1, len(targets))]) if targets[1:] else [whole]
@@ -670,13 +653,12 @@ def _complete_projection(fields: dict[str, Any], weights: dict[str, Tensor]) -> 
     return [f"{what}, which a training will change."]
 
 
-def _filled(model_class: Any, config: Any, tensors: dict[str, Tensor]) -> Any:
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in model_class(config).state_dict().items()}
+def _filled(config: Any, tensors: dict[str, Tensor]) -> Any:
+    """The model of transformers with this config and these weights."""
     wrong = [
         f"{name} {tuple(tensors[name].shape)} instead of {tuple(shape)}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
+        for name, shape in _shapes(config).items()
+        if tensors[name].shape != shape
     ]
     if wrong:
         raise ValueError(
@@ -684,6 +666,6 @@ def _filled(model_class: Any, config: Any, tensors: dict[str, Tensor]) -> Any:
             "embeddings when it loads; save the model with it again, or correct the config."
         )
     dtypes = {tensor.dtype for tensor in tensors.values()}
-    model = model_class(config).to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
+    model = AutoModel.from_config(config).to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
     model.load_state_dict(tensors)
     return model.eval()
