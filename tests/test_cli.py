@@ -52,6 +52,7 @@ from hf_infcl.cli.launched import warn_of_bf16_on_cpu
 from hf_infcl.cli.parser import ELSEWHERE
 from hf_infcl.data.transforms import PRESETS
 from hf_infcl.evaluation.metrics import metrics_of_kind
+from hf_infcl.files import hub as hub_files
 from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
@@ -416,7 +417,8 @@ def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
     shards = tmp_path / "shards"
     options = DataOptions(["someone/pairs", "hf://datasets/a/b@main/{0..9}.tar", "a/lost", f"{shards}/{{0..9}}.tar"])
     with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
-        hub.licences |= {"someone/pairs": "cc-by-4.0", "a/b": ["mit", "cc0-1.0"]}
+        for name, stated in (("someone/pairs", "cc-by-4.0"), ("a/b", "[mit, cc0-1.0]")):
+            hub.commits[f"datasets/{name}", "main"] = [{"README.md": f"---\nlicense: {stated}\n---\n".encode()}]
         sources = train.describe_sources(options)
     assert [(source.dataset, source.on_hub, source.license) for source in sources] == [
         ("someone/pairs", True, "cc-by-4.0"),
@@ -425,11 +427,12 @@ def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
         ("shards", False, None),
     ]
     told: list[str] = []
-    monkeypatch.setattr(train.logger, "warning", lambda message, *values: told.append(message % values))
+    monkeypatch.setattr(hub_files.logger, "warning", lambda message, *values: told.append(message % values))
     talk_to("http://127.0.0.1:9", monkeypatch)
-    assert train.describe_sources(DataOptions(["a/b"]))[0].license is None, "the Hub cannot be reached"
+    sources = train.describe_sources(DataOptions(["a/b", "a/c"]))
+    assert [source.license for source in sources] == ["mit, cc0-1.0", None], "read before, and not to be reached"
     assert len(told) == 1
-    assert told[0].startswith("The model card states no licence for a/b, because the Hub did not return one: ")
+    assert told[0].startswith("The model card states no licence for a/c, because its own card cannot be read: ")
 
 
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):

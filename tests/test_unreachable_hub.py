@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from hf_infcl.cli.benchmarks import benchmark_sets
 from hf_infcl.data import ImageTextStream, load_pairs
 from hf_infcl.data.tables import Table
-from hf_infcl.files.hub import _answers, asks_hub_once
+from hf_infcl.files.hub import _answers, asks_hub_once, stated_licence
 from hf_infcl.models import open_clip as models
 from hf_infcl.models.open_clip import convert
 from hf_infcl.models.open_clip_names import named_tokenizer
@@ -83,7 +83,7 @@ def test_a_split_is_looked_for_without_a_question_of_its_own(waits):
 
 
 def test_a_licence_is_not_waited_for(waits):
-    assert models.stated_licence("no-such/name") is None
+    assert stated_licence("no-such/name") is None
     assert waits == [1]
 
 

@@ -29,9 +29,10 @@ from ..data.pairs import usable_captions
 from ..data.sets import SetSpec
 from ..data.sources import ItemSource, ShardSource, TableSource, source_of_training
 from ..data.store import NO_KEY, KeyedItem, KeyedRows
+from ..files.hub import stated_licence
 from ..files.text import counted
 from ..loss.pair_scores import pair_scores
-from ..models.open_clip import load, stated_licence
+from ..models.open_clip import load
 from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import ColumnOptions, DataOptions, EmbedOptions
 from ..processes.collectives import Processes, failures_announced

@@ -16,12 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import CONFIG_NAME, logging
+from transformers.utils import CONFIG_NAME
 
 from ..card import facts
 from ..card.cards import CURVES_FILE, CardCallback
@@ -34,8 +33,9 @@ from ..data import ImageTextDataset, ZeroShotDataset
 from ..data.images import ImageDataset
 from ..data.replay import Replayed
 from ..data.sets import STATED, SetSpec, read_sets
+from ..files.hub import stated_licence
 from ..models.adapters import ADAPTER_FILES, has_adapters, layers_of_adapters, words_of_adapters
-from ..models.open_clip import compare_formats, licence_of
+from ..models.open_clip import compare_formats
 from ..models.pretrained import base_of_adapters
 from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, ModelOptions
@@ -200,9 +200,6 @@ def print_where(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:
     print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}{pushed}.")
 
 
-logger = logging.get_logger(__name__)
-
-
 def describe_run(
     trainer: InfCLTrainer,
     model: ModelOptions,
@@ -261,18 +258,8 @@ def describe_sources(options: DataOptions) -> list[facts.Source]:
 
 def _source(spec: SetSpec, split: str, share: float | None = None) -> facts.Source:
     name, is_on_hub = facts.source_name(spec.path)
-    return facts.Source(name, is_on_hub, spec.split or split, _licence(name) if is_on_hub else None, share)
-
-
-def _licence(dataset: str) -> str | None:
-    """The licence in a dataset's card on the Hub; None if it states none or the Hub cannot be reached."""
-    try:
-        card = HfApi().dataset_info(dataset).card_data
-    except Exception as error:  # of the Hub's client or of its HTTP library
-        message = "The model card states no licence for %s, because the Hub did not return one: %s"
-        logger.warning(message, dataset, error)
-        return None
-    return licence_of(card)
+    licence = stated_licence(name, "dataset") if is_on_hub else None
+    return facts.Source(name, is_on_hub, spec.split or split, licence, share)
 
 
 def describe_evaluations(datasets: Mapping[str, ImageDataset]) -> list[facts.Evaluation]:

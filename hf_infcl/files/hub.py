@@ -12,11 +12,12 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from huggingface_hub import constants
+from huggingface_hub import RepoCard, constants
 from huggingface_hub.utils import http_backoff, logging
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+logger = logging.get_logger(__name__)
 
 
 @contextmanager
@@ -46,6 +47,23 @@ def asks_hub_once(load: Callable[Arguments, Result]) -> Callable[Arguments, Resu
             return load(*args, **kwargs)
 
     return loading
+
+
+@asks_hub_once
+def stated_licence(name: str, kind: str = "model") -> str | None:
+    """The licence, or several in one line, that the card of a model or a dataset states, in its folder or on the Hub.
+
+    None if none is stated, or the card cannot be read. ``kind`` is "model" or "dataset".
+    """
+    path = Path(name, "README.md")
+    if not path.is_file() and os.path.exists(name):
+        return None
+    try:
+        stated = RepoCard.load(path if path.is_file() else name, repo_type=kind).data.get("license")
+    except Exception as error:  # of the Hub's client, of its HTTP library or of YAML
+        logger.warning("The model card states no licence for %s, because its own card cannot be read: %s", name, error)
+        return None
+    return ", ".join(stated) if isinstance(stated, list) else stated
 
 
 def hub_answers() -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..files.whole import give_usual_modes
 from .dual_encoder import DualEncoder
@@ -186,11 +186,7 @@ def merge_adapters(folder: Path, start: PreTrainedModel, image_size: int | None 
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether a model has adapters of peft around it."""
-    if not is_peft_available():
-        return False
-    import peft
-
-    return isinstance(model, peft.PeftModel)
+    return hasattr(model, "get_base_model")
 
 
 def words_of_adapters(model: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
@@ -206,27 +204,6 @@ def load_config(checkpoint: str, open_clip_model: str | None = None) -> Pretrain
     if is_of_open_clip(checkpoint, open_clip_model):
         return transformers_config(read_config(checkpoint, open_clip_model)[0])
     return load_pretrained_config(checkpoint, base_of_adapters(checkpoint))
-
-
-@asks_hub_once
-def stated_licence(checkpoint: str) -> str | None:
-    """The licence in a model's card, in its folder or on the Hub; None if none is stated or the card cannot be read."""
-    path = Path(checkpoint, "README.md")
-    if not path.is_file() and os.path.exists(checkpoint):
-        return None
-    try:
-        return licence_of(ModelCard.load(path if path.is_file() else checkpoint).data)
-    except Exception as error:  # of the Hub's client, of its HTTP library or of YAML
-        logger.warning(
-            "No licence of %s is stated in the model card, because its own could not be read: %s", checkpoint, error
-        )
-        return None
-
-
-def licence_of(data: object) -> str | None:
-    """The licence, or several in one line, that the data of a card states; None if it states none."""
-    stated = getattr(data, "license", None)
-    return ", ".join(stated) if isinstance(stated, list) else stated
 
 
 @asks_hub_once

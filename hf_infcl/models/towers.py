@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,7 @@ def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Itera
         outputs[name] = BaseModelOutputWithPooling(first_position, part_of(full, "pooler_output"))
         return full
 
-    with other_forward(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
+    with patch.object(tower, "forward", (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
         yield
 
 
@@ -132,7 +133,7 @@ class PlaceholderText:
     def instead_of_tower(self) -> Iterator[None]:
         """Within the context the tower returns the output, and computes nothing."""
         # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
-        with other_forward(self._tower, self._forward), _evaluation_mode(self._projection):
+        with patch.object(self._tower, "forward", self._forward), _evaluation_mode(self._projection):
             yield
 
     def _again(self, *args: object, **kwargs: object) -> Any:
@@ -155,20 +156,6 @@ def _evaluation_mode(module: nn.Module | None) -> Iterator[None]:
     finally:
         for part in trained:
             part.training = True
-
-
-@contextlib.contextmanager
-def other_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
-    """Within the context the module has another forward."""
-    original, overridden = module.forward, "forward" in vars(module)
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if overridden:
-            module.forward = original
-        else:
-            del module.forward  # restores the method of the class
 
 
 class _Tower(nn.Module):

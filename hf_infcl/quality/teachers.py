@@ -21,9 +21,10 @@ from ..data.collator import ContrastiveCollator, normalised
 from ..data.pairs import usable_captions
 from ..data.sources import differences, source_of_training
 from ..data.store import Store, all_parts, of_caption
+from ..files.hub import stated_licence
 from ..files.text import counted
 from ..models.dual_encoder import DualEncoder
-from ..models.open_clip import load, stated_licence
+from ..models.open_clip import load
 from ..options.arguments import InfCLTrainingArguments
 from ..options.contrastive import ContrastiveOptions
 from ..step.extensions import LossTerm, of_kind

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +27,6 @@ from ..files.text import counted
 from ..loss.cuda_graphs import forget_recordings
 from ..models.dual_encoder import TEXT_INPUTS
 from ..models.sharding import is_sharded
-from ..models.towers import other_forward
 from ..options.arguments import InfCLTrainingArguments, largest_micro_batch, possible_micro_batches
 from ..options.contrastive import DIVISION, SEARCHED
 from ..options.record import RunRecord
@@ -336,18 +336,14 @@ def _with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[s
 def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """The context in which a model computes in the precision of the training, as accelerate will prepare it."""
     forward = model.forward
-    scaler, accelerator.scaler = accelerator.scaler, None
 
     @functools.wraps(forward)
     def in_precision(*inputs: object, **named: object) -> Any:
         with accelerator.autocast():
             return convert_outputs_to_fp32(forward)(*inputs, **named)
 
-    try:
-        with other_forward(model, in_precision):
-            yield
-    finally:
-        accelerator.scaler = scaler
+    with patch.object(model, "forward", in_precision), patch.object(accelerator, "scaler", None):
+        yield
 
 
 def release_memory() -> None:

@@ -30,7 +30,6 @@ class Hub:
         bodies: the bodies of all requests.
         created: the bodies of the requests that created repositories.
         messages: the summaries of all commits, in order.
-        licences: the licence that the card of each data set states.
         shortened: paths of files of which the double sends one byte less than it announces.
         failures: the number of commits to refuse next, with status 403, which the client does not retry.
         takes_files: while it is not set, clients that have listed the files of a commit wait before they send them.
@@ -42,7 +41,6 @@ class Hub:
         self.bodies: list[bytes] = []
         self.created: list[dict[str, Any]] = []
         self.messages: list[str] = []
-        self.licences: dict[str, str | list[str]] = {}
         self.shortened: set[str] = set()
         self.failures = 0
         self._lock = threading.Lock()  # one commit after the other
@@ -184,8 +182,6 @@ class _Handler(BaseHTTPRequestHandler):
             if tree is not None:
                 siblings = [{"rfilename": p} for p in sorted(tree)]
                 return self._json({"id": match[1], "modelId": match[1], "sha": sha_of(tree), "siblings": siblings})
-        elif (match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)", path)) and match[1] in self.hub.licences:
-            return self._json({"id": match[1], "cardData": {"license": self.hub.licences[match[1]]}})
         elif match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             tree = self.hub.tree(match[1], match[2])
             if tree is not None and match[3] in tree:
