@@ -18,7 +18,7 @@ _MODULES = {
     "ExactContrastiveLoss": "step.embedders",
     "InfCLTrainer": "trainer.trainer",
     "InfCLTrainingArguments": "options.arguments",
-    "TwoTowers": "models.towers",
+    "TwoTowers": "models.dual_encoder",
     "ContrastiveCollator": "data",
     "ImageTextDataset": "data",
     "ImageTextStream": "data",
@@ -44,7 +44,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
     from .loss import ContrastiveLoss, contrastive_loss
-    from .models.towers import TwoTowers
+    from .models.dual_encoder import TwoTowers
     from .options.arguments import InfCLTrainingArguments
     from .step.embedders import ExactContrastiveLoss
     from .step.own_loop import cached_backward

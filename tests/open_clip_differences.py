@@ -17,7 +17,8 @@ from hf_infcl.models import open_clip as comparison
 from hf_infcl.models import open_clip_names as towers
 from hf_infcl.models import pretrained as folders
 from hf_infcl.models.open_clip import from_open_clip, to_open_clip
-from hf_infcl.models.open_clip_names import image_processor, transformers_config
+from hf_infcl.models.open_clip_inputs import image_processor
+from hf_infcl.models.open_clip_names import transformers_config
 
 LAYERS, SEEDS, ROWS = 1, 2, 1000
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from hf_infcl.data.images import decode_rgb
 from hf_infcl.data.transforms import ImageTransform
-from hf_infcl.models.open_clip_names import image_processor
+from hf_infcl.models.open_clip_inputs import image_processor
 
 PIXELS = DIFFERENCES.with_name("open_clip_pixels.csv")
 SIZE, PICTURES = 64, 20

@@ -30,10 +30,11 @@ from safetensors.torch import load_file, save_file
 
 from hf_infcl import cli
 from hf_infcl.models import open_clip as comparison
-from hf_infcl.models import open_clip_names as tokenizing
+from hf_infcl.models import open_clip_inputs as tokenizing
 from hf_infcl.models import pretrained as folders
 from hf_infcl.models.open_clip import convert, from_open_clip, load_open_clip, to_open_clip
-from hf_infcl.models.open_clip_names import image_processor, mlp_ratio, preprocess_config
+from hf_infcl.models.open_clip_inputs import image_processor, preprocess_config
+from hf_infcl.models.open_clip_names import mlp_ratio
 
 
 @pytest.fixture(autouse=True)

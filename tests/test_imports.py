@@ -60,7 +60,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.models": (*TRAINER, "datasets", "evaluate", *inside("loss", "kernels")),
     "hf_infcl.models.sharding": (*TRAINER[:2], "datasets", "evaluate", *inside("loss", "kernels")),
     **dict.fromkeys(
-        inside("models.pretrained", "models.open_clip", "models.open_clip_names"),
+        inside("models.pretrained", *(f"models.open_clip{part}" for part in ("", "_names", "_inputs"))),
         (*TRAINER, *DISTRIBUTED, "datasets", "evaluate", *inside("processes", "kernels", "loss")),
     ),
     "hf_infcl.optim": (*HUGGING_FACE, *inside("loss", "models")),
@@ -213,7 +213,7 @@ def test_no_import_comes_back_to_itself():
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
     **{"files": 155, "processes": 585, "kernels": 1780, "evaluation": 510, "refusals": 40},
-    **{"loss": 1280, "shards": 935, "models": 2230, "optim": 360, "options": 870, "data": 2660, "step": 2110},
+    **{"loss": 1280, "shards": 935, "models": 2170, "optim": 360, "options": 870, "data": 2660, "step": 2110},
     **{"quality": 1070, "trainer": 2300, "card": 955, "cli": 2590},
 }
 

@@ -23,7 +23,7 @@ from PIL import Image
 from hf_infcl import InfCLTrainingArguments
 from hf_infcl.data import load_pairs
 from hf_infcl.models import open_clip as comparison
-from hf_infcl.models import open_clip_names as tokenizing
+from hf_infcl.models import open_clip_inputs as tokenizing
 from hf_infcl.models import pretrained as folders
 from hf_infcl.models.open_clip import convert, from_open_clip, repaired, to_open_clip
 from hf_infcl.models.open_clip_names import transformers_config

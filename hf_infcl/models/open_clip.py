@@ -18,20 +18,16 @@ from ..files.hub import asks_hub_once
 from ..files.text import describe_cause
 from ..files.whole import give_usual_modes
 from .model_types import Pooling, SameEmbeddings, fit_tokenizer, pads_texts
-from .open_clip_names import (
+from .open_clip_inputs import (
     UNREPAIRED,
     check_length,
-    clean,
     clip_tokenizer,
-    from_open_clip,
     image_processor,
     named_tokenizer,
-    open_clip_config,
     prepared,
     repaired,
-    to_open_clip,
-    transformers_config,
 )
+from .open_clip_names import clean, from_open_clip, open_clip_config, to_open_clip, transformers_config
 from .pretrained import (
     CONFIG,
     OpenClipSource,

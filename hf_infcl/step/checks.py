@@ -17,9 +17,8 @@ from transformers.utils import logging
 
 from ..files.text import listed
 from ..loss import OBJECTIVES, local_contrastive_loss
-from ..models.dual_encoder import IMAGE_INPUTS, NO_TEXTS, TEXT_INPUTS
+from ..models.dual_encoder import IMAGE_INPUTS, NO_TEXTS, TEXT_INPUTS, embeds_of, part_of, return_dict_for
 from ..models.sharding import is_sharded
-from ..models.towers import embeds_of, part_of, return_dict_for
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, by_rank
 from .grad_cache import CachedWindow, undoing, undone

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
-from hf_infcl.models import open_clip_names as tokenizing
+from hf_infcl.models import open_clip_inputs as tokenizing
 from hf_infcl.models import open_clip_names as towers
 from hf_infcl.models import pretrained as folders
 from hf_infcl.models.open_clip import load_open_clip
-from hf_infcl.models.open_clip_names import image_processor
+from hf_infcl.models.open_clip_inputs import image_processor
 
 from .pictures import LETTERS, write_folder
 from .processors import tokenizer
