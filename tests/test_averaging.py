@@ -284,7 +284,7 @@ def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, 
         ("--average_with_start auto --eval_dataset d", "--guard_dataset for the other, or a number"),
         ("--average_with_start auto --guard_dataset d", "--average_with_start auto weighs what was gained"),
         ("--average_with_start 0.5 --save_strategy no", "which only a checkpoint then keeps"),
-        ("--average_with_start 0.5 --guard_tolerance 2", "guard_tolerance must be a fraction from 0 to 1"),
+        ("--average_with_start 0.5 --guard_tolerance 2", "guard_tolerance must be a number from 0 to 1"),
     ],
 )
 def test_an_average_that_the_end_could_not_find_is_refused_at_the_start(demo, tmp_path, capsys, words, complaint):
@@ -347,7 +347,7 @@ BOTH = "average DEMO/clip-init DEMO/clip-init"
         (f"{BOTH} --alpha 1.5", "--alpha must be 'auto' or a number from 0 (the start)"),
         (f"{BOTH} --alpha most", "--alpha must be 'auto' or a number from 0 (the start) to 1"),
         (f"{BOTH} --alpha auto", "--guard_dataset for the other, or a number as --alpha"),
-        (f"{BOTH} --guard_tolerance 3", "guard_tolerance must be a fraction from 0 to 1"),
+        (f"{BOTH} --guard_tolerance 3", "guard_tolerance must be a number from 0 to 1"),
         (f"{BOTH} --output_dir DEMO/clip-init", "already holds a model"),
         (f"{BOTH} --output_dir NOTES/README.md", "Nothing can be written to output_dir"),
         (f"{BOTH} --output_dir=", "--output_dir is empty. Name the folder"),

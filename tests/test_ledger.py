@@ -14,8 +14,8 @@ from helpers.trainers import trained, trainer_for
 from hf_infcl import ImageTextDataset, ImageTextStream, load_pairs
 from hf_infcl.card.facts import FACTS_FILE, content_of, has_learned
 from hf_infcl.cli.checking import _named
-from hf_infcl.cli.embeddings import file_names, ledger_lines, write_ledger_of_training
-from hf_infcl.quality.ledger import LEDGER_FILE, SHEET_FILE, make_ledger
+from hf_infcl.cli.embeddings import file_names, write_ledger_of_training
+from hf_infcl.quality.ledger import LEDGER_FILE, SHEET_FILE, ledger_lines, make_ledger
 
 
 def test_scores_that_mean_nothing_advise_to_exclude_none(tmp_path):

@@ -12,7 +12,7 @@ from hf_infcl.cli import commands
 from hf_infcl.cli.parser import Parser
 from hf_infcl.options import facts as theirs
 from hf_infcl.options.contrastive import ContrastiveOptions
-from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, described, option
+from hf_infcl.options.declaring import FINITE, FROM_1, Facts, declared_facts, described, option, refuse
 from hf_infcl.options.facts import check_values, facts_by_name, facts_of_theirs, values_of_card
 from hf_infcl.options.record import options_of_arguments
 
@@ -35,11 +35,10 @@ class Small:
     dose: float | None = option(card="dose of the teacher")
     layers: int = option(2, within=FROM_1)
     side: str = option("both", choices=("both", "left"), needs="dose")
-    place: str | None = option(
-        one_machine=True,
-        choices=("cpu",),
-        excludes={"side=left": "there is no room", "dose": "it works alone"},
-    )
+    place: str | None = option(one_machine=True, choices=("cpu",))
+
+
+REFUSED = {"place side=left": "there is no room", "place dose": "it works alone"}
 
 
 def test_the_help_of_an_option_stands_in_the_docstring():
@@ -77,11 +76,15 @@ def test_facts_do_not_disturb_the_parser_of_transformers():
     ],
 )
 def test_values_are_checked_by_what_is_declared(values, message):
-    check_values(Small())
-    check_values(Small(dose=1.0, layers=3, side="left"))
-    check_values(Small(dose=0.0, place="cpu"))
+    def check(options: Small) -> None:
+        check_values(options)
+        refuse(REFUSED, options)
+
+    for allowed in (Small(), Small(dose=1.0, layers=3, side="left"), Small(dose=0.0, place="cpu")):
+        check(allowed)
+    refused = Small(**values)
     with pytest.raises(ValueError, match=message):
-        check_values(Small(**values))
+        check(refused)
 
 
 def test_a_single_value_of_a_list_is_a_list_of_one(tmp_path):

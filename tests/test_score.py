@@ -25,7 +25,7 @@ from PIL import Image
 
 from hf_infcl import ImageTextDataset, InfCLTrainingArguments
 from hf_infcl.cli.datasets import training_set
-from hf_infcl.cli.embeddings import ledger_lines, score_pairs
+from hf_infcl.cli.embeddings import score_pairs
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.commands import ColumnOptions, DataOptions
@@ -34,6 +34,7 @@ from hf_infcl.quality.ledger import (
     SHEET_FILE,
     Ledger,
     draw_suspicious,
+    ledger_lines,
     letters_of,
     make_ledger,
     probability_wrong,

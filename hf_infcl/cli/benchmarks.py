@@ -6,7 +6,6 @@ metric of each, and the means of the groups that were named."""
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 
 from ..data import ImageTextDataset, ZeroShotDataset
-from ..data.images import ImageDataset
+from ..data.images import ImageDataset, find_error, with_errors
 from ..data.pairs import usable_captions
 from ..evaluation.metrics import METRICS, SCORES
 from ..files.hub import hub_answers, hub_asked_once
 from ..files.text import aligned
-from ..shards.layout import IMAGE_EXTENSIONS, DamagedShardError
 from ..shards.opening import existing_paths_are_literal
-from ..shards.readers import Columns, TarReader
+from ..shards.tar_tables import KEY, SHARD, tar_table
 from . import benchmark_names as known
 from .benchmark_names import benchmark_key, expanded, folder_name
 
@@ -92,19 +89,23 @@ def benchmark_files(name: str, folder: str | None) -> Files:
     The ``folder`` holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
     client keeps the files in its cache and needs no network once they are there.
     """
-    on_hub = name in known.BENCHMARKS
-    repository = name if "/" in name and not on_hub else f"{OWNER}/{folder_name(name)}"
-    if folder is not None:
-        local = Path(folder, folder_name(name)).resolve()
-        if not local.is_dir():
-            raise ValueError(
-                f"{folder} has no folder {local.name}. Fill it with `hf download {repository} --repo-type dataset "
-                f"--local-dir {Path(folder, local.name)}`, or omit --benchmark_folder to read it from the Hub."
-            )
-        files = [*local.glob("*.txt"), *local.glob("test/*")]
-        return Files(name, repository if on_hub else name, on_hub, local, _content(files))
-    snapshot = _snapshot(repository, ["*.txt", "test/*"])
-    return Files(name, repository, True, snapshot, snapshot.name)
+    is_known = name in known.BENCHMARKS
+    repository = name if "/" in name and not is_known else f"{OWNER}/{folder_name(name)}"
+    local, _, revision = _copy(repository, folder, folder_name(name), ["*.txt", "test/*"])
+    on_hub = is_known or folder is None
+    return Files(name, repository if on_hub else name, on_hub, local, revision)
+
+
+def _copy(repository: str, folder: str | None, name: str, patterns: list[str]) -> tuple[Path, list[Path], str]:
+    """Where the files of a repository are, in a folder of copies or in the cache; these files; and their revision."""
+    local = _snapshot(repository, patterns) if folder is None else Path(folder, name).resolve()
+    files = sorted(path for pattern in patterns for path in local.glob(pattern))
+    if not files:
+        raise ValueError(
+            f"{local} has no {' or '.join(patterns)}. Fill it with `hf download {repository} --repo-type dataset "
+            f"--local-dir {local}`, or omit --benchmark_folder to read it from the Hub."
+        )
+    return local, files, local.name if folder is None else _content(files)
 
 
 def _snapshot(repository: str, patterns: list[str]) -> Path:
@@ -127,7 +128,7 @@ def _snapshot(repository: str, patterns: list[str]) -> Path:
 def _content(files: Iterable[Path]) -> str:
     """A hash of the names and contents of files."""
     digest = hashlib.sha256()
-    for path in sorted(files):
+    for path in files:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
             while block := file.read(2**20):
@@ -163,24 +164,12 @@ def xm3600_files(name: str, folder: str | None) -> Files:
     The ``folder`` holds a copy of the repository in ``xm3600``. None reads from the Hub.
     """
     tables = f"data/{name.partition('/')[2]}-*.parquet"
-    local = Path(folder, "xm3600").resolve() if folder is not None else _snapshot(OF_XM3600, [tables])
-    rows = sorted(local.glob(tables))
-    if not rows:
-        raise ValueError(
-            f"{local} has no {tables}. Fill it with `hf download {OF_XM3600} --repo-type dataset --local-dir {local}`, "
-            "or omit --benchmark_folder to read it from the Hub."
-        )
-    revision = local.name if folder is None else _content(rows)
+    local, rows, revision = _copy(OF_XM3600, folder, "xm3600", [tables])
     return Files(name, OF_XM3600, True, local, revision, tuple(str(path.relative_to(local)) for path in rows))
 
 
 _OTHER_SETS = ("pairs", "zero_shot")  # the keys of --eval_dataset and --zero_shot_dataset
 _LABELS = {"classification": "cls", "multilabel": "npy", "retrieval": "txt"}  # the file beside an image
-_COLUMNS = {
-    "classification": ("label", datasets.Value("int64")),
-    "multilabel": ("label", datasets.List(datasets.Value("int64"))),
-    "retrieval": ("caption", datasets.List(datasets.Value("string"))),
-}
 
 
 class CaptionChoiceDataset(ImageTextDataset):
@@ -250,20 +239,37 @@ def _make_set(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroSh
         raise ValueError(
             f"Each line of {files.folder}/zeroshot_classification_templates.txt must have one {{c}}, not {wrong[0]!r}."
         )
-    return ZeroShotDataset(rows, class_names=files.lines("classnames.txt"), templates=templates)
+    names = files.lines("classnames.txt")
+    return ZeroShotDataset(rows, label_column=_LABELS[files.kind], class_names=names, templates=templates)
 
 
 def _rows(files: Files) -> datasets.Dataset:
-    """The samples of all shards, in the cache of `datasets`, which a set with the same revision shares."""
-    column, values = _COLUMNS[files.kind]
-    shards = tuple(str(path) for path in files.shards())
-    return _cached(_samples, column, values, shards=shards, kind=files.kind, revision=files.revision)
+    """The samples of all shards, whose images stay there."""
+    rows, label = tar_table([(str(path), str(path)) for path in files.shards()], "image", "test"), _LABELS[files.kind]
+    images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    if len(images) != 1 or label not in rows.column_names:
+        raise ValueError(f"Each sample must have one image and a .{label}, but there are {rows.column_names}.")
+    for value in rows.select_columns(with_errors(rows, [label, KEY, SHARD])):
+        if error := find_error(value) or ("" if value[label] is not None else "there is none"):
+            what = f"Sample {value[KEY]!r} of {value[SHARD]} has a .{label} that cannot be read: "
+            raise ValueError(f"{what if value[KEY] else ''}{error}")  # without a key it is the rest of a shard
+    if files.kind == "retrieval":
+        captions = [text.splitlines() for text in rows[label]]
+        return rows.select_columns(images).add_column("caption", captions)
+    return rows.select_columns([*images, label])
 
 
 def _choices(files: Files) -> datasets.Dataset:
-    values = datasets.List(datasets.Value("string"))
-    captions = str(files.folder / files.rows[0])
-    return _cached(_sugarcrepe, "caption", values, captions=captions, revision=files.revision)
+    """The entries of a subset, whose right captions come first; SugarCrepe++ has two."""
+    captions, images = files.folder / files.rows[0], files.folder / "val2017"
+    rows: dict[str, list[Any]] = {"image": [], "caption": []}
+    for key, entry in json.loads(captions.read_text(encoding="utf-8")).items():
+        path = images / entry["filename"]
+        if not path.is_file():
+            raise ValueError(f"Entry {key!r} of {captions} is about {path.name}, which is not in {images}.")
+        rows["image"].append(str(path))
+        rows["caption"].append([entry[name] for name in ("caption", "caption2", "negative_caption") if name in entry])
+    return datasets.Dataset.from_dict(rows, split=datasets.Split.TEST)
 
 
 def _tables(files: Files) -> datasets.Dataset:
@@ -272,61 +278,6 @@ def _tables(files: Files) -> datasets.Dataset:
         rows = datasets.Dataset.from_parquet(paths, split=datasets.NamedSplit(files.name.rpartition("/")[2]))
     # Its images are structs of bytes and path, not of the type of images.
     return rows.select_columns(["image", "captions"]).cast_column("image", datasets.Image(decode=False))
-
-
-def _cached(
-    generate: Callable[..., Iterator[dict[str, object]]],
-    column: str,
-    values: datasets.List | datasets.Value,
-    **options: object,
-) -> datasets.Dataset:
-    """The rows of a generator, in a cache that its options tell apart: hence the revision among them."""
-    features = datasets.Features({"image": datasets.Image(decode=False), column: values})
-    try:
-        return datasets.Dataset.from_generator(
-            generate, features=features, gen_kwargs=options, split=datasets.Split.TEST
-        )
-    except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason
-        raise ValueError(str(error.__cause__ or error)) from error
-
-
-def _samples(shards: tuple[str, ...], kind: str, revision: str) -> Iterator[dict[str, object]]:
-    label = _LABELS[kind]
-    reader = TarReader(Columns("image", label, None, None), shards)
-    for shard in shards:
-        for _, key, sample in reader.samples(shard):
-            if isinstance(sample, DamagedShardError):
-                raise sample
-            images = [sample[extension] for extension in sorted(IMAGE_EXTENSIONS & sample.keys())]
-            if len(images) != 1 or label not in sample:
-                raise ValueError(
-                    f"Sample {key!r} of {shard} must have one image and a .{label}, but it has {sorted(sample)}."
-                )
-            yield {"image": {"bytes": images[0], "path": None}, **_label(kind, sample[label], f"{key!r} of {shard}")}
-
-
-def _label(kind: str, content: bytes, where: str) -> dict[str, object]:
-    try:
-        if kind == "retrieval":
-            return {"caption": content.decode("utf-8").splitlines()}
-        if kind == "multilabel":
-            return {"label": np.load(io.BytesIO(content), allow_pickle=False).astype(np.int64).tolist()}
-        return {"label": int(content)}
-    except (ValueError, MemoryError) as error:  # the second for a header that states a huge array
-        raise ValueError(f"Sample {where} has a .{_LABELS[kind]} that cannot be read: {error}") from error
-
-
-def _sugarcrepe(captions: str, revision: str) -> Iterator[dict[str, object]]:
-    images = Path(captions).parent.parent / "val2017"
-    for key, entry in json.loads(Path(captions).read_text(encoding="utf-8")).items():
-        path = images / entry["filename"]
-        if not path.is_file():
-            raise ValueError(f"Entry {key!r} of {captions} is about {path.name}, which is not in {images}.")
-        yield {
-            "image": {"bytes": None, "path": str(path)},
-            # SugarCrepe++ has a second right caption.
-            "caption": [entry[name] for name in ("caption", "caption2", "negative_caption") if name in entry],
-        }
 
 
 # By the beginnings of their names: what finds the files, what reads their rows, and what makes a set of these.

@@ -111,13 +111,14 @@ class Fault(NamedTuple):
     words: str  # what such pairs do, for `str.format` with the `Inspector`; it follows their number
     spoils: float  # the share of the pairs above which they spoil a training
     cure: str  # a sentence
+    option: str = ""  # of `infcl train`, which remedies it
 
 
 FAULTS = {
-    "broken": Fault("cannot be read", 0.0, "Repair or drop them."),
-    "captionless": Fault("have no caption with a visible character", 0.0, "Drop them."),
+    "broken": Fault("cannot be read", 0.0, "Repair or drop them.", "--on_bad_sample skip"),
+    "captionless": Fault("have no caption with a visible character", 0.0, "Drop them.", "--on_bad_sample skip"),
     "tiny": Fault("have a tiny image, whose shorter side has fewer than {inspector.tiny} pixels", 0.1, "Drop them."),
-    "huge": Fault("have a huge image, which takes long to decode", math.inf, "Scale them once."),
+    "huge": Fault("have a huge image, which takes long to decode", math.inf, "Scale them once.", "--min_side {side}"),
     "one_colour": Fault("have an image of a single colour", 0.1, "Drop them: such files stand for missing images."),
     "cut": Fault(
         "have a caption of more than {inspector.tokens} tokens, which the model does not read to its end",
@@ -347,13 +348,11 @@ def find(facts: SetFacts, others: Iterable[SetFacts], *, skips_bad: bool) -> lis
 
 
 def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
-    cures = dict.fromkeys(("broken", "captionless"), "--on_bad_sample skip")
-    cures = {**cures, "huge": f"--min_side {2 * facts.inspector.side}"} if facts.is_trained else {}
     for kind, fault in FAULTS.items():
         if not (rows := facts.rows(kind)):
             continue
         is_skipped = skips_bad and facts.is_trained and kind in ("broken", "captionless")
-        option = "" if is_skipped else cures.get(kind, "")
+        option = fault.option.format(side=2 * facts.inspector.side) if facts.is_trained and not is_skipped else ""
         most = 240 if kind == "broken" else 80  # a path and what is wrong with the file
         examples = ", ".join(f"{_named(name)} ({_short(detail, most)})" for name, detail in [*rows.items()][:3])
         words, cure = (one.format(inspector=facts.inspector) for one in (fault.words, fault.cure))

@@ -15,7 +15,6 @@ from ..evaluation.metrics import METRICS, metrics_of_kind
 from ..files.text import counted
 from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import OF_PAIRS, EvaluationOptions, GuardOptions, StartOptions
-from ..options.declaring import spelled
 from ..options.files import FILES
 from ..step.micro_batches import memory_is_known
 from ..trainer.evaluating import check_metric, use_of_metric
@@ -33,30 +32,29 @@ def intervals(namespace: argparse.Namespace, user_options: set[str]) -> dict[str
     limited = namespace.max_steps > 0
     tenth, hundredth = (math.ceil(namespace.max_steps / n) if limited else 1 / n for n in (10, 100))
     chosen: dict[str, Any] = {}
-    if not user_options & {"logging_steps", "logging_strategy"}:
-        chosen["logging_steps"] = hundredth
+
+    def choose(value: object, *names: str, when: object = True) -> None:
+        """Chooses the first of several options, unless the user has set one of them."""
+        if when and not user_options & {*names}:
+            chosen[names[0]] = value
+
+    choose(hundredth, "logging_steps", "logging_strategy")
+    choose(True, "logging_first_step", when="logging_steps" in chosen)  # and the last, see `loop_events.is_logged`
     steps = next((getattr(namespace, name) for name in ("save_steps", "eval_steps") if name in user_options), None)
-    if steps is None and limited:
-        steps = tenth
+    steps = tenth if steps is None and limited else steps
     sets = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
     evaluated = sets or namespace.eval_benchmark or namespace.guard_benchmark
     for what, wanted in (("save", True), ("eval", evaluated)):
-        strategy = getattr(namespace, f"{what}_strategy")
-        if wanted and f"{what}_strategy" not in user_options:
-            strategy = chosen[f"{what}_strategy"] = "epoch" if steps is None else "steps"
-        if strategy == "steps" and f"{what}_steps" not in user_options:
-            chosen[f"{what}_steps"] = steps or tenth
-    if (saves := namespace.save_strategy != "no") and "save_total_limit" not in user_options:
-        chosen["save_total_limit"] = 3
-    if evaluated and "eval_on_start" not in user_options:
-        chosen["eval_on_start"] = True  # so that the card tells what the training has changed
-    if saves and namespace.early_stopping_patience and "load_best_model_at_end" not in user_options:
-        chosen["load_best_model_at_end"] = True
-    if use_of_metric(namespace) and (sets or not evaluated) and "metric_for_best_model" not in user_options:
-        name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
-        chosen["metric_for_best_model"] = f"{name}_{next(iter(metrics_of_kind(kind)))}"
-    if "logging_steps" in chosen and "logging_first_step" not in user_options:
-        chosen["logging_first_step"] = True  # and the last, see `hf_infcl.trainer.loop_events.is_logged`
+        choose("epoch" if steps is None else "steps", f"{what}_strategy", when=wanted)
+        strategy = chosen.get(f"{what}_strategy", getattr(namespace, f"{what}_strategy"))
+        choose(steps or tenth, f"{what}_steps", when=strategy == "steps")
+    saves = namespace.save_strategy != "no"
+    choose(3, "save_total_limit", when=saves)
+    choose(True, "eval_on_start", when=evaluated)  # so that the card tells what the training has changed
+    choose(True, "load_best_model_at_end", when=saves and namespace.early_stopping_patience)
+    name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
+    needs_metric = use_of_metric(namespace) and (sets or not evaluated)
+    choose(f"{name}_{next(iter(metrics_of_kind(kind)))}", "metric_for_best_model", when=needs_metric)
     return chosen
 
 
@@ -82,37 +80,21 @@ def check_best_metric(namespace: argparse.Namespace) -> None:
     check_metric(namespace.metric_for_best_model, possible, use)
 
 
-def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCLTrainingArguments) -> float | None:
-    """The α of --average_with_start, or None for the one to be chosen.
-
-    Raises:
-        ValueError: an average is asked for that could not be found at the end of the training.
-    """
-    if keep.average_with_start is None:
-        return None
-    alpha = read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
-    strategy = spelled(args.save_strategy)
-    if strategy == "no" or (strategy == "best" and not args.load_best_model_at_end):
-        raise ValueError(
-            "--average_with_start saves an average in place of the weights at the end, which only a checkpoint then "
-            f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps."
-        )
-    return alpha
-
-
 def chooses_model(args: InfCLTrainingArguments, keep: StartOptions) -> bool:
     """Whether evaluations choose the weights that are saved, or how they are trained."""
     return keep.average_with_start == "auto" or (args.eval_strategy != "no" and use_of_metric(args) is not None)
 
 
-def read_alpha(option: str, value: str, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
-    """The α that the value of an option names, "auto" or a number; None for the one to be chosen.
+def read_alpha(option: str, value: str | None, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
+    """The α that the value of an option names, "auto" or a number; None for the one to be chosen, or for no average.
 
     ``guards`` names the sets to keep, and ``evaluation`` those that the training is for.
 
     Raises:
         ValueError: the value is neither; a set is missing for the choice.
     """
+    if value is None:
+        return None
     if value == "auto":
         gains = evaluation.eval_dataset or evaluation.zero_shot_dataset or evaluation.eval_benchmark
         if not (gains and (guards.guard_dataset or guards.guard_benchmark)):

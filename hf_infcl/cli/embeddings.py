@@ -38,18 +38,8 @@ from ..options.commands import ColumnOptions, DataOptions, EmbedOptions
 from ..processes.collectives import Processes, failures_announced
 from ..quality import WINDOW
 from ..quality.embedding import embed as embedded
-from ..quality.ledger import (
-    CERTAIN,
-    LEDGER_FILE,
-    RATHER_WRONG,
-    SHEET_FILE,
-    SHOWN,
-    Ledger,
-    draw_suspicious,
-    make_ledger,
-    small_jpeg,
-)
-from ..quality.selection import LEAST_BELOW, WithoutNoisyPairs
+from ..quality.ledger import SHOWN, Ledger, ledger_lines, make_ledger, small_jpeg, write_ledger_and_sheet
+from ..quality.selection import WithoutNoisyPairs
 from ..shards.layout import IMAGE_EXTENSIONS, member_file
 from ..shards.opening import find_shards
 from ..shards.readers import ParquetReader, reader_of
@@ -129,9 +119,19 @@ def make_source(
         return table_source(table, images, captions, key_column, spec.path, skips=skips, named=named)
     if key_column:
         raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
-    found = _shard_columns(find_shards(spec.path, split=split), images, captions, named)
-    options: Any = {"image_column": found[0], "caption_column": found[1], "on_bad_sample": data.on_bad_sample}
-    return ShardSource(ImageTextStream(spec.path, split=split, **options))
+    shards = find_shards(spec.path, split=split)
+    reader = reader_of(shards)
+    features, any_image = reader.features(shards, images), False
+    if reader is not ParquetReader:  # to a reader of tar files "image" is any, and it tells of several
+        any_image = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
+        named = [one for one in named if one != "image_column" or not (any_image or "image" in (images, *features))]
+        if captions == "caption" and "caption" not in features and "txt" in features:
+            features = {**features, "caption": features["txt"]}
+    found = _found_columns(features, {"image_column": images, "caption_column": captions}, named)
+    if reader is not ParquetReader:
+        found["image_column"] = images if found["image_column"] or any_image else None
+    found["on_bad_sample"] = data.on_bad_sample
+    return ShardSource(ImageTextStream(spec.path, split=split, **found))
 
 
 def table_source(
@@ -150,50 +150,30 @@ def table_source(
     """
     if len(table) == 0:
         raise ValueError("The data has no rows.")
-    _check_named({"key_column": key_column} if key_column else {}, table.features, named)
-    images, captions = _found_columns(table.features, image_column, caption_column, named)
-    columns = {"caption_column": captions, "key_column": key_column}
+    wanted = {"image_column": image_column, "caption_column": caption_column}
+    wanted |= {"key_column": key_column} if key_column else {}
+    columns = _found_columns(table.features, wanted, named)
+    images = columns.pop("image_column")
     dataset = ImageDataset(table, images, columns) if images else None
-    return TableSource(table, dataset, captions, key_column, folder=folder, skips=skips)
+    return TableSource(table, dataset, columns["caption_column"], key_column, folder=folder, skips=skips)
 
 
-def _shard_columns(
-    shards: Sequence[str], image_column: str, caption_column: str, named: Collection[str]
-) -> tuple[str | None, str | None]:
-    """The columns of images and captions in shards, by the names that `ImageTextStream` takes."""
-    reader = reader_of(shards)
-    features = reader.features(shards, image_column)
-    if reader is ParquetReader:
-        return _found_columns(features, image_column, caption_column, named)
-    several = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
-    if "image" in (image_column, *features) or several:  # several are told by the reader, to which "image" is any
-        named = [option for option in named if option != "image_column"]
-    if caption_column == "caption" and caption_column not in features and "txt" in features:
-        features = {**features, "caption": features["txt"]}
-    images, captions = _found_columns(features, image_column, caption_column, named)
-    return image_column if images or several else None, captions
-
-
-def _found_columns(
-    features: datasets.Features, image_column: str, caption_column: str, named: Collection[str]
-) -> tuple[str | None, str | None]:
-    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `table_source`."""
-    _check_named({"image_column": image_column, "caption_column": caption_column}, features, named)
-    images, captions = find_column("image", features, image_column), find_column("caption", features, caption_column)
-    if images not in features and captions not in features:
-        raise ValueError(
-            f"The data has neither images nor captions among its columns {[*features]}. Name --image_column or "
-            "--caption_column."
-        )
-    return images if images in features else None, captions if captions in features else None
-
-
-def _check_named(wanted: Mapping[str, str], features: datasets.Features, named: Collection[str]) -> None:
+def _found_columns(features: Any, wanted: Mapping[str, str], named: Collection[str]) -> dict[str, Any]:
+    """The columns by their options: the wanted ones, or else the usual ones, or None; see `table_source`."""
     for option, column in wanted.items():
         if option in named and column not in features:
             raise ValueError(
                 f"The data has no column {column!r}, which --{option} names. Its columns are {[*features]}."
             )
+    kinds = {"image_column": "image", "caption_column": "caption"}
+    usual = {option: find_column(kind, features, wanted[option]) for option, kind in kinds.items()}
+    found = {option: column if column in features else None for option, column in {**wanted, **usual}.items()}
+    if not (found["image_column"] or found["caption_column"]):
+        raise ValueError(
+            f"The data has neither images nor captions among its columns {[*features]}. Name --image_column or "
+            "--caption_column."
+        )
+    return found
 
 
 logger = logging.getLogger(__name__)
@@ -354,7 +334,7 @@ def write_ledger(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStr
     if trainer.is_world_process_zero():
         if isinstance(dataset, ImageTextDataset):
             ledger.sample = file_names(dataset, ledger.key)
-        _write(ledger, pictures, trainer)
+        write_ledger_and_sheet(ledger, pictures, Path(str(trainer.args.output_dir)))
     return ledger
 
 
@@ -375,18 +355,12 @@ def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset) -
         left_out, names = selections[0].left_out().numpy(), file_names(dataset, rows)
         ledger = make_ledger(dataset.key_fingerprint(), rows, scores, captions, names, left_out)
         lowest = ledger.key[ledger.most_suspicious(SHOWN)].tolist()
-        _write(ledger, {row: small_jpeg(dataset.image(row)) for row in lowest}, trainer)
+        pictures = {row: small_jpeg(dataset.image(row)) for row in lowest}
+        write_ledger_and_sheet(ledger, pictures, Path(str(trainer.args.output_dir)))
     except Exception as error:
         logger.warning("The ledger was not written. %s: %s", type(error).__name__, error)
         return None
     return ledger
-
-
-def _write(ledger: Ledger, pictures: Mapping[int, bytes], trainer: InfCLTrainer) -> None:
-    folder = Path(str(trainer.args.output_dir))
-    folder.mkdir(parents=True, exist_ok=True)
-    ledger.write(folder / LEDGER_FILE)
-    draw_suspicious(ledger, pictures).save(folder / SHEET_FILE)
 
 
 def file_names(dataset: ImageTextDataset, keys: np.ndarray) -> list[str]:
@@ -403,51 +377,6 @@ def file_names(dataset: ImageTextDataset, keys: np.ndarray) -> list[str]:
         shared = os.path.commonpath(folders)
         names = [os.path.relpath(name, shared) for name in names]
     return names
-
-
-def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", learned: bool = False) -> Iterator[str]:
-    """What a ledger that was written into a folder says, for a person.
-
-    Args:
-        waits_for: why the rule of ``leave_out`` has not begun, or has stopped; empty if there was none.
-        learned: whether the model was trained on these pairs, wrong ones included.
-    """
-    wrong, expected = len(ledger.certainly_wrong()), float(ledger.p_wrong.sum())
-    few = expected < max(0.5, LEAST_BELOW * len(ledger))
-    file = Path(folder, LEDGER_FILE)
-    if learned:
-        yield (
-            "This model was trained on these pairs, as its record says. It may know wrong ones by heart, and finds too "
-            "few of them. Score with another model, or train with --leave_out noisy."
-        )
-    if ledger.says_nothing():
-        yield (
-            f"The scores in {file} do not mean anything yet: to this model most of the {len(ledger):,} pairs look "
-            "wrong. Do not exclude pairs by them."
-        )
-        return
-    if not wrong and expected < 0.5:
-        by_heart = ", but this model was trained on all of them, and may know wrong ones by heart" if waits_for else ""
-        yield f"None of {len(ledger):,} pairs seems wrong{by_heart}. The score of each is in {file}."
-    elif waits_for and not few:
-        yield f"Do not exclude pairs by the scores in {file}, because --leave_out did not: {waits_for}."
-        return
-    else:
-        exclude = (
-            f" `infcl train --exclude {file}:{RATHER_WRONG:g}` trains without all that are likelier wrong than right."
-        )
-        about = "At least" if learned or waits_for else "About"
-        do = "does" if round(expected) == 1 else "do"
-        yield (
-            f"{about} {expected:,.0f} of {counted(len(ledger), 'pair')} {do} not seem to belong together, {wrong:,} of "
-            f"them with a probability of at least {CERTAIN:g}.{exclude if wrong else ''}"
-        )
-    yield f"The {min(SHOWN, len(ledger))} pairs with the lowest scores are drawn in {Path(folder, SHEET_FILE)}."
-    if few and (learned or waits_for):
-        yield (
-            "Wrong pairs that a model knows by heart may still have the lowest scores. Look at these: if they are "
-            f"wrong, `infcl train --exclude {file}:5%` trains without the lowest 5%."
-        )
 
 
 def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:

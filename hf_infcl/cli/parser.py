@@ -278,7 +278,7 @@ class Parser(HfArgumentParser):
         from ..options.arguments import InfCLTrainingArguments
         from ..options.combinations import check_command
         from ..trainer.optimization import check_optimizer_options
-        from .defaults import check_average, check_best_metric, intervals
+        from .defaults import check_best_metric, intervals, read_alpha
 
         for role in STATED:
             read_sets(role, getattr(namespace, role, None))
@@ -297,8 +297,8 @@ class Parser(HfArgumentParser):
             check_values(options)
         if user_options is not None:
             data, _, evaluation, keep, args = built[-5:]
-            check_command(data, args)
-            check_average(keep, evaluation, args)
+            check_command(data, keep, args)
+            read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
             if computes and args.optimizer is None:
                 check_optimizer_options(args, transformers.Trainer.get_optimizer_cls_and_kwargs)
         return tuple(built)

@@ -42,7 +42,7 @@ from ..options.commands import ColumnOptions, DataOptions, EvaluationOptions, Gu
 from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..quality.averages import Averaged, described
-from ..quality.ledger import words_of_excluded
+from ..quality.ledger import ledger_lines, words_of_excluded
 from ..quality.selection import WithoutNoisyPairs
 from ..step.extensions import of_kind
 from ..trainer.checkpoints import full_disk_explained
@@ -51,9 +51,9 @@ from ..trainer.model_files import average_with_start, checkpoint_of_end, main_we
 from ..trainer.trainer import InfCLTrainer
 from . import datasets as sets
 from .check import short_check
-from .defaults import check_average, check_embedded, chooses_model, print_choices
+from .defaults import check_embedded, chooses_model, print_choices, read_alpha
 from .dry_run import dry_run, write_nothing
-from .embeddings import ledger_lines, write_ledger_of_training
+from .embeddings import write_ledger_of_training
 from .launched import leave, mistakes_in_one_line, tell
 from .models import write_averages
 from .parser import Parser
@@ -64,7 +64,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
-        alpha = check_average(keep, evaluation, args)
+        alpha = read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if data.dry_run:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -18,9 +18,10 @@ from transformers import TrainingArguments
 from transformers.training_args import _convert_str_dict
 
 from ..evaluation.metrics import metric_named
+from ..files.text import counted
 from ..processes.signals import ended_with_launcher
 from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_processes
-from .contrastive import DIVISION, SEARCHED, ContrastiveOptions, auto_or_number, muon_settings
+from .contrastive import DIVISION, SEARCHED, ContrastiveOptions, muon_settings
 from .facts import check_values
 
 UNTRIED = 32  # the most pairs of a micro-batch where the memory is not known, as on a CPU
@@ -40,7 +41,7 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
     """
     factors = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
     least = math.prod([args.world_size, *(n for _, n in factors)])
-    words = " × ".join([f"{name}={n}" for name, n in factors] + [_processes(args.world_size)])
+    words = " × ".join([f"{name}={n}" for name, n in factors] + [counted(args.world_size, "process")])
     if len(factors) == 2 and least != size:
         raise ValueError(
             f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out, or pass "
@@ -49,7 +50,7 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
     if size % least:  # none gives way: without the number, one of its factors would make up another, small batch
         raise ValueError(
             f"global_batch_size={size:,} is no multiple of {words}, which is {least:,}. Choose "
-            f"{_or(_multiples(size, least))}, or {f'leave {factors[0][0]} out' if factors else 'other processes'}."
+            f"{_near(size, least)}, or {f'leave {factors[0][0]} out' if factors else 'other processes'}."
         )
     rows = size // args.world_size
     micro_batch = micro_batch or (rows // accumulation if accumulation else _untried(args))
@@ -81,24 +82,15 @@ def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
         return fits[-1]
     size, step = args.global_batch_size, args.world_size * max(1, most // 2)
     raise ValueError(
-        f"global_batch_size={size:,} on {_processes(args.world_size)} cannot be divided into micro-batches that are "
-        f"nearly as large as fits, which is {most} pairs here: the largest that divides it has "
-        f"{fits[-1] if fits else 'none'}. "
-        f"Choose {_or(_multiples(size, step))}, or give per_device_train_batch_size."
+        f"global_batch_size={size:,} on {counted(args.world_size, 'process')} cannot be divided into micro-batches "
+        f"that are nearly as large as fits, which is {most} pairs here: the largest that divides it has "
+        f"{fits[-1] if fits else 'none'}. Choose {_near(size, step)}, or give per_device_train_batch_size."
     )
 
 
-def _processes(processes: int) -> str:
-    return f"{processes} process{'es' if processes > 1 else ''}"
-
-
-def _multiples(size: int, step: int) -> list[int]:
+def _near(size: int, step: int) -> str:
     """The multiples of a number of pairs below and above a size."""
-    return [near for near in (size // step * step, -(-size // step) * step) if near]
-
-
-def _or(sizes: Iterable[int]) -> str:
-    return " or ".join(f"{size:,}" for size in dict.fromkeys(sizes))
+    return " or ".join(f"{near:,}" for near in dict.fromkeys([size // step * step, -(-size // step) * step]) if near)
 
 
 @dataclass(repr=False)  # the method of TrainingArguments hides the token
@@ -180,7 +172,10 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):  # type: ig
         """
         check_values(self)
         for name, least in (("retain_graphs", 0), ("texts_at_once", 1)):
-            setattr(self, name, auto_or_number(name, getattr(self, name), least))
+            value = str(getattr(self, name))
+            if value != "auto" and not (value.isdecimal() and int(value) >= least):
+                raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {value!r}.")
+            setattr(self, name, value)
         widths = self.matryoshka_dims or [1]
         if min(widths) < 1 or sorted(set(widths)) != widths:
             raise ValueError(f"matryoshka_dims must be whole numbers from 1 on that rise, got {widths}.")

@@ -14,70 +14,13 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_e
 
 from .declaring import refuse
 from .facts import CHECKPOINTING
+from .files import REFUSED, options_in
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
 
-_OF_SET = "metrics are those of the whole set, not of batches"
-_IN_BF16 = "it leaves the model's weights in {0}; {0}=True evaluates in {0} as well"
-_BETWEEN = (
-    "it changes the weights in every backward, that is between the micro-batches of a step, whose gradients would then "
-    "not add up to the gradient of the global batch; adamw_torch_fused does not"
-)
-# Conditions that must not hold, and why; see `refuse`.
-_UNSUPPORTED = (
-    ("dataloader_drop_last", "it would drop rows of evaluations; training has full batches anyway"),
-    ("batch_eval_metrics", _OF_SET),
-    ("eval_do_concat_batches=False", _OF_SET),
-    ("enable_jit_checkpoint", "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
-    ("label_smoothing_factor", "the contrastive loss has no labels"),
-    ("neftune_noise_alpha", "it adds noise to the embeddings of language models"),
-    ("dataloader_in_order=False", "evaluations would lose rows, and chance would order the training set"),
-    ("prediction_loss_only", "the loss of a whole set needs its embeddings, and thus gives its recalls"),
-    ("eval_use_gather_object", "evaluations gather tensors"),
-    ("bf16_full_eval", _IN_BF16.format("bf16")),
-    ("fp16_full_eval", _IN_BF16.format("fp16")),
-    ("ignore_data_skip", "it would train rows of an epoch again; a resume reads none of those before it"),
-    ("use_liger_kernel", "Liger has no kernels for dual encoders and would change nothing"),
-    ("auto_find_batch_size", "it changes the contrastive batch; global_batch_size alone finds what fits"),
-    ("optim=lomo|adalomo|*_layerwise", _BETWEEN),
-)
-_UNSUPPORTED_OF_ACCELERATE = (
-    ("split_batches", "it would divide per_device_train_batch_size by the number of processes"),
-    ("dispatch_batches", "the main process would read all rows; every process reads its own rows"),
-    ("even_batches=False", "processes with fewer batches would end evaluations early; rows that pad are not counted"),
-)
-_ONE_TOWER = "a frozen tower has no learning rate"
-_RELATIVE = "it is relative to learning_rate; freeze leaves a tower as it is"
-_DIVIDE = "each divides the parameters in its own way"
-_NO_WARM_UP = "it has no warm-up, as constant_with_warmup has"
-# Conditions that must not hold together, and why.
-_EXCLUSIVE = (
-    ("save_strategy=best eval_strategy=no", "it saves after evaluations, of which there are none"),
-    (f"warmup_steps lr_scheduler_type={'|'.join(WITHOUT_WARM_UP)}", _NO_WARM_UP),
-    ("lr_scheduler_kwargs lr_scheduler_type=constant|constant_with_warmup", "it takes none"),
-    ("optim_target_modules optim!=galore*|apollo*", "only GaLore and APOLLO project the gradients of some modules"),
-    ("optimizer=muon optim!=adamw_torch|adamw_torch_fused", "adamw_torch_fused or adamw_torch updates the rest"),
-    *((f"{tower}_learning_rate freeze={tower}", _ONE_TOWER) for tower in ("image", "text")),
-    *((f"{tower}_learning_rate learning_rate=0", _RELATIVE) for tower in ("image", "text")),
-    *((f"{tower}_learning_rate optim_target_modules", _DIVIDE) for tower in ("image", "text")),
-)
-_EXCLUSIVE_IN_STEPS = (  # of several micro-batches
-    ("ddp_static_graph gradient_accumulation_steps>1", "DDP fails in the second micro-batch of a step"),
-    ("texts_at_once!=auto|1 gradient_accumulation_steps=1", "a step has no texts of another micro-batch"),
-)
-_EXCLUSIVE_AMONG_PROCESSES = (
-    (
-        "texts_at_once!=auto|1 gradient_accumulation_steps=2",
-        "with several processes the last micro-batch of each keeps its own texts, and there is only one other",
-    ),
-)
-_NOT_CACHED = """streaming, augmentation!=none, on_bad_sample=skip, fsdp, torch_compile freeze=image,
-    negative_caption_column keep_features""".split(",")
-_EXCLUSIVE_IN_COMMANDS = (
-    ("overwrite_output_dir resume_from_checkpoint", "the one deletes the run in --output_dir, the other continues it"),
-    *((f"cache_features {others}", "what is frozen is computed once for all epochs") for others in _NOT_CACHED),
-)
+# Of each kind, the conditions that must not hold together, and why.
+REFUSALS: dict[str, dict[str, str]] = {kind: rows for kind, (rows, _) in options_in(REFUSED).items()}
 
 
 def check_combinations(args: Any, *, divided: bool) -> None:
@@ -95,7 +38,7 @@ def check_combinations(args: Any, *, divided: bool) -> None:
         interval = getattr(args, f"{kind}_steps")
         if getattr(args, f"{kind}_strategy") == "steps" and interval is not None and not interval > 0:
             raise ValueError(f"{kind}_steps must be more than 0 with {kind}_strategy='steps', got {interval}.")
-    refuse(_EXCLUSIVE, args)
+    refuse(REFUSALS["exclusive"], args)
     _check_cache_folder(args)
     for name in CHECKPOINTING:
         if getattr(args, name, False):
@@ -107,29 +50,24 @@ def check_combinations(args: Any, *, divided: bool) -> None:
                 )
             setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
     if divided:
-        refuse(_EXCLUSIVE_IN_STEPS, args)
+        refuse(REFUSALS["exclusive_in_steps"], args)
         _check_graphs(args)
 
 
 def check_processes(args: Any) -> None:
     """As `check_combinations`, when the processes are set up and the config of accelerate has been read."""
-    refuse(_UNSUPPORTED_OF_ACCELERATE, args.accelerator_config)
+    refuse(REFUSALS["unsupported_of_accelerate"], args.accelerator_config)
     if args.world_size > 1:
-        refuse(_EXCLUSIVE_AMONG_PROCESSES, args)
+        refuse(REFUSALS["exclusive_among_processes"], args)
 
 
-def check_command(data: Any, args: Any) -> None:
+def check_command(data: Any, keep: Any, args: Any) -> None:
     """As `check_combinations`, for options of `infcl train`."""
     if len(data.dataset or ()) > 1 and not data.streaming:
         raise ValueError("Only shards that are read with --streaming can have several --dataset.")
     if args.replay_share and not data.replay_dataset:
         raise ValueError("--replay_share has no effect without --replay_dataset: add it or drop --replay_share.")
-    if args.cache_features and not args.keep_features and args.freeze != "image":
-        raise ValueError(
-            "cache_features computes what is frozen once, but the image tower trains. Pass --freeze image, or keep the "
-            "start's with --keep_features."
-        )
-    refuse(_EXCLUSIVE_IN_COMMANDS, SimpleNamespace(**{**vars(args), **vars(data)}))
+    refuse(REFUSALS["exclusive_in_commands"], SimpleNamespace(**vars(args), **vars(data), **vars(keep)))
 
 
 def _check_support(args: Any) -> None:
@@ -140,7 +78,7 @@ def _check_support(args: Any) -> None:
             "InfCLTrainer does not train under DeepSpeed. To shard the parameters, use FSDP2 (--fsdp, or accelerate "
             "launch --config_file scripts/configs/fsdp2.yaml) instead of its config."
         )
-    refuse(_UNSUPPORTED, args)
+    refuse(REFUSALS["unsupported"], args)
     if "transformers" not in args.save_formats or set(args.save_formats) - {"transformers", "open_clip"}:
         raise ValueError(
             "save_formats must be transformers, or transformers and open_clip, got "

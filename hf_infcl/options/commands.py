@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from typing import ClassVar
 
-from .declaring import FROM_0, FROM_1, Range, described, option
+from .declaring import FRACTION, FROM_0, FROM_1, FROM_2, described, option
 
 BAD_SAMPLES = ("raise", "skip")
 
@@ -219,9 +218,7 @@ class GuardOptions:
 
     guard_dataset: list[str] | None = None
     guard_benchmark: list[str] | None = None
-    guard_tolerance: float = option(
-        0.01, within=Range(Real, "a fraction from 0 to 1, such as 0.01", lambda value: 0 <= value <= 1)
-    )
+    guard_tolerance: float = option(0.01, within=FRACTION)
 
 
 @dataclass
@@ -311,9 +308,7 @@ class ScoreOptions:
     streaming: bool = False
     on_bad_sample: str = option("raise", choices=BAD_SAMPLES)
     captions_per_image: int = option(1, within=FROM_1)
-    window: int = option(
-        4096, within=Range(Integral, "at least 2, because a pair is compared with others", lambda value: value >= 2)
-    )
+    window: int = option(4096, within=FROM_2)
 
 
 @dataclass

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar
 
-from .declaring import FINITE, FROM_0, FROM_1, SHARE, Range, described, option
+from .declaring import FINITE, FRACTION, FROM_0, FROM_1, MULTIPLIER, PART, SHARE, described, option
 
 DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
 SEARCHED = ("texts_at_once", "retain_graphs")  # what a training finds for its micro-batches, in this order
@@ -127,13 +125,7 @@ class ContrastiveOptions:
     strategy: str = option("ring", decides=False, choices=("ring", "disco", "local", "gather"))
     backend: str = option("auto", one_machine=True, choices=("auto", "triton", "torch"))
     equal_ids: str | None = option(choices=("exclude", "positive"))
-    max_logit_scale: float | None = option(
-        within=Range(
-            Real,
-            f"a number of at least 1 ({math.inf} for no limit; it limits the multiplier, not its logarithm)",
-            lambda value: value >= 1,
-        )
-    )
+    max_logit_scale: float | None = option(within=MULTIPLIER)
 
     # ---- The global batch, and the memory and time that it takes ----
     # A checkpoint's run has it, whichever options it follows from.
@@ -156,69 +148,40 @@ class ContrastiveOptions:
     adamw_parameters: list[str] | None = option(needs="optimizer=muon")
 
     # ---- Which pairs train, and which parts of the towers ----
-    leave_out: str | None = option(
-        excludes={"contrastive_weight=0": "it switches off the loss from which pairs would be left out"}
-    )
+    leave_out: str | None = None
     freeze: str | None = option(choices=("image", "text"))
     freeze_layers: int | None = option(within=FROM_0, card="frozen layers of each tower, with the embeddings")
     image_size: int | None = option(
         within=FROM_1, card="height and width that images were resized to, for which positions were interpolated"
     )
-    patch_dropout: float | None = option(
-        within=SHARE,
-        card="share of the patches of an image that training left out",
-        excludes={"freeze=image": "a frozen tower runs in evaluation mode, in which no patch is left out"},
-    )
+    patch_dropout: float | None = option(within=SHARE, card="share of the patches of an image that training left out")
     max_text_tokens: int | None = option(within=FROM_1, card="tokens to which training cut captions")
 
     # ---- A teacher, and embeddings that can be cut ----
-    teacher: str | None = option(excludes={"teacher_embeddings": "these are of a teacher already"})
+    teacher: str | None = None
     teacher_embeddings: str | None = option(one_machine=True)
     teacher_weight: float = option(1.0, within=FINITE)
     teacher_side: str = option("both", choices=("both", "image", "text"))
-    teacher_missing: str = option(
-        "refuse",
-        choices=("refuse", "contrastive"),
-        excludes={"contrastive_weight=0": "it switches off the loss to which such pairs would be left"},
-    )
-    contrastive_weight: float = option(
-        1.0,
-        within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
-        card="weight of the contrastive loss",
-    )
-    matryoshka_dims: list[int] | None = option(
-        card="dimensions at which the embeddings may be cut",
-        excludes={"contrastive_weight=0": "it switches off the loss that is computed at each of these"},
-    )
+    teacher_missing: str = option("refuse", choices=("refuse", "contrastive"))
+    contrastive_weight: float = option(1.0, within=FRACTION, card="weight of the contrastive loss")
+    matryoshka_dims: list[int] | None = option(card="dimensions at which the embeddings may be cut")
     dims: int | None = option(decides=False, within=FROM_1, card="dimensions of the embeddings in evaluations")
 
     # ---- What keeps the model near its start ----
     keep_features: float | None = option(within=FINITE, card="weight of the distance from the embeddings of the start")
     cache_features: str | None = option(one_machine=True)
-    replay_share: float | None = option(
-        within=Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1)
-    )
+    replay_share: float | None = option(within=PART)
 
     # ---- Resumes, errors, the end, and what is saved ----
     save_formats: list[str] = option(["transformers"], decides=False)
     skip_nonfinite: int = option(0, decides=False, within=FROM_0)
     resume_from_checkpoint: str | None = option(one_machine=True)
     metric_for_best_model: str | None = option(decides=False)
-    early_stopping_patience: int | None = option(
-        decides=False, within=FROM_1, excludes={"eval_strategy=no": "there would be no evaluations to count"}
-    )
+    early_stopping_patience: int | None = option(decides=False, within=FROM_1)
     # A loss that is not finite stops the training, so the log must show it unfiltered.
     logging_nan_inf_filter: bool = option(False, decides=False)
     # The collator needs the raw columns of images and captions.
     remove_unused_columns: bool = False
-
-
-def auto_or_number(name: str, value: object, least: int) -> str:
-    """The value of an option as text, which is ``"auto"`` or a whole number; a ValueError says that it is neither."""
-    text = str(value)
-    if text != "auto" and not (text.isdecimal() and int(text) >= least):
-        raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {text!r}.")
-    return text
 
 
 def muon_settings(text: str | None) -> dict[str, Any]:

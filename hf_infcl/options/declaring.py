@@ -8,11 +8,12 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field
 from fnmatch import fnmatch
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _FACTS = "_facts"
@@ -35,6 +36,10 @@ class Range:
 FROM_1 = Range(Integral, "a whole number of at least 1", lambda value: value >= 1)
 FROM_0 = Range(Integral, "a whole number of at least 0", lambda value: value >= 0)
 FINITE = Range(Real, "a finite number of at least 0", lambda value: 0 <= value < math.inf)
+FROM_2 = Range(Integral, "at least 2, because a pair is compared with others", lambda value: value >= 2)
+MULTIPLIER = Range(Real, "at least 1, or inf for no limit (the multiplier, no logarithm)", lambda value: value >= 1)
+FRACTION = Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+PART = Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1)
 SHARE = Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1)
 
 
@@ -48,7 +53,6 @@ class Facts:
     choices: Collection[object] | Callable[[], Collection[object]] = ()
     within: Range | None = None  # the numbers that it may be, besides None where that is the default
     needs: str = ""  # a condition without which it has no effect, see `holds`
-    excludes: Mapping[str, str] = field(default_factory=dict)  # conditions that contradict it, and why
     # Its row in a model card, where it has another value than its default; after a colon the words of the row, with {}
     # for the value. Empty for none.
     card: str = ""
@@ -73,22 +77,14 @@ def holds(options: object, condition: str) -> bool:
     return bool(value) if not sign else is_one == (sign == "=")
 
 
-def refuse(rows: Iterable[tuple[str, str]], options: object) -> None:
+def refuse(rows: Mapping[str, str], options: object) -> None:
     """Raises a ValueError for the first row whose conditions all hold: what cannot be trained, and why."""
-    for conditions, why in rows:
+    for conditions, why in rows.items():
         if all(holds(options, condition) for condition in conditions.split()):
             names = [re.split("!=|=|>", condition)[0] for condition in conditions.split()]
             seen = " and ".join(f"{name}={spelled(getattr(options, name))}" for name in names)
             what = "exclude each other" if len(names) > 1 else "is not supported"
             raise ValueError(f"{seen} {what}: {why}. Omit {'one of them' if len(names) > 1 else 'it'}.")
-
-
-class _Declared(NamedTuple):
-    """What `option` says of a field, which `described` makes."""
-
-    default: object
-    facts: Facts
-    aliases: Sequence[str]
 
 
 def option(
@@ -106,7 +102,8 @@ def option(
         decides, one_machine, facts: see `Facts`. What machines may set differently decides nothing.
         aliases: further names of it on the command line, with their dashes.
     """
-    return _Declared(default, Facts(decides and not one_machine, one_machine, **facts), aliases)
+    declared = Facts(decides and not one_machine, one_machine, **facts)
+    return field_of(default, {"facts": declared, "aliases": [*aliases]})
 
 
 def documented(kind: type) -> tuple[str, dict[str, str]]:
@@ -126,14 +123,15 @@ def described(kind: type[_T]) -> type[_T]:
     options are in an attribute of the class, since HfArgumentParser hands all metadata of a field to argparse.
     """
     helps = documented(kind)[1]
-    facts = dict(declared_facts(kind))
+    every = dict(declared_facts(kind))
     for name in (name for name in kind.__annotations__ if not name.startswith("_")):
         declared = vars(kind).get(name, MISSING)
-        declared = declared if isinstance(declared, _Declared) else option(declared)
-        metadata = {"help": helps.get(name, ""), "aliases": [*declared.aliases]}
-        setattr(kind, name, field_of(declared.default, metadata))
-        facts[name] = declared.facts
-    setattr(kind, _FACTS, facts)
+        declared = declared if isinstance(declared, Field) else option(declared)
+        metadata = {"help": helps.get(name, ""), **declared.metadata}
+        every[name] = metadata.pop("facts")
+        declared.metadata = MappingProxyType(metadata)
+        setattr(kind, name, declared)
+    setattr(kind, _FACTS, every)
     return kind
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol  # noqa: F401  # types in the file are Literal
 
 from .contrastive import ContrastiveOptions
-from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, declared_facts, field_of, holds, refuse, spelled
+from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, declared_facts, field_of, holds, spelled
 
 LARGEST = 2**40  # of pairs, steps or whatever a whole number counts
 
@@ -34,7 +34,7 @@ def facts_by_name(kind: Options | type[Options]) -> dict[str, Facts]:
 
 
 def check_values(options: Options) -> None:
-    """Raises a ValueError if an option has a value that it may not have, or that other options do not go with.
+    """Raises a ValueError if an option has a value that it may not have, or no effect without another one.
 
     A single value of an option that takes a list becomes a list of one.
     """
@@ -47,18 +47,15 @@ def check_values(options: Options) -> None:
         if isinstance(value, Integral) and int(value) >= LARGEST and not name.endswith("seed"):
             raise ValueError(f"{name} must be less than {LARGEST:,}, which no training counts up to, got {value:,}.")
         is_default = one.default is not MISSING and value == one.default
-        choices = facts.choices() if callable(facts.choices) and not is_default else facts.choices
-        if not is_default and not callable(choices) and choices and value not in choices:
+        choices = facts.choices() if callable(facts.choices) else facts.choices
+        if not is_default and choices and value not in choices:
             known = dict.fromkeys([one.default, *choices])
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         if facts.within is not None and not (value is None and one.default is None):
             facts.within.check(name, value)
-        if is_default:
-            continue
-        if facts.needs and not holds(options, facts.needs):
+        if facts.needs and not is_default and not holds(options, facts.needs):
             needed = facts.needs
             raise ValueError(f"{name}={spelled(value)} has no effect without {needed}: add {needed} or drop {name}.")
-        refuse([(f"{name} {excluded}", why) for excluded, why in facts.excludes.items()], options)
 
 
 def _make_list(options: Options, declared: Field[Any]) -> None:
@@ -73,22 +70,13 @@ def _make_list(options: Options, declared: Field[Any]) -> None:
     setattr(options, declared.name, values)
 
 
-def changed_options(options: object, declared: type[Options]) -> dict[str, Any]:
-    """The values of those options of a dataclass that do not have their default, by name."""
-    changed = {}
-    for one in fields(declared):
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        if (value := getattr(options, one.name)) != default:
-            changed[one.name] = value
-    return changed
-
-
 def values_of_card(args: Options) -> Iterator[tuple[str, str, Any]]:
-    """(name, row, value) of each option that is set and has a row in a model card."""
+    """(name, row, value) of each option that is not its default and has a row in a model card."""
     facts = facts_by_name(args)
-    for name, value in changed_options(args, type(args)).items():
-        if facts[name].card:
-            yield name, facts[name].card, value
+    for one in fields(args):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if facts[one.name].card and (value := getattr(args, one.name)) != default:
+            yield one.name, facts[one.name].card, value
 
 
 FILE = Path(__file__).with_name("transformers_options.json")

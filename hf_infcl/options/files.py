@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
+REFUSED = Path(__file__).with_name("refusals.yaml")  # options that exclude each other
 PEERS = Path(__file__).with_name("elsewhere.yaml")  # names of options in other programs
 # The files of options that the package holds, by the names of --recipe.
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
@@ -18,19 +19,16 @@ RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "reci
 class _Loader(yaml.SafeLoader):
     """Plain values as in YAML 1.2: `no` and dates are text, 1e-6 is a number, unlike in PyYAML's YAML 1.1."""
 
+    yaml_implicit_resolvers: ClassVar[dict[str | None, Any]] = {}
 
-_TAG = "tag:yaml.org,2002:"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag == _TAG + "null"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_TAG + "bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(_TAG + "int", re.compile("^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    _TAG + "float",
-    re.compile(r"^([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
-    list("-+0123456789."),
-)
+
+for _kind, _pattern in {
+    "null": "~|null|Null|NULL|",
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "int": "[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_pattern})$"), None)
 
 
 def options_in(path: Path) -> dict[str, tuple[Any, Any]]:

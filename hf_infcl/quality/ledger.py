@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..files.text import describe_cause
+from ..files.text import counted, describe_cause
 from ..files.whole import written_whole
 from ..processes.collectives import Processes
+from .selection import LEAST_BELOW
 
 if TYPE_CHECKING:
     from ..data import ImageTextDataset, ImageTextStream
@@ -288,6 +289,13 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
     return sheet
 
 
+def write_ledger_and_sheet(ledger: Ledger, pictures: Mapping[int, bytes], folder: Path) -> None:
+    """Writes a ledger into a folder, and the picture of `draw_suspicious` beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ledger.write(folder / LEDGER_FILE)
+    draw_suspicious(ledger, pictures).save(folder / SHEET_FILE)
+
+
 def lines_of(text: str, letters: int, most: int) -> list[str]:
     """At most so many lines of a text, each of at most so many letters; "…" stands for the rest of a longer one."""
     lines = textwrap.wrap(text, letters)
@@ -309,3 +317,48 @@ def letters_of(size: int) -> Any:
     import matplotlib
 
     return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), size)
+
+
+def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", learned: bool = False) -> Iterator[str]:
+    """What a ledger that was written into a folder says, for a person.
+
+    Args:
+        waits_for: why the rule of ``leave_out`` has not begun, or has stopped; empty if there was none.
+        learned: whether the model was trained on these pairs, wrong ones included.
+    """
+    wrong, expected = len(ledger.certainly_wrong()), float(ledger.p_wrong.sum())
+    few = expected < max(0.5, LEAST_BELOW * len(ledger))
+    file = Path(folder, LEDGER_FILE)
+    if learned:
+        yield (
+            "This model was trained on these pairs, as its record says. It may know wrong ones by heart, and finds too "
+            "few of them. Score with another model, or train with --leave_out noisy."
+        )
+    if ledger.says_nothing():
+        yield (
+            f"The scores in {file} do not mean anything yet: to this model most of the {len(ledger):,} pairs look "
+            "wrong. Do not exclude pairs by them."
+        )
+        return
+    if not wrong and expected < 0.5:
+        by_heart = ", but this model was trained on all of them, and may know wrong ones by heart" if waits_for else ""
+        yield f"None of {len(ledger):,} pairs seems wrong{by_heart}. The score of each is in {file}."
+    elif waits_for and not few:
+        yield f"Do not exclude pairs by the scores in {file}, because --leave_out did not: {waits_for}."
+        return
+    else:
+        exclude = (
+            f" `infcl train --exclude {file}:{RATHER_WRONG:g}` trains without all that are likelier wrong than right."
+        )
+        about = "At least" if learned or waits_for else "About"
+        do = "does" if round(expected) == 1 else "do"
+        yield (
+            f"{about} {expected:,.0f} of {counted(len(ledger), 'pair')} {do} not seem to belong together, {wrong:,} of "
+            f"them with a probability of at least {CERTAIN:g}.{exclude if wrong else ''}"
+        )
+    yield f"The {min(SHOWN, len(ledger))} pairs with the lowest scores are drawn in {Path(folder, SHEET_FILE)}."
+    if few and (learned or waits_for):
+        yield (
+            "Wrong pairs that a model knows by heart may still have the lowest scores. Look at these: if they are "
+            f"wrong, `infcl train --exclude {file}:5%` trains without the lowest 5%."
+        )
