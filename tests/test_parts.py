@@ -133,14 +133,15 @@ def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(resuming.logger, "warning", said.append)
     args, resumption = arguments(tmp_path / "run", max_steps=20), Resumption(checkpoint)
-    lengths = 20, 4, lambda: Epochs(18, 4)  # steps, epochs, and the windows of these: 5, 4, 5, 4
-    left = TrainerState(global_step=19, logging_steps=1)
-    assert resumption.first_position(left, args, *lengths, (7, 7)) == (1, 6), "three windows of two micro-batches"
+    lengths: Any = {"max_steps": 20, "num_train_epochs": 4, "logging_steps": 1}
+    counted: Any = lambda: Epochs(18, 4), (7, 7)  # windows of the epochs: 5, 4, 5, 4
+    left = TrainerState(global_step=19, **lengths)
+    assert resumption.first_position(left, args, *counted) == (1, 6), "three windows of two micro-batches"
     resumption.record = replace(resumption.record, position=None)
-    assert resumption.first_position(left, args, *lengths, (7, 7)) == (7, 7), "Trainer's"
+    assert resumption.first_position(left, args, *counted) == (7, 7), "Trainer's"
     assert not said
-    complete = TrainerState(global_step=20, logging_steps=1)
-    assert resumption.first_position(complete, args, *lengths, (7, 7)) == (4, 0)
+    complete = TrainerState(global_step=20, **lengths)
+    assert resumption.first_position(complete, args, *counted) == (4, 0)
     assert said == [f"Nothing is left to train: {checkpoint} was saved after step 20, and the run has 20 steps."]
 
 

@@ -555,7 +555,7 @@ def test_repeated_pictures_are_those_like_an_earlier_one_that_stays(module):
 
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_a_side_is_taught_by_the_teacher_s_embeddings_of_it(module, side):
-    term = TeacherDistance(module("wrong_and_taught").STORED, 1.0, [side])
+    term = TeacherDistance(module("wrong_and_taught").stored_teacher([side]), 1.0)
     features = F.normalize(torch.randn(2, 6, 8), dim=-1)
     known = features.roll(1, dims=-1)
     references = term.reference({"teacher_images": known[0], "teacher_texts": known[1]}, {})

@@ -39,7 +39,7 @@ from hf_infcl.step.terms import SIDES, TeacherDistance
 BETA, RATE, ROWS = 3.0, 5e-3, 48
 PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
 PLAIN |= {"max_logit_scale": 1e6}
-NAMELESS = SimpleNamespace(width=None, options={}, words="a teacher")
+NAMELESS = {"width": None, "options": {}, "words": "a teacher", "sides": SIDES}
 
 
 def build(name: str) -> nn.Module:
@@ -438,14 +438,14 @@ def test_embeddings_are_found_in_every_kind_of_data_on_any_number_of_processes(r
 
 def test_captions_of_an_image_add_up():
     features, wanted = ([F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5)] for _ in range(2))
-    value = TeacherDistance(NAMELESS, BETA).value(tuple(features), tuple(wanted))
+    value = TeacherDistance(SimpleNamespace(**NAMELESS, partial=False), BETA).value(tuple(features), tuple(wanted))
     distances = [(f - w).square().sum() for f, w in zip(features, wanted, strict=True)]
     torch.testing.assert_close(value, BETA * (distances[0] + distances[1]) / 3)
 
 
 def test_pairs_without_an_embedding_are_left_to_the_contrastive_loss(tmp_path):
     """The mean is that over the others: the gradient of the term does not shrink with the share of new pairs."""
-    term = TeacherDistance(NAMELESS, BETA, partial=True)
+    term = TeacherDistance(SimpleNamespace(**NAMELESS, partial=True), BETA)
     features = tuple(F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5))
     wanted = [F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5)]
     known = torch.tensor([True, True, False]), torch.tensor([True, True, True, False, False])

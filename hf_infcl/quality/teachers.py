@@ -100,9 +100,9 @@ class StoredTeacher:
     """
 
     def __init__(self, folders: Iterable[str | Path], data: Iterable[object], args: InfCLTrainingArguments) -> None:
-        opened, self._sides = [StoredEmbeddings(folder) for folder in folders], args.taught_sides
-        sets = [_DataSet(part, self._sides, opened) for one in data for part in leaves(one)]
-        kinds = [_KINDS[side] for side in self._sides]
+        opened, self.sides = [StoredEmbeddings(folder) for folder in folders], args.taught_sides
+        sets = [_DataSet(part, self.sides, opened) for one in data for part in leaves(one)]
+        kinds = [_KINDS[side] for side in self.sides]
         for stored in opened:
             if lacking := [kind for kind in kinds if kind not in stored.stores]:
                 raise ValueError(
@@ -144,10 +144,10 @@ class StoredTeacher:
         """What a batch of some items gets for the teacher."""
         counts = np.array([len(item["caption"]) for item in items])
         known, added = np.ones(len(items), bool), {}
-        if "image" in self._sides:
+        if "image" in self.sides:
             added["images"], of_images = self._find("images", [item["place"] for item in items])
             known &= of_images
-        if "text" in self._sides:
+        if "text" in self.sides:
             each = [(item["place"], caption) for item in items for caption in item["caption"]]
             captions = [(number, of_caption(key, caption)) for (number, key), caption in each]
             added["texts"], of_texts = self._find("texts", captions)
@@ -292,15 +292,7 @@ def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDist
     if args.teacher_embeddings:
         folders = embedding_folders(args.teacher_embeddings)
     teacher = StoredTeacher(folders, [context.data], args)
-    term = TeacherDistance(
-        teacher,
-        args.teacher_weight,
-        args.taught_sides,
-        partial=teacher.partial,
-        width=context.encoder.width(),
-        seed=args.seed,
-        device=args.device,
-    )
+    term = TeacherDistance(teacher, args.teacher_weight, context.encoder.width(), args.seed, args.device)
     if term.parameters() and context.accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
             f"A teacher of another width ({teacher.width}, the student has {context.encoder.width()}) needs a linear "

@@ -125,7 +125,7 @@ class WindowStep:
         checks, wrapper, count = self.checks, self._wrapper, len(window)
         of_terms = term_parameters(self.extensions)
         # Whether all processes repeat the step if memory runs out on one of them.
-        together = self.repeats and bool(window.loaded) and args.world_size > 1
+        self._together = together = self.repeats and bool(window.loaded) and args.world_size > 1
         self.may_repeat = self.repeats
         model.train()  # once, as the mode must be the same in both passes
         encoder.eval_frozen_parts()
@@ -185,7 +185,7 @@ class WindowStep:
             # ---- The terms and the contrastive loss, and the gradient of the features ----
             self.may_repeat = self.repeats
             with record_function("infcl: loss"):
-                loss_of = partial(self._loss_and_terms, window, micro_batches, together)
+                loss_of = partial(self._loss_and_terms, window, micro_batches)
                 loss = passes.differentiate(loss_of, lambda: encoder.temperature_parameters, of_terms)
         checks.check_loss(loss, finite, window, step)  # before any gradient is added
         scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()  # of fp16's gradients
@@ -321,12 +321,7 @@ class WindowStep:
         return selected
 
     def _loss_and_terms(
-        self,
-        window: Window,
-        micro_batches: Sequence[MicroBatch],
-        together: bool,
-        features: Features,
-        parameters: tuple[Tensor, ...],
+        self, window: Window, micro_batches: Sequence[MicroBatch], features: Features, parameters: tuple[Tensor, ...]
     ) -> Tensor:
         """A scalar with the value of the contrastive loss, and the gradient of its weighted sum with the terms.
 
@@ -335,7 +330,7 @@ class WindowStep:
         temperature, in_order = self.context.encoder.scale_and_bias(parameters), window.in_order(features)
         values = []
         # The other processes learn of an error here when they exchange the inputs of the loss.
-        with self._announced(repeats=together):
+        with self._announced(repeats=self._together):
             for number, term in enumerate(self._terms):
                 of_micro_batches = [(m.references or [])[number] for m in micro_batches]
                 values.append(value_of_term(term, in_order if term.in_order else features, of_micro_batches))

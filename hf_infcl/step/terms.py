@@ -41,10 +41,9 @@ class TeacherDistance(LossTerm):
     (arXiv 2307.12732) found this the best single term.
 
     Args:
-        teacher: has ``width``, the dimensions of its embeddings (None for those of the student's), ``options``, which a
-            resumed training has to share, and ``words`` for the model card.
-        sides: of `SIDES`, those that are taught.
-        partial: whether the teacher may not know all pairs; equal on all processes.
+        teacher: has ``sides``, those of `SIDES` that it teaches; ``partial``, whether it may not know all pairs, equal
+            on all processes; ``width``, the dimensions of its embeddings (None for those of the student's);
+            ``options``, which a resumed training has to share; and ``words`` for the model card.
         width: that of the student's embeddings, where that of the teacher may differ.
         seed: of the maps' first weights.
     """
@@ -53,17 +52,9 @@ class TeacherDistance(LossTerm):
     in_order = True
 
     def __init__(
-        self,
-        teacher: Any,
-        weight: float,
-        sides: Sequence[str] = SIDES,
-        *,
-        partial: bool = False,
-        width: int | None = None,
-        seed: int = 0,
-        device: torch.device | None = None,
+        self, teacher: Any, weight: float, width: int | None = None, seed: int = 0, device: torch.device | None = None
     ) -> None:
-        self.teacher, self._weight, self._sides, self._partial = teacher, weight, list(sides), partial
+        self.teacher, self._weight, self._sides, self._partial = teacher, weight, list(teacher.sides), teacher.partial
         generator = torch.Generator().manual_seed(seed)
         self._maps: dict[str, nn.Parameter] = {}
         if teacher.width is not None and width is not None and teacher.width != width:

@@ -297,11 +297,7 @@ class TrainingData:
     """
 
     def __init__(
-        self,
-        loader: object,
-        args: InfCLTrainingArguments,
-        resumed: RunRecord | None = None,
-        collator: DataCollator | None = None,
+        self, loader: object, args: InfCLTrainingArguments, resumed: RunRecord | None = None, collator: object = None
     ) -> None:
         self.window = Window([])  # that is trained now
         self.wait = DataWait()

@@ -183,10 +183,10 @@ def _count(state: TrainerState) -> int:
     return int(saved.get("attributes", {}).get("early_stopping_patience_counter", 0))
 
 
-def why_complete(state: TrainerState, max_steps: int, patience: int | None) -> str:
+def why_complete(state: TrainerState, patience: int | None) -> str:
     """Why a resumed training has no step left; empty if it has one."""
-    if state.global_step >= max_steps:
-        return f"the run has {counted(max_steps, 'step')}"
+    if state.global_step >= state.max_steps:
+        return f"the run has {counted(state.max_steps, 'step')}"
     if patience is not None and _count(state) >= patience:
         return f"early_stopping_patience={patience} ended the run there; raise it to train on"
     return ""

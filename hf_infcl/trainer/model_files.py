@@ -48,10 +48,7 @@ logger = logging.get_logger(__name__)
 
 
 def save_weights(
-    trainer: Any,
-    output_dir: str | None,
-    state_dict: dict[str, Tensor] | None,
-    save: Callable[[str | None, dict[str, Tensor] | None], None],
+    trainer: Any, output_dir: str | None, state_dict: Mapping[str, Tensor] | None, save: Callable[..., None]
 ) -> None:
     """Saves weights in the shapes of transformers, on each machine if asked for, and what Trainer does not save.
 
@@ -224,16 +221,17 @@ def merge_into_start(options: TrainedModelOptions, args: InfCLTrainingArguments)
 
 # ---- The average of the weights before and after a training ----
 
+Weights, Sets = Mapping[str, Tensor], Mapping[str, object]
+
 
 def find_average(
     trainer: Any,
-    start: Mapping[str, Tensor],
-    end: Mapping[str, Tensor],
-    gains: Mapping[str, object],
-    guards: Sequence[Mapping[str, object]],
-    *,
+    start: Weights,
+    end: Weights,
+    gains: Sets,
+    guards: Sequence[Sets],
     alpha: float | None,
-    tolerance: float = 0.01,
+    tolerance: float,
 ) -> Averaged:
     """Measures averages, and gives a trainer's model the weights at ``alpha`` or at the α that it chooses; collective.
 

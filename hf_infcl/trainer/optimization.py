@@ -229,10 +229,7 @@ def _create_muon(
 
 
 def set_learning_rates(
-    optimizer: Optimizer,
-    encoder: DualEncoder,
-    args: InfCLTrainingArguments,
-    beside: Sequence[nn.Parameter] = (),
+    optimizer: Optimizer, encoder: DualEncoder, args: InfCLTrainingArguments, beside: Sequence[nn.Parameter] = ()
 ) -> str:
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
 

@@ -35,6 +35,7 @@ from .model_files import checkpoint_of_hub_if_named
 logger = logging.get_logger(__name__)
 
 _TRANSPARENCY = "transparency of images"
+Position = tuple[int, int]  # completed epochs, and the batches of the next one that were trained
 
 
 def make_run(context: Context) -> dict[str, Any]:
@@ -203,14 +204,8 @@ class Resumption:
         return self.checkpoint is not None and bool(due) and args.eval_strategy != "no"
 
     def first_position(
-        self,
-        state: TrainerState,
-        args: InfCLTrainingArguments,
-        steps: int,
-        last: int,
-        epochs: Callable[[], Epochs | None],
-        counted: tuple[int, int],
-    ) -> tuple[int, int]:
+        self, state: TrainerState, args: InfCLTrainingArguments, epochs: Callable[[], Epochs | None], counted: Position
+    ) -> Position:
         """The completed epochs, and the batches of the next one that Trainer's loop has trained.
 
         If the run is complete, which is warned of, these are all epochs, but for the last one if an evaluation is
@@ -218,17 +213,16 @@ class Resumption:
         step. The intervals of logs, evaluations and checkpoints become those of the arguments.
 
         Args:
-            steps, last: the steps and the epochs of the training.
             epochs: returns those of data with a position.
             counted: the numbers that Trainer computes, for checkpoints without a position in the data.
         """
         if self.checkpoint is not None:
-            self._set_intervals(state, args, steps)
-        if reason := why_complete(state, steps, args.early_stopping_patience):
+            self._set_intervals(state, args)
+        if reason := why_complete(state, args.early_stopping_patience):
             at = f"{self.checkpoint} was saved after step {state.global_step}"
             logger.warning(f"Nothing is left to train: {at}, and {reason}.")
             self._is_complete = True
-            return last - self._lacks_evaluation(state, args), 0
+            return state.num_train_epochs - self._lacks_evaluation(state, args), 0
         if self.record is None or self.record.position is None:
             return counted
         epoch, position = 0, self.record.position
@@ -237,11 +231,11 @@ class Resumption:
             position -= passes.begin(epoch)
         return epoch, position * args.gradient_accumulation_steps
 
-    def _set_intervals(self, state: TrainerState, args: InfCLTrainingArguments, steps: int) -> None:
+    def _set_intervals(self, state: TrainerState, args: InfCLTrainingArguments) -> None:
         """Trainer would go on with those of the checkpoint."""
         kinds = [kind for kind in ("logging", "eval", "save") if getattr(args, f"{kind}_strategy") == "steps"]
         names = [f"{kind}_steps" for kind in kinds]
         before = {name: getattr(state, name) for name in names}
-        state.compute_steps(args, steps)
+        state.compute_steps(args, state.max_steps)
         if changed := was_and_is(before, {name: getattr(state, name) for name in names}):
             logger.warning(f"{self.checkpoint} is resumed with other intervals: {changed}.")

@@ -276,9 +276,8 @@ class InfCLTrainer(Trainer):
         # `first_position` warns of those of intervals, and the micro-batch decides nothing.
         with replaced(trainer_of_transformers, compare_trainer_and_checkpoint_args=lambda *_: None):
             counted = super()._init_training_state(*args)
-        steps, _, last, *_ = args
         epochs = partial(epochs_of, self.train_dataset, self.args)
-        return self.resumption.first_position(self.state, self.args, steps, last, epochs, counted)
+        return self.resumption.first_position(self.state, self.args, epochs, counted)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.

@@ -19,7 +19,7 @@ import hf_infcl.step.compilation
 import hf_infcl.step.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.models.dual_encoder import NO_MASK, DualEncoder, PatchDropout
-from hf_infcl.step.terms import TeacherDistance
+from hf_infcl.step.terms import SIDES, TeacherDistance
 
 from . import peers
 from .inputs import Batch, Loader, Normaliser, Padded, PaddedNormaliser, sizes_of
@@ -199,7 +199,7 @@ def train(
             **options,
         )
         clock = Clock(args.device)
-        teacher = SimpleNamespace(width=None, options={}, words="stored")
+        teacher = SimpleNamespace(sides=SIDES, partial=False, width=None, options={}, words="stored")
         term: dict[str, Any] = {"extensions": [TeacherDistance(teacher, 1.0)]} if taught else {}
         trainer = trainer_class(model, args, callbacks=[clock], **term)
         trainer.pool = pool

@@ -41,7 +41,14 @@ from hf_infcl.step.terms import SIDES, TeacherDistance
 from real_pairs import pretrained_towers
 from real_pairs.in_memory import prepare, to_device
 from real_pairs.training import SETS, Row, Run, compile_layers, measure, new_model, recalls, train
-from real_pairs.wrong_and_taught import STORED, called_wrong, of_selection, scores_of, stored, with_wrong_captions
+from real_pairs.wrong_and_taught import (
+    called_wrong,
+    of_selection,
+    scores_of,
+    stored,
+    stored_teacher,
+    with_wrong_captions,
+)
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = ("results", "wrong_and_taught", "icons", "pretrained_towers", "rules_tried")
@@ -206,7 +213,7 @@ def perform(run: Run, data: dict[str, Any], folder: Path, origin: Row, *, toy: b
         images, texts = stored(teacher, data)
         sides = SIDES if run.side == "both" else [run.side]
         changed["stored"] = images, texts[captions]
-        guests["extensions"] = [TeacherDistance(STORED, run.weight, sides)]
+        guests["extensions"] = [TeacherDistance(stored_teacher(sides), run.weight)]
     tunes = run.way not in ("", HALF, AFTER_HALF)
     if tunes:
         changed["sets"] = sets_of_clip_art(changed["sets"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,9 @@ def captions_of(pairs: int, share: float) -> Tensor:
     return captions
 
 
-# A teacher whose embeddings `InMemory` puts into the batch.
-STORED = SimpleNamespace(width=None, options={}, words="stored")
+def stored_teacher(sides: Sequence[str]) -> Any:
+    """A teacher whose embeddings of these sides `InMemory` puts into the batch."""
+    return SimpleNamespace(sides=sides, partial=False, width=None, options={}, words="stored")
 
 
 @torch.no_grad()

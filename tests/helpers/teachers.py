@@ -15,7 +15,7 @@ class Running:
     """A teacher that is a model, of what the student reads."""
 
     options: ClassVar[dict[str, Any]] = {}
-    words = "a model that runs with the student"
+    words, partial = "a model that runs with the student", False
 
     def __init__(self, model: nn.Module, sides: Sequence[str]) -> None:
         self.encoder, self.sides = DualEncoder(model.eval().requires_grad_(False)), sides
@@ -71,4 +71,4 @@ class RunningDistance(TeacherDistance):
 def taught_by(teacher: Running, student: nn.Module, weight: float, **options: Any) -> dict[str, Any]:
     """The options of a trainer whose student such a teacher teaches."""
     width = DualEncoder(student).width()
-    return {"extensions": [RunningDistance(teacher, weight, teacher.sides, width=width, **options)]}
+    return {"extensions": [RunningDistance(teacher, weight, width=width, **options)]}
