@@ -28,7 +28,7 @@ from hf_infcl.trainer import resuming
 from hf_infcl.trainer.checkpoints import Checkpoints
 from hf_infcl.trainer.evaluating import Evaluator
 from hf_infcl.trainer.loaders import CaptionNotices
-from hf_infcl.trainer.loop_events import Progress, replaced, saved_early, trained_seconds
+from hf_infcl.trainer.loop_events import Progress, replaced, saved_early
 from hf_infcl.trainer.resuming import Resumption
 
 
@@ -178,8 +178,8 @@ def test_values_are_replaced_until_the_context_ends():
 def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    state = TrainerState(stateful_callbacks={"train_seconds": 5.0})
-    part = Progress(10, 8, trained_seconds(state))
+    state = TrainerState(global_step=10, stateful_callbacks={"train_seconds": 5.0})
+    part = Progress(state, 8)
     encoder = DualEncoder(models.clip())
     first = {"global_batch_size": 8, "samples_seen": 80, "train_seconds": 5.0}
     assert part.logs(10, torch.device("cpu"), encoder) == first
@@ -204,4 +204,4 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     assert part.rate({"loss": 1.0}, 12) == {}
     now[0] += 1
     part.keep_seconds(state)
-    assert trained_seconds(state) == 10.0, "a checkpoint knows the time since the last log as well"
+    assert state.stateful_callbacks["train_seconds"] == 10.0, "a checkpoint knows the time since the last log as well"

@@ -41,16 +41,15 @@ class Progress:
     """Counts the pairs and the seconds of a training, interruptions included, and the operations of a batch.
 
     Args:
-        step: the number of trained optimizer steps at the start.
+        state: Trainer's at the start, which a checkpoint may have kept.
         batch: the pairs of a global batch.
-        earlier: the seconds of the training before, if it was interrupted; see `trained_seconds`.
     """
 
-    def __init__(self, step: int, batch: int, earlier: float = 0.0) -> None:
+    def __init__(self, state: TrainerState, batch: int) -> None:
         now = time.perf_counter()
-        self.first_step, self._batch = step, batch
-        self._began = now - earlier
-        self._last_log = now, step
+        self.first_step, self._batch = state.global_step, batch
+        self._began = now - trained_seconds(state)
+        self._last_log = now, state.global_step
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
         self._first_window: list[dict[str, Any]] = []  # the shapes of its micro-batches
         self._of_window: int | None = None  # the operations of the first window; 0 if they cannot be counted
@@ -101,9 +100,10 @@ class Progress:
 
 
 def trained_seconds(state: TrainerState) -> float:
-    """The seconds of a training, which its checkpoints keep."""
+    """The seconds of a training, which its checkpoints keep; for those of other trainers, up to the last log."""
     kept: Any = state.stateful_callbacks
-    return float(kept.get(_SECONDS, 0.0))
+    logged = (entry[_SECONDS] for entry in reversed(state.log_history) if _SECONDS in entry)
+    return float(kept[_SECONDS] if _SECONDS in kept else next(logged, 0.0))
 
 
 # ---- Its end: by a signal, or by a metric that no longer improves ----

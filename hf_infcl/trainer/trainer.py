@@ -40,16 +40,7 @@ from .checkpoints import rotate
 from .construction import check_overrides, checked_arguments, make_collator, prepare_model
 from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
 from .loaders import CaptionNotices, TrainingData
-from .loop_events import (
-    Decisions,
-    Progress,
-    add_own_callbacks,
-    is_logged,
-    replaced,
-    saved_early,
-    switch_weights,
-    trained_seconds,
-)
+from .loop_events import Decisions, Progress, add_own_callbacks, is_logged, replaced, saved_early, switch_weights
 from .optimization import Optimization, decaying
 from .resuming import Resumption, make_resumption, make_run
 
@@ -160,7 +151,7 @@ class InfCLTrainer(Trainer):
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
         self.training_data = TrainingData(loader, args, record, self.data_collator)
-        self.progress = Progress(self.state.global_step, args.global_batch_size, trained_seconds(self.state))
+        self.progress = Progress(self.state, args.global_batch_size)
         hooks: Any = {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
         context, steps = self.context, self.state.max_steps
         context = replace(context, extensions=(*make_selections(context, steps), *context.extensions))
