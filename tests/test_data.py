@@ -656,9 +656,9 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (
             PAIRS,
             {"image_column": "img"},
-            r"no column 'img'\. Its columns are \['image', .* with image_column \(--image_column ",
+            r"no column 'img'\. Its columns are \['image', .* with image_column \(--image_column\)",
         ),
-        (PAIRS, {"caption_column": "text"}, r"no column 'text'.* with caption_column \(--caption_column "),
+        (PAIRS, {"caption_column": "text"}, r"no column 'text'.* with caption_column \(--caption_column\)"),
         (PAIRS.select_columns("image"), {}, r"are \['image'\].* belong in its metadata.jsonl or metadata.csv"),
         (
             PAIRS,

@@ -415,7 +415,7 @@ def test_windows_are_full_and_counted_until_the_data_ends(tmp_path):
     ("changes", "message"),
     [
         ({"pixel_values": None}, r"dict with pixel_values and input_ids at least, got keys \['input_ids', "),
-        ({"pair_ids": [1, 2, 3, 4]}, "pair_ids as a tensor, or leave .* got a list"),
+        ({"pair_ids": [1, 2, 3, 4]}, "pair_ids, if at all, as a tensor, got a list"),
         ((1, 2), "at least, got a tuple"),
     ],
 )

@@ -68,10 +68,9 @@ class ContrastiveCollator:
             raise ValueError(f"The processor, a {type(processor).__name__}, has no {' and no '.join(missing)}.")
         if getattr(processor.tokenizer, "pad_token", "unknown") is None:
             raise ValueError(
-                f"The tokenizer, a {type(processor.tokenizer).__name__}, has no pad_token, with which the captions of "
-                "a batch are brought to one length. Set it to the token of the text_config's pad_token_id, or else to "
-                "the end token, and save the processor again: processor.tokenizer.pad_token = "
-                "processor.tokenizer.eos_token."
+                f"The tokenizer, a {type(processor.tokenizer).__name__}, has no pad_token. Set it to the token of the "
+                "text_config's pad_token_id, or else to the end token, and save the processor again: "
+                "processor.tokenizer.pad_token = processor.tokenizer.eos_token."
             )
         self.processor = processor
         if max_length is None:
@@ -234,17 +233,15 @@ class ContrastiveCollator:
             keys = list(items[0]) if isinstance(items[0], Mapping) else f"of a {type(items[0]).__name__}"
             raise ValueError(
                 f'Each item needs an "image", and a "caption" list or a "label", but the first has the keys {keys}. '
-                "Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). If they are already tensors, pass a "
-                "data_collator, such as torch.utils.data.default_collate."
+                "Wrap a datasets.Dataset: ImageTextDataset(dataset). For tensors, pass torch's default_collate."
             )
         else:
             batch = self._images(items)
         if "caption" in items[0]:
             if any(not isinstance(item["caption"], list) for item in items):
                 raise ValueError(
-                    "Each item needs a list of captions, as returned by ImageTextDataset, but the first has "
-                    f"{items[0]['caption']!r}. Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). Let a "
-                    "stream or a Dataset of your own return such lists, or read shards with ImageTextStream."
+                    f"Each item needs a list of captions, but the first has {items[0]['caption']!r}. ImageTextDataset("
+                    "dataset) and ImageTextStream return such lists; let a Dataset or stream of your own do so."
                 )
             captions, negatives = texts_of(items)
             batch |= self.tokenize(captions + negatives)

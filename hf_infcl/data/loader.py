@@ -96,22 +96,17 @@ def check_batch(batch: object, equal_ids: str) -> None:
         )
     for name in ("pixel_values", IMAGE_FEATURES, "input_ids", "pair_ids", "skipped", "caption_image"):
         if name in batch and not isinstance(batch[name], Tensor):
-            raise ValueError(
-                f"The data collator must give {name} as a tensor, or leave pair_ids, skipped and caption_image out, "
-                f"got a {type(batch[name]).__name__}."
-            )
+            got = type(batch[name]).__name__
+            raise ValueError(f"The data collator must give {name}, if at all, as a tensor, got a {got}.")
     images, texts = len(images_of(batch)), len(batch["input_ids"])
-    if "pair_ids" in batch and batch["pair_ids"].shape != (images,):
-        raise ValueError(
-            f"The data collator must give pair_ids as [{images}] int64, one for each image, got "
-            f"{list(batch['pair_ids'].shape)}."
-        )
+    if "pair_ids" in batch and (shape := list(batch["pair_ids"].shape)) != [images]:
+        raise ValueError(f"The data collator must give pair_ids as [{images}] int64, one for each image, got {shape}.")
     _, captions = group_by_image(batch.get("caption_image"), texts, images)
     if equal_ids == "exclude" and (captions > 1).any():
         raise ValueError(
             f"Image {captions.argmax()} of a training batch has {captions.max()} captions, and equal_ids is 'exclude'. "
-            "Pass equal_ids='positive', which trains on all of them, or give each image one. An ImageTextDataset, of "
-            "a datasets.Dataset, draws it anew in each epoch; a Dataset or collator of your own has to choose it."
+            "Pass equal_ids='positive', which trains on all, or give each image one: an ImageTextDataset draws it in "
+            "each epoch, a Dataset or collator of your own has to choose it."
         )
 
 

@@ -62,7 +62,6 @@ class TableRows(MicroBatches):
     Args:
         shuffle: whether each pass is shuffled anew; otherwise the rows keep the dataset's order.
         filled: the keys that the items lack, "pair_id" or "skipped", which then get values of their own.
-        position: the global batches before the first one that is read.
         **where: as for `MicroBatches`; a key is the number of a row.
     """
 
@@ -75,12 +74,10 @@ class TableRows(MicroBatches):
         shuffle: bool,
         seed: int,
         filled: Collection[str] = (),
-        position: int = 0,
         **where: Any,
     ) -> None:
         super().__init__(share, collate, **where)
-        self._dataset, self._consumed = dataset, position * share.micro_batches
-        self._epochs = Epochs(len(dataset), share.of_batch)
+        self._dataset, self._epochs = dataset, Epochs(len(dataset), share.of_batch)
         self._shuffle, self._seed, self._filled = shuffle, seed, filled
         self._pass, self._skipped_rows = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
 
@@ -251,7 +248,6 @@ class Replayed(IterableDataset[Any]):
         micro_batches: int,
         collate: DataCollator,
         *,
-        position: int = 0,
         states: Sequence[Mapping[str, Any]] = (),
         **where: Any,
     ) -> MixedRows:
@@ -263,12 +259,8 @@ class Replayed(IterableDataset[Any]):
             part_states = [state["parts"][number] for state in states]
             # Of these keys all items of a batch must have one or none.
             filled = [key for key in ("pair_id", "skipped") if gives(self, key) and not gives(dataset, key)]
-            parts.append(
-                make_micro_batches(
-                    dataset, share, list, self._args, filled, position=position, states=part_states, **where
-                )
-            )
-        return MixedRows(parts, Share(batch_size, micro_batches), collate, position=position, **where)
+            parts.append(make_micro_batches(dataset, share, list, self._args, filled, states=part_states, **where))
+        return MixedRows(parts, Share(batch_size, micro_batches), collate, **where)
 
 
 def is_own(dataset: object) -> bool:
@@ -303,7 +295,6 @@ def make_micro_batches(
     args: InfCLTrainingArguments,
     filled: Collection[str] = (),
     *,
-    position: int = 0,
     states: Sequence[Mapping[str, Any]] = (),
     **where: Any,
 ) -> MicroBatches:
@@ -311,9 +302,8 @@ def make_micro_batches(
 
     Args:
         filled: as for `TableRows`.
-        position: the global batches before the first one that is read, which a table needs.
         states: the `state` of every process of the checkpoint to resume from, which a stream needs.
-        **where: ``rank``, ``world_size``, ``num_workers`` and ``keyed``.
+        **where: as for `MicroBatches`.
     """
     if isinstance(dataset, ImageTextStream):
         return dataset.batches(share, collate, states=states, **where)
@@ -324,7 +314,6 @@ def make_micro_batches(
         shuffle=share.is_old or args.train_sampling_strategy == "random",
         seed=args.seed_of_data + share.is_old * _SEED_OF_OLD,
         filled=filled,
-        position=position,
         **where,
     )
 
@@ -337,14 +326,12 @@ class MixedRows(MicroBatches):
     Args:
         parts: the micro-batches of the new pairs and of the old pairs.
         share: the pairs of both.
-        position, **where: as for `make_micro_batches`.
+        **where: as for `MicroBatches`.
     """
 
-    def __init__(
-        self, parts: Sequence[MicroBatches], share: Share, collate: DataCollator, *, position: int = 0, **where: Any
-    ) -> None:
+    def __init__(self, parts: Sequence[MicroBatches], share: Share, collate: DataCollator, **where: Any) -> None:
         super().__init__(share, collate, **where)
-        self._parts, self._consumed = parts, position * share.micro_batches
+        self._parts = parts
 
     def reader(self) -> ReadItems:
         readers = [part.reader() for part in self._parts]

@@ -81,11 +81,8 @@ class SetSpec:
                 raise ValueError(f"--{role} is a mapping without a path. Write path: my/tables, and its facts below.")
         else:
             path, facts = _parted(value, known)
-        if unknown := facts.keys() - set(known):
-            raise ValueError(
-                f"--{role} {path}: {', '.join(sorted(unknown))} is unknown. A set here can have "
-                f"{', '.join(sorted(known))}."
-            )
+        if unknown := ", ".join(sorted(facts.keys() - set(known))):
+            raise ValueError(f"--{role} {path}: {unknown} is unknown. A set here can have {', '.join(sorted(known))}.")
         stated = {name: _fact(f"--{role} {path}: {name}", name, fact) for name, fact in facts.items()}
         columns = {name: stated.pop(name) for name in facts if name.endswith("_column")}
         return cls(path, role, columns=columns, **stated)
@@ -129,14 +126,11 @@ class SetSpec:
 
     def column(self, rows: datasets.Dataset, option: str, defaults: Mapping[str, Any]) -> str:
         """The column that it states, or else that of the command, or else the only one of a usual name."""
-        column = self.columns.get(option) or find_column(
-            option.removesuffix("_column"), rows.features, defaults[option]
-        )
+        kind = option.removesuffix("_column")
+        column = self.columns.get(option) or find_column(kind, rows.features, defaults[option])
         if column not in rows.column_names:
-            raise ValueError(
-                f"It {lacks_column(column, rows.column_names)} Name the right one with --{option}, or for this set "
-                f"alone behind its name: '?{option}=NAME'."
-            )
+            cure = f"Name the right one with --{option}, or behind the name of this set: '?{option}=NAME'."
+            raise ValueError(f"It {lacks_column(column, rows.column_names)} {cure}")
         return column
 
     def pairs(self, rows: datasets.Dataset, defaults: Mapping[str, Any], **options: Any) -> ImageTextDataset:

@@ -99,6 +99,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         collate: turns a list of items into a batch.
         num_workers: those of the DataLoader.
         keyed: whether the items are `KeyedItem`.
+        position: the global batches before the first one that is read; the `state` of a stream says it as well.
     """
 
     def __init__(
@@ -110,10 +111,11 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         world_size: int = 1,
         num_workers: int = 0,
         keyed: bool = False,
+        position: int = 0,
     ) -> None:
         self._share, self._collate, self._keyed = share, collate, keyed
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
-        self._consumed = 0  # micro-batches of all processes since the run began
+        self._consumed = position * share.micro_batches  # of all processes since the run began
 
     @property
     def position(self) -> int:

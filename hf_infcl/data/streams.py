@@ -225,19 +225,17 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         Raises:
             BadSampleError: the sample cannot be used, with the names of shard and sample.
         """
-        url, name, reader, _ = self.shards[shard]
-        with self._named(url, key, sample):
-            assert not isinstance(sample, DamagedShardError)
-            row, full_name = reader.row(sample), f"{name} {key}"
+        name = f"{self.shards[shard].name} {key}"
+        with self._row(shard, key, sample) as row:
             if self.image_column is None or self.caption_column is None:
                 raise ValueError("it is read without its image or its captions")
-            encoded, item = self._encoded(url, row), self._draw_texts(row, full_name, passes)
+            encoded, item = self._encoded(shard, row), self._draw_texts(row, name, passes)
             if self.pair_id_column is None:
                 item["pair_id"] = content_pair_id(encoded, usable_captions(row[self.caption_column]))
             if self._number is not None:
                 item["place"] = (self._number, self.place(shard, key))
             image = decode_rgb(encoded, self._min_side)
-            return augment(image, self._augmentation, self._seed_for(full_name, "augmentation", passes)) | item
+            return augment(image, self._augmentation, self._seed_for(name, "augmentation", passes)) | item
 
     def image_and_captions(self, shard: int, key: str, sample: Sample) -> tuple[np.ndarray | None, list[str]]:
         """The image of a raw sample and all its captions, of which it need not have any.
@@ -245,31 +243,26 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
         Raises:
             BadSampleError: as `item`.
         """
-        url, _, reader, _ = self.shards[shard]
-        with self._named(url, key, sample):
-            assert not isinstance(sample, DamagedShardError)
-            row = reader.row(sample)
-            image = None if self.image_column is None else decode_rgb(self._encoded(url, row), self._min_side)
+        with self._row(shard, key, sample) as row:
+            image = None if self.image_column is None else decode_rgb(self._encoded(shard, row), self._min_side)
             return image, [] if self.caption_column is None else usable_captions(row[self.caption_column])
 
     @contextmanager
-    def _named(self, url: str, key: str, sample: Sample) -> Iterator[None]:
-        """Raises a BadSampleError with the names of shard and sample in place of another error."""
+    def _row(self, shard: int, key: str, sample: Sample) -> Iterator[dict[str, Any]]:
+        """The values of a sample; what fails with them is a BadSampleError with the names of shard and sample."""
         if isinstance(sample, DamagedShardError):
             raise BadSampleError(f"{sample} {_CURE}", str(sample)) from sample
         try:
             if _leaves_folder(key):
                 raise ValueError("its name points outside its folder")
-            yield
+            yield self.shards[shard].reader.row(sample)
         except ReadError:
             raise
         except Exception as error:  # decoders raise exceptions of any class
-            cause = describe_cause(error)
-            raise BadSampleError(
-                f"Sample {shortened(key)} of the shard {url!r} is bad: {cause}. {_CURE}", cause
-            ) from error
+            name, cause = f"Sample {shortened(key)} of the shard {self.shards[shard].url!r}", describe_cause(error)
+            raise BadSampleError(f"{name} is bad: {cause}. {_CURE}", cause) from error
 
-    def _encoded(self, url: str, row: dict[str, Any]) -> bytes:
+    def _encoded(self, shard: int, row: dict[str, Any]) -> bytes:
         image: bytes | str | None = row[self.image_column or ""]
         if image is None:
             raise ValueError(f"it has no image in column {self.image_column!r}")
@@ -277,7 +270,7 @@ class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
             return image
         if _leaves_folder(image):
             raise ValueError(f"the path of its image, {image!r}, points outside the shard's folder")
-        with open_shard(posixpath.join(posixpath.dirname(url), image)) as file:
+        with open_shard(posixpath.join(posixpath.dirname(self.shards[shard].url), image)) as file:
             return file.read()
 
 

@@ -123,10 +123,7 @@ class Table:
             files = builder.config.data_files or {}
             separator = _separator([str(file) for of_split in files.values() for file in of_split])
             if separator not in (None, ",") and builder.info.builder_name == "imagefolder":
-                raise ValueError(
-                    f"its metadata.csv separates the columns by {separator!r}. Write it with commas, or write a "
-                    "metadata.jsonl."
-                )
+                raise ValueError(f"its metadata.csv separates the columns by {separator!r}. Write it with commas.")
             if separator and builder.info.builder_name == "csv":
                 builder = dataset_builder(source, self._name, sep=separator, **opening.NONE_IS_TEXT)
             if separator and builder.info.builder_name == "imagefolder":

@@ -119,19 +119,14 @@ def _write_part(
     keys = [described[number][1] for number in order]
     columns = {"names": [described[number][2] for number in order]}
     if (wrong := ~np.isfinite(values[order]).all(1)).any():
-        raise ValueError(
-            f"The embedding of {keys[int(wrong.argmax())]!r} ({kind}) is not finite. Compute in another precision, "
-            "or look at the weights of the model."
-        )
+        place = f"The embedding of {keys[int(wrong.argmax())]!r} ({kind})"
+        raise ValueError(f"{place} is not finite. Compute in another precision, or look at the weights of the model.")
     if kind == "texts":
         columns["captions"] = [described[number][3] for number in order]
         keys = [*map(of_caption, keys, columns["captions"])]
     elif isinstance(writer, Store) and len(set(keys)) < len(keys):
         twice = next(key for key, count in Counter(keys).items() if count > 1)
-        raise ValueError(
-            f"Several images have the name {twice!r}, by which a training finds their embeddings. Rename these "
-            "samples: no two of a shard may have one name."
-        )
+        raise ValueError(f"Several images have the name {twice!r}, by which a training finds them. Rename them.")
     writer.write(part, keys, values[order], **columns)
 
 
@@ -257,9 +252,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged: {error}. Delete {folder}, or choose another folder, and embed the data again."
-        ) from error
+        raise ValueError(f"{path} is damaged: {error}. Delete {folder}, or embed into another folder.") from error
     return record
 
 

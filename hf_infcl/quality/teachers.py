@@ -61,10 +61,8 @@ class StoredEmbeddings:
             )
         self.stores = {kind: Store(self.folder, kind, self.record["parts"]) for kind in self.record["kinds"]}
         if missing := [kind for kind, store in self.stores.items() if not store.is_finished]:
-            raise ValueError(
-                f"The embeddings of {' and '.join(missing)} in {folder} are not complete. Run the same `infcl embed` "
-                "again: it computes what is missing."
-            )
+            what = f"The embeddings of {' and '.join(missing)} in {folder}"
+            raise ValueError(f"{what} are not complete. The same `infcl embed` computes what is missing.")
         widths = {kind: store.width for kind, store in self.stores.items()}
         if len(set(widths.values())) > 1:
             raise ValueError(f"The embeddings in {folder} have several widths: {widths}. Embed the data again.")
@@ -81,10 +79,8 @@ class StoredEmbeddings:
         is_usable = np.isfinite(embeddings).all(1) & (embeddings.any(1) | ~known)
         for bad in np.flatnonzero(~is_usable)[:1]:
             what = "zero" if np.isfinite(embeddings[bad]).all() else "not finite"
-            raise ValueError(
-                f"The embedding of {keys[bad]!r} in {self.folder} ({kind}) is {what}, so the file is damaged. Embed "
-                "the data again."
-            )
+            place = f"The embedding of {keys[bad]!r} in {self.folder} ({kind})"
+            raise ValueError(f"{place} is {what}, so the file is damaged. Embed the data again.")
         return embeddings, known
 
 
@@ -276,13 +272,10 @@ def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDist
     args = context.args
     if not args.teacher and not args.teacher_embeddings:
         options = ("teacher_weight", "teacher_side", "teacher_missing")
-        unused = [name for name in options if getattr(args, name) != getattr(ContrastiveOptions, name)]
-        if unused:
-            values = " and ".join(f"{name}={getattr(args, name)!r}" for name in unused)
-            raise ValueError(
-                f"{values} would have no effect without a teacher. Name one (teacher, teacher_embeddings), or leave "
-                f"{' and '.join(unused)} out."
-            )
+        named = {name: value for name in options if (value := getattr(args, name)) != getattr(ContrastiveOptions, name)}
+        if named:
+            values = " and ".join(f"{name}={value!r}" for name, value in named.items())
+            raise ValueError(f"{values} has no effect without a teacher: name one (--teacher), or drop it.")
         if args.contrastive_weight == 0 and not args.keep_features and not of_kind(context.extensions, LossTerm):
             raise ValueError("contrastive_weight=0 leaves nothing to learn without a teacher. Name one, or omit it.")
         return ()

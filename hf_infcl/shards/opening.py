@@ -52,9 +52,7 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
     """
     source = Url(source)
     if source.startswith("hf://") and not hub_answers():
-        raise ValueError(
-            f"The shards at {source!r} are on the Hub, which could not be reached. Try again, or name a local copy."
-        )
+        raise ValueError(f"{source!r} are on the Hub, which could not be reached. Try again, or name a local copy.")
     literal = len(existing_part(source))
     if source.startswith("pipe:") or (".tar::" in source and literal < len(source)):
         raise ValueError(
@@ -134,9 +132,7 @@ def _expand_braces(pattern: str, literal: int = 0) -> list[str]:
     elif "," in braces[1]:
         inner = braces[1].split(",")
     else:
-        raise ValueError(
-            f"{braces[0]} in {Url(pattern)!r} is neither a range such as {{000..127}} nor a list such as {{a,b}}."
-        )
+        raise ValueError(f"{braces[0]} in {Url(pattern)!r} is neither a range such as {{000..127}} nor a list {{a,b}}.")
     before, after = pattern[: braces.start()], pattern[braces.end() :]
     return [before + middle + rest for middle in inner for rest in _expand_braces(after)]
 
@@ -161,10 +157,7 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
     from huggingface_hub.errors import HFValidationError
 
     if any(os.path.isfile(os.path.join(source, file)) for file in ("state.json", "dataset_dict.json")):
-        raise ValueError(
-            f"{source!r} was written by save_to_disk and is not a set of shards. Read it without streaming, or write "
-            "parquet files with to_parquet."
-        )
+        raise ValueError(f"{source!r} is of save_to_disk. Read it without streaming, or write shards by to_parquet.")
     try:
         files = dataset_builder(source, name).config.data_files or {}
     except ConnectionError as error:

@@ -230,10 +230,8 @@ class ParquetReader(Pieces):
         named = [("image_column", "image", columns.image)] if columns.image else []
         for option, what, column in (*named, *columns.texts()):
             if column not in schema.names:
-                raise ValueError(
-                    f"The shard {urls[0]!r} {lacks_column(column, schema.names)} Name the right one with {option} "
-                    f"(--{option} on the command line)."
-                )
+                lacks = lacks_column(column, schema.names)
+                raise ValueError(f"The shard {urls[0]!r} {lacks} Name the right one with {option} (--{option}).")
             (fits, kinds), found = _FITS[what], schema.field(column).type
             if not fits(found):
                 raise ValueError(f"The shard {urls[0]!r}: its {option} {column!r} must hold {kinds}, not {found}.")

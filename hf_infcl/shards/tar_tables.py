@@ -27,6 +27,8 @@ _LARGEST_TEXT = 2**16
 _TEXTS = ("txt", "text", "caption")  # extensions whose files have to be texts
 # Reading in small pieces passes over the images, which are most of a shard.
 _BUFFER = 2**12
+_CHUNK = 2**20  # paths of an array, which holds at most 2 GiB of text
+_MIXED = (pyarrow.ArrowException, ValueError, TypeError, OverflowError)  # raised for values of several types
 
 
 def tar_table(
@@ -59,9 +61,11 @@ def tar_table(
         raise ValueError(errors[0][None] if errors else f"The shard {shards[0][1]!r} holds no samples.")
     table, features = {}, {}
     for name, source in samples.image_columns().items():
-        table[name], features[name] = _image_values(samples.column(source)), datasets.Image()
+        features[name], paths = datasets.Image(), samples.column(source)
+        parts = ([path and {"path": path} for path in paths[i : i + _CHUNK]] for i in range(0, len(paths), _CHUNK))
+        table[name] = pyarrow.chunked_array([pyarrow.array(part, features[name].pa_type) for part in parts])
     for name in (*samples.columns, KEY, SHARD):
-        if name in samples.images:
+        if name in (*samples.images, _FIRST):
             continue
         column, wrong = _of_one_type(name, samples.column(name))
         if column.null_count == len(errors) and name not in (*samples.fields, *_TEXTS):
@@ -79,7 +83,7 @@ def tar_table(
         told.append([{"column": column, "error": of_sample[column]} for column in wrong_columns] or None)
     if any(told):
         kind = pyarrow.list_(pyarrow.struct({"column": pyarrow.string(), "error": pyarrow.string()}))
-        table[ERRORS] = pyarrow.chunked_array([pyarrow.array(told, kind)])
+        table[ERRORS] = pyarrow.array(told, kind)
     rows = pyarrow.table(table)
     features = datasets.Features({**datasets.Features.from_arrow_schema(rows.schema), **features})
     return datasets.Dataset(
@@ -105,8 +109,7 @@ class _Samples:
 
     def __init__(self, image_column: str) -> None:
         self._image_column = image_column
-        # Of each shard the number of samples, and by column arrow arrays, or lists of values of several types.
-        self._parts: list[tuple[int, dict[str, Any]]] = []
+        self._values: dict[str, list[Any]] = {}  # by column; shorter where the last samples have none
         self.errors: list[dict[str | None, str]] = []  # of each sample by column; None stands for the whole sample
         self.fields: set[str] = set()  # the columns that are JSON fields
         self.images: set[str] = set()  # the columns of images
@@ -114,42 +117,41 @@ class _Samples:
     @property
     def columns(self) -> list[str]:
         """All of them, but for the names of samples and shards."""
-        names = dict.fromkeys(name for _, columns in self._parts for name in columns)
-        return [name for name in names if name not in (_FIRST, KEY, SHARD)]
+        return [name for name in self._values if name not in (KEY, SHARD)]
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column in each shard."""
-        return [columns.get(name, pyarrow.nulls(count)) for count, columns in self._parts]
+        """The value of each sample."""
+        values = self._values.get(name, [])
+        return values + [None] * (len(self.errors) - len(values))
 
     def image_columns(self) -> dict[str, str]:
         """What the columns of images are called in the table, and here."""
         names = [name for name in self.columns if name in self.images]
         plain = [name for name in names if name in IMAGE_EXTENSIONS]
         if len(plain) > 1 and not {"image", self._image_column} & {*names}:
-            first = next(columns for _, columns in self._parts if _FIRST in columns)
-            row = next(row for row, image in enumerate(first[_FIRST]) if image.is_valid)
-            if sum(name in first and first[name][row].is_valid for name in plain) == 1:  # else the user has to name one
+            row = next(row for row, image in enumerate(self._values[_FIRST]) if image is not None)
+            if sum(self.column(name)[row] is not None for name in plain) == 1:  # else the user has to name one
                 return {"image": _FIRST} | {name: name for name in names if name not in plain}
         return {name: name for name in names}
 
     def read(self, path: str, name: str, most: int | None) -> None:
         """Adds the samples of a shard, or some of them."""
-        rows: list[dict[str, Any]] = []
         with open_shard(path, buffer=_BUFFER) as file:
-            samples: Iterator[Any] = tar_samples(file, name, self._contents)
             try:
-                for _, key, sample in itertools.islice(samples, most):
-                    rows.append({KEY: key, SHARD: name})
-                    self.errors.append({})
-                    if isinstance(sample, DamagedShardError):
-                        self.errors[-1][None] = str(sample)
-                    else:
-                        self._fill(rows[-1], path, sample)
+                for _, key, sample in itertools.islice(tar_samples(file, name, self._contents), most):
+                    self._add(path, {KEY: key, SHARD: name}, sample)
             except DamagedShardError as error:
-                rows.append({SHARD: name})
-                self.errors.append({None: str(error)})
-        columns = dict.fromkeys(column for row in rows for column in row)
-        self._parts.append((len(rows), {column: _array([row.get(column) for row in rows]) for column in columns}))
+                self._add(path, {SHARD: name}, error)
+
+    def _add(self, path: str, row: dict[str, Any], sample: Mapping[str, Any] | DamagedShardError) -> None:
+        self.errors.append({})
+        if isinstance(sample, DamagedShardError):
+            self.errors[-1][None] = str(sample)
+        else:
+            self._fill(row, path, sample)
+        for column, value in row.items():
+            values = self._values.setdefault(column, [])
+            values += [*[None] * (len(self.errors) - 1 - len(values)), value]
 
     def _contents(self, file: io.BufferedReader, extension: str, size: int) -> bytes | tuple[int, int]:
         """What a file holds; the position and the size of what is no part of a table."""
@@ -222,31 +224,10 @@ _READ["npy"] = _integers
 # ---- Columns ----
 
 
-def _image_values(chunks: Sequence[pyarrow.Array]) -> pyarrow.ChunkedArray:
-    """Paths as `datasets` stores images."""
-    structs = []
-    for chunk in chunks:
-        paths, missing = chunk.cast(pyarrow.string()), pyarrow.nulls(len(chunk), pyarrow.binary())
-        structs.append(pyarrow.StructArray.from_arrays([missing, paths], ["bytes", "path"], mask=paths.is_null()))
-    return pyarrow.chunked_array(structs)
-
-
-def _array(values: list[object]) -> pyarrow.Array | list[object]:
-    """The values as an array, or unchanged if they are not of one type."""
-    try:
-        return pyarrow.array(values, from_pandas=True)  # which takes NaN for a missing value
-    except (pyarrow.ArrowException, ValueError, TypeError, OverflowError):
-        return values
-
-
-def _of_one_type(name: str, chunks: Sequence[Any]) -> tuple[pyarrow.ChunkedArray, dict[int, str]]:
+def _of_one_type(name: str, values: Sequence[Any]) -> tuple[pyarrow.Array | pyarrow.ChunkedArray, dict[int, str]]:
     """The values of a column that are of its most frequent kind, and by row what is wrong with other values."""
-    if not any(isinstance(chunk, list) for chunk in chunks):
-        with suppress(pyarrow.ArrowException):
-            schemas = [pyarrow.schema({name: chunk.type}) for chunk in chunks]
-            kind = pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
-            return pyarrow.chunked_array([chunk.cast(kind) for chunk in chunks], kind), {}
-    values = [value for chunk in chunks for value in (chunk if isinstance(chunk, list) else chunk.to_pylist())]
+    with suppress(*_MIXED):
+        return pyarrow.array(values, from_pandas=True), {}  # which takes NaN for a missing value
     kinds = Counter(kind for kind in map(_kind, values) if kind)
     kinds["text"] *= _TEXTS_COUNT
     most = max(kinds, key=kinds.__getitem__)
@@ -262,11 +243,11 @@ def _of_one_type(name: str, chunks: Sequence[Any]) -> tuple[pyarrow.ChunkedArray
         if fit is None and _kind(value):
             errors[row] = f"the {name} {shortened(value)} is {_IS_NOT[most]}"
         fits.append(fit)
-    column = _array(fits)
-    if isinstance(column, list):
-        column = pyarrow.nulls(len(fits))
+    try:
+        return pyarrow.array(fits, from_pandas=True), errors
+    except _MIXED:
         errors = {row: f"the {name} {shortened(value)} is {_IS_NOT['other']}" for row, value in enumerate(values)}
-    return pyarrow.chunked_array([column] if isinstance(column, pyarrow.Array) else column.chunks), errors
+        return pyarrow.nulls(len(fits)), errors
 
 
 # Numbers among captions are the mistakes, but so are a few words among numbers.
