@@ -26,7 +26,7 @@ from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer
 from hf_infcl.cli.datasets import replay_set
 from hf_infcl.cli.train import shared_images
 from hf_infcl.data.replay import Replayed
-from hf_infcl.data.stream_batches import Share
+from hf_infcl.data.streams import Share
 from hf_infcl.loss import reference
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.commands import ColumnOptions, DataOptions

@@ -21,7 +21,7 @@ from helpers.servers import serving
 from helpers.shards import number_of, pair, png, write_parquet, write_tar, write_tars
 from torch.utils.data import DataLoader
 
-from hf_infcl.data import ImageTextStream, stream_batches
+from hf_infcl.data import ImageTextStream, streams
 from hf_infcl.data.pairs import caption_pair_id
 from hf_infcl.shards import opening, readers
 from hf_infcl.shards.layout import DamagedShardError
@@ -64,7 +64,7 @@ class Run:
     def _read(self, batches, worker):
         info = types.SimpleNamespace(id=worker, num_workers=self._workers)
         with self._patch.context() as patch:
-            patch.setattr(stream_batches, "get_worker_info", lambda: info)
+            patch.setattr(streams, "get_worker_info", lambda: info)
             reader = iter(batches)
             return itertools.chain([next(reader)], reader)
 
@@ -108,7 +108,7 @@ def test_every_sample_comes_once_per_pass_and_no_two_readers_share_one(make, mon
 def read_in_pass(make, monkeypatch, lane, passes):
     """The samples of one lane in one pass."""
     batches = make().batches(1, numbers, num_workers=4)
-    monkeypatch.setattr(stream_batches, "get_worker_info", lambda: types.SimpleNamespace(id=lane, num_workers=4))
+    monkeypatch.setattr(streams, "get_worker_info", lambda: types.SimpleNamespace(id=lane, num_workers=4))
     found = []
     for (number,), tag in batches:
         at = tag["cursor"]["sources"][0]

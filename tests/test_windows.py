@@ -15,7 +15,7 @@ from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, defau
 from transformers import TrainerCallback
 
 from hf_infcl.data.replay import Epochs, TableRows
-from hf_infcl.data.stream_batches import Share
+from hf_infcl.data.streams import Share
 from hf_infcl.options.record import RunRecord
 from hf_infcl.processes.collectives import Processes
 from hf_infcl.processes.signals import Interruptions

@@ -82,7 +82,7 @@ def run(command: Callable[..., None], parser: Parser, namespace: argparse.Namesp
 
 # Their warnings are of what one process alone has met: its shards, its samples and its signals.
 _OF_ONE_PROCESS = (
-    *("hf_infcl.data.stream_batches", "hf_infcl.data.store", "hf_infcl.quality.embedding"),
+    *("hf_infcl.data.streams", "hf_infcl.data.store", "hf_infcl.quality.embedding"),
     *("hf_infcl.shards", "hf_infcl.processes"),
 )
 

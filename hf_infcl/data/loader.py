@@ -22,7 +22,7 @@ from ..options.record import RunRecord
 from ..processes.signals import heed_parent_alone
 from .collator import DataCollator
 from .replay import Replayed, epochs_of, make_micro_batches
-from .stream_batches import MicroBatches, Share
+from .streams import MicroBatches, Share
 
 # After WAIT_WINDOWS windows, a warning is logged if the share of the whole training exceeds WAIT_SHARE, and one if a
 # process is behind the median one by SLOW_SHARE of a step.
@@ -124,7 +124,7 @@ class TrainingLoader(DataLoader[Any]):
         record: of the checkpoint to resume from, if there is one.
 
     Raises:
-        ValueError: an epoch has fewer pairs than a global batch; or as `hf_infcl.data.stream_batches.StreamBatches`.
+        ValueError: an epoch has fewer pairs than a global batch; or as `hf_infcl.data.streams.StreamBatches`.
     """
 
     def __init__(

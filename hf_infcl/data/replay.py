@@ -21,7 +21,7 @@ from . import ImageTextStream
 from .collator import DataCollator
 from .pairs import as_pair_id
 from .store import SizedDataset, gives, has_epochs, keyed_rows, set_epoch
-from .stream_batches import MicroBatches, ReadItems, Share
+from .streams import MicroBatches, ReadItems, Share
 
 
 class Epochs(NamedTuple):

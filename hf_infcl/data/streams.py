@@ -1,4 +1,11 @@
-"""Streams of image-text pairs from shards, whose items do not depend on the process or worker that reads them."""
+"""Streams of image-text pairs from shards, whose items do not depend on the process or worker that reads them.
+
+The number L of lanes (`hf_infcl.shards.lanes`) is a multiple of processes × workers and is fixed for the run.
+Micro-batch n of the run comes from lane n mod L and is created by worker (n div R) mod W of process n mod R. The
+sequence of micro-batches therefore does not depend on the number of processes R and of workers W, as long as R·W
+divides L. Each micro-batch carries the cursor of its lane, so a checkpoint stores the positions of the consumed
+micro-batches, not of those that workers have read ahead.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +16,41 @@ import itertools
 import logging
 import math
 import posixpath
+import random
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..files.text import Url, describe_cause, shortened
-from ..shards.lanes import Shard
-from ..shards.layout import DamagedShardError
+from ..files.text import Url, counted, describe_cause, shortened, was_and_is
+from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
+from ..shards.layout import DamagedShardError, sample_key
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
 from ..shards.readers import Columns, Sample, reader_of
 from .collator import DataCollator
 from .images import BadSampleError, decode_rgb
 from .pairs import PairSource, content_pair_id, usable_captions
-from .stream_batches import Share, StreamBatches
+from .store import KeyedItem
 from .transforms import Augmentation, augment
 
 logger = logging.getLogger(__name__)
 
 _CURE = 'Repair or drop it, or leave such samples out with on_bad_sample="skip".'
 _SAMPLED, _SAMPLED_SHARDS = 256, 8  # of `sample_captions`
+VERSION = 1  # version of the order of samples and of the state in checkpoints
+# With on_bad_sample="skip": this many bad samples in succession mean a broken dataset, not a few broken files.
+_MAX_BAD = 100
+_DRAWS = 1024  # number of choices between the sources of a mixture that are drawn at a time
+
+# Reads the items of a micro-batch, of ascending numbers, and what `consume` has to know of it.
+ReadItems = Callable[[int], tuple[list[Any], dict[str, Any]]]
 
 
 class ImageTextStream(PairSource, IterableDataset[dict[str, Any]]):
@@ -280,3 +298,327 @@ def _world_size() -> int:
 
 def _leaves_folder(name: str) -> bool:
     return name.startswith("/") or ".." in name.split("/") or "://" in name
+
+
+class Share:
+    """The pairs of each micro-batch that come from one source: all of them, or with replay the new or the old ones.
+
+    Micro-batches are counted from the first one of the run, on all processes. Every global batch has the same number of
+    old pairs, and each of its micro-batches equally many but for one. Which ones have one more is drawn for each global
+    batch, so that all lanes of a stream are read at the same pace; the processes differ by at most one pair. Nothing
+    depends on the number of processes.
+
+    Args:
+        batch_size: the pairs of a micro-batch, of all sources.
+        micro_batches: those of a global batch, on all processes.
+        old: the old pairs of a global batch; None without replay.
+        is_old: whether the source has the old pairs.
+
+    Attributes:
+        of_batch: the pairs of a global batch that come from the source.
+        identity: what the order of a stream depends on, for a checkpoint.
+        words: the pairs of a global batch, for messages.
+    """
+
+    def __init__(self, batch_size: int, micro_batches: int, old: int | None = None, *, is_old: bool = False) -> None:
+        self.micro_batches, self.is_old = micro_batches, is_old
+        self._batch_size, self._old = batch_size, old or 0
+        self.of_batch = self._old if is_old else batch_size * micro_batches - self._old
+        self.identity: dict[str, Any] = {"batch_size": batch_size}
+        self.words = f"one global batch of {self.of_batch} pairs"
+        if old is not None:
+            self.identity |= {"micro_batches": micro_batches, "old": old, "is_old": is_old}
+            self.words = f"its {self.of_batch} pairs of one global batch"
+
+    def pairs(self, number: int) -> range:
+        """The pairs of a micro-batch among those of the source in its global batch."""
+        step, place = divmod(number, self.micro_batches)
+        each, left = divmod(self._old, self.micro_batches)
+        # `left` micro-batches from `start` on have one more; beyond the last one they go on with the first ones.
+        start = random.Random(step).randrange(self.micro_batches) if left else 0
+        end = start + left
+
+        def before(place: int) -> int:
+            """The pairs of the source in the first so many micro-batches of the global batch."""
+            again = max(0, min(place, end - self.micro_batches))
+            old = each * place + min(place, end) - min(place, start) + again
+            return old if self.is_old else self._batch_size * place - old
+
+        return range(before(place), before(place + 1))
+
+
+class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
+    """Reads the micro-batches of one process from a stream, a table or a mixture, and records which were consumed.
+
+    The elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
+    with each tag, in order, once its batch has been trained on; `state` is then this process's part of a checkpoint.
+    Iteration begins after the consumed batches. ``tag["pairs"]`` were prepared in ``tag["seconds"]``.
+
+    Args:
+        share: the pairs of this source.
+        collate: turns a list of items into a batch.
+        num_workers: those of the DataLoader.
+        keyed: whether the items are `KeyedItem`.
+        position: the global batches before the first one that is read; the `state` of a stream says it as well.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        collate: DataCollator,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        keyed: bool = False,
+        position: int = 0,
+    ) -> None:
+        self._share, self._collate, self._keyed = share, collate, keyed
+        self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
+        self._consumed = position * share.micro_batches  # of all processes since the run began
+
+    @property
+    def position(self) -> int:
+        """The global batches before the one to be read next, since the run began."""
+        return self._consumed // self._share.micro_batches
+
+    def begin_at(self, position: int) -> bool:
+        """Goes to this global batch. Returns whether it is another than the one that follows the consumed ones."""
+        return False  # only a table has its rows at hand
+
+    def skip_rows(self, rows: Callable[[], Tensor]) -> bool:
+        """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
+        return False  # other data has all its samples, and does not ask which ones to pass over
+
+    def consume(self, tag: Mapping[str, object]) -> None:
+        """Records that the batch with this tag was consumed."""
+        self._consumed += self._world_size
+
+    def state(self) -> dict[str, Any] | None:
+        """The state that this process adds to a checkpoint, to be written as JSON; None if the position says it all."""
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """Counts of this process since the run began, by their names."""
+        raise NotImplementedError
+
+    def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """The rows of a table at (micro-batch, row) of this process after the consumed ones; for other data none."""
+        return []
+
+    def reader(self) -> ReadItems:
+        """A new reader, which begins with the batches that follow the consumed ones."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        if workers != self._workers:
+            has = counted(workers, "worker")
+            raise ValueError(f"The DataLoader has {has}, but the batches were made for {self._workers}.")
+        read = self.reader()
+        first = self._consumed + worker * self._world_size + self._rank
+        for number in itertools.count(first, self._workers * self._world_size):
+            began = time.perf_counter()
+            items, tag = read(number)
+            batch = self._collate(items)
+            if "new_images" in tag and isinstance(batch, Mapping):
+                batch = {**batch, "new_images": tag["new_images"]}
+            yield batch, {**tag, "seconds": time.perf_counter() - began, "pairs": len(items)}
+
+
+class StreamBatches(MicroBatches):
+    """The micro-batches of an `ImageTextStream` for one process.
+
+    Args:
+        stream: an `ImageTextStream`.
+        batch_size: the number of pairs of a micro-batch; or the `Share` of this stream.
+        accumulation_steps: the number of micro-batches that each process contributes to a global batch, if
+            ``batch_size`` is a number.
+        states: the `state` of every process of a checkpoint, for any number of processes and workers.
+        **where: as for `MicroBatches`; a key is the `sample_key`.
+
+    Raises:
+        ValueError: processes and workers cannot share the lanes; a source has too few samples for them; the states
+            belong to another order. While iterating: a bad sample; too few samples for one global batch.
+        ReadError: a shard could not be read.
+    """
+
+    def __init__(
+        self,
+        stream: ImageTextStream,
+        batch_size: int | Share,
+        collate: DataCollator = list,
+        *,
+        accumulation_steps: int = 1,
+        states: Sequence[Mapping[str, object]] = (),
+        **where: Any,
+    ) -> None:
+        world_size = where.get("world_size", 1)
+        share = Share(batch_size, accumulation_steps * world_size) if isinstance(batch_size, int) else batch_size
+        super().__init__(share, collate, **where)
+        self._stream = stream
+        checkpoint = _merged(states) if states else None
+        lanes = stream.lanes or (checkpoint["identity"]["lanes"] if checkpoint else world_size * self._workers)
+        self._order = SampleOrder(stream.seed, lanes, stream.shuffle_buffer, stream.open_shards)
+        self._order.check_shares(world_size, self._workers)
+        self._identity = {"version": VERSION, **self._share.identity, **asdict(self._order)}
+        self._identity["sources"] = [
+            [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
+            for weight, group in zip(stream.weights, stream.groups, strict=True)
+        ]
+        self._cursors: dict[int, dict[str, Any]] = {}  # by lane
+        split = None
+        if checkpoint is not None:
+            self._check_identity(checkpoint)
+            self._consumed, split = checkpoint["consumed"], checkpoint["pieces"]
+            self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
+        if split is None:
+            self._pieces = [self._dealt(group) for group in stream.groups]
+        else:
+            self._pieces = [[Piece(*piece) for piece in group] for group in split]
+
+    # ---- What was consumed ----
+
+    def consume(self, tag: Mapping[str, Any]) -> None:
+        expected = self._consumed + self._rank
+        if tag["number"] != expected:
+            raise ValueError(
+                f"Micro-batch {expected} of the stream must be consumed next, got {tag['number']}. The DataLoader "
+                "must keep the order of its workers (in_order=True), and no batch may be left out."
+            )
+        self._cursors[tag["lane"]] = tag["cursor"]
+        super().consume(tag)
+
+    def state(self) -> dict[str, Any]:
+        is_split = any(piece[1:] != (0, None) for group in self._pieces for piece in group)
+        return {
+            "identity": self._identity,
+            "pieces": self._pieces if is_split else None,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "consumed": self._consumed,
+            "lanes": {str(lane): cursor for lane, cursor in self._own_cursors().items()},
+        }
+
+    def counts(self) -> dict[str, int]:
+        """``samples`` consumed, samples ``skipped``, ``shards`` opened."""
+        cursors = self._own_cursors().values()
+        skipped = sum(cursor["skipped"] for cursor in cursors)
+        return {
+            "samples": sum(cursor["drawn"] for cursor in cursors) - skipped,
+            "skipped": skipped,
+            "shards": sum(at["opened"] + at["reached"] for cursor in cursors for at in cursor["sources"]),
+        }
+
+    def _own_cursors(self) -> dict[int, dict[str, Any]]:
+        """The cursors of this process's lanes. Those of other lanes stay as they were in the checkpoint."""
+        return {lane: at for lane, at in self._cursors.items() if lane % self._world_size == self._rank}
+
+    def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
+        if changed := was_and_is(dict.fromkeys(self._identity) | checkpoint["identity"], self._identity):
+            raise ValueError(
+                f"The stream cannot continue where the checkpoint ended, because its order has changed: {changed}. "
+                "Use the shards and options of the checkpoint, or start a new run from its model."
+            )
+        if checkpoint["consumed"] % self._world_size:
+            raise ValueError(
+                f"{checkpoint['consumed']} micro-batches were consumed at the checkpoint, which {self._world_size} "
+                "processes cannot have shared evenly. Use a number of processes that divides it."
+            )
+
+    # ---- Reading ----
+
+    def _dealt(self, group: Sequence[int]) -> list[Piece]:
+        """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""
+        lanes = self._order.lanes
+        if len(group) >= lanes:
+            return [Piece(number) for number in group]
+        began, parts = time.perf_counter(), lanes // math.gcd(len(group), lanes)
+        pieces = []
+        for number in group:
+            shard = self._stream.shards[number]
+            pieces += [Piece(number, *borders) for borders in shard.reader.pieces(shard.url, parts)]
+        if self._rank == 0:
+            logger.warning(
+                "%d shards are fewer than the %d lanes (processes × DataLoader workers). Each was split into %d parts, "
+                "which took %.1f s to find at this start; from now on several workers read from each shard.",
+                len(group),
+                lanes,
+                parts,
+                time.perf_counter() - began,
+            )
+        return pieces
+
+    def reader(self) -> ReadItems:
+        lanes: dict[int, Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]] = {}
+        cursors = dict(self._cursors)  # batches may be consumed while this reader goes on
+
+        def read(number: int) -> tuple[list[Any], dict[str, Any]]:
+            lane = number % self._order.lanes
+            if lane not in lanes:
+                lanes[lane] = self._lane(lane, cursors.get(lane), number)
+            items, passes, cursor = next(lanes[lane])
+            if passes and number < self._share.micro_batches and len(self._pieces) == 1:
+                raise ValueError(
+                    f"The stream is shorter than {self._share.words}: lane {lane} of {self._order.lanes}, each of "
+                    f"which a worker reads, has read its share of the {len(self._stream.shards)} shards such as "
+                    f"{self._stream.shards[0].url!r} before the first one was full. Lower the batch, use more data, or "
+                    "fewer workers."
+                )
+            return items, {"number": number, "lane": lane, "cursor": cursor}
+
+        return read
+
+    def _lane(
+        self, lane: int, cursor: dict[str, Any] | None, first: int
+    ) -> Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]:
+        """(items, number of passes before the last one, cursor after them) of a lane, from micro-batch ``first`` on."""
+        stream = self._stream
+        cursor = cursor or {"drawn": 0, "skipped": 0, "sources": [None] * len(self._pieces)}
+        drawn, skipped = cursor["drawn"], cursor["skipped"]
+        sources = [
+            LaneSource(stream.shards, pieces, self._order, lane, number, at)
+            for number, (pieces, at) in enumerate(zip(self._pieces, cursor["sources"], strict=True))
+        ]
+        samples = [iter(source) for source in sources]
+        draws: list[int] = []
+        in_succession = passes = 0
+        for number in itertools.count(first, self._order.lanes):
+            items: list[Any] = []
+            reported, size = skipped, len(self._share.pairs(number))
+            while len(items) < size:
+                if not draws or drawn % _DRAWS == 0:  # each block by its number, so that a cursor needs no more
+                    rng = self._order.random("mixture", lane, drawn // _DRAWS)
+                    draws = rng.choices(range(len(sources)), stream.weights, k=_DRAWS)
+                passes, shard, key, sample = next(samples[draws[drawn % _DRAWS]])
+                drawn += 1
+                try:
+                    item = stream.item(passes, shard, key, sample)
+                except BadSampleError as error:
+                    if stream.on_bad_sample == "raise":
+                        raise
+                    if isinstance(sample, DamagedShardError):  # more than one sample is lost
+                        logger.warning("%s", sample)
+                    skipped, in_succession = skipped + 1, in_succession + 1
+                    if in_succession == _MAX_BAD:
+                        raise ValueError(f"{_MAX_BAD} samples in succession were bad. The last: {error}") from error
+                    continue
+                in_succession = 0
+                if stream.on_bad_sample == "skip":
+                    item["skipped"], reported = skipped - reported, skipped
+                name = stream.shards[shard].name
+                items.append(KeyedItem(item, sample_key(name, key), f"{name} {key}") if self._keyed else item)
+            yield items, passes, {"drawn": drawn, "skipped": skipped, "sources": [s.cursor() for s in sources]}
+
+
+def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of all processes of one checkpoint as one."""
+    first = states[0]
+    seen = [(state["rank"], state["world_size"], state["consumed"]) for state in states]
+    if sorted(seen) != [(rank, len(states), first["consumed"]) for rank in range(len(states))]:
+        raise ValueError(
+            "The states of the stream are not those of all processes of one checkpoint: their (rank, processes, "
+            f"micro-batches) are {sorted(seen)}."
+        )
+    return {**first, "lanes": {lane: cursor for state in states for lane, cursor in state["lanes"].items()}}
