@@ -8,8 +8,7 @@ import importlib.util
 import io
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ LEDGER_FILE, SHEET_FILE = "_ledger.parquet", "_ledger.png"
 CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
 RATHER_WRONG = 0.5  # the probability whose exclusion gained more than that of CERTAIN in scripts/real_pairs
 _WIDTH = 0.25  # of the window in which scores are counted, to both sides
-_ARRAYS = {"key": np.int64, "score": np.float32, "p_wrong": np.float32}
 
 
 @dataclass
@@ -61,10 +59,6 @@ class Ledger:
         """The places of the pairs that are wrong with a probability of `CERTAIN` at least."""
         return np.flatnonzero(self.p_wrong >= CERTAIN)
 
-    def name(self, place: int) -> str:
-        """The name by which a person knows a pair: its sample or file, or else its key."""
-        return self.sample[place] if self.sample else str(self.key[place])
-
     def says_nothing(self) -> bool:
         """Whether most pairs look wrong, as they do to a model that does not know such pairs yet."""
         return len(self) > 0 and float(np.median(self.p_wrong)) >= 0.5
@@ -79,7 +73,7 @@ class Ledger:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
+        columns: dict[str, Any] = {name: getattr(self, name) for name in ("key", "score", "p_wrong")}
         columns["caption"] = pa.array(self.caption, pa.string())
         if self.sample:
             columns["sample"] = pa.array(self.sample, pa.string())
@@ -88,40 +82,6 @@ class Ledger:
         columns["content"] = pa.DictionaryArray.from_arrays(np.zeros(len(self), np.int8), pa.array([self.content]))
         with written_whole(Path(path)) as partial:
             pq.write_table(pa.table(columns), partial)
-
-    @classmethod
-    def read(cls, path: str | Path) -> Ledger:
-        """The ledger in a file; see `_opened` for errors."""
-        with _opened(path) as (file, content):
-            table = file.read()
-            key, score, p_wrong = (table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items())
-            sample = table["sample"].to_pylist() if "sample" in table.column_names else []
-            left_out = table["left_out"].to_numpy() if "left_out" in table.column_names else None
-            return cls(content, key, score, p_wrong, table["caption"].to_pylist(), sample, left_out)
-
-
-@contextmanager
-def _opened(path: str | Path) -> Iterator[tuple[Any, str]]:
-    """The ``pyarrow.parquet.ParquetFile`` of a ledger, and the fingerprint of its data.
-
-    Within the context, an error becomes a ValueError that says that the file is missing or no ledger.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            first = next(file.iter_batches(1, columns=["content"]), None)  # every row has the same
-            if first is None:
-                raise ValueError("it has no rows")
-            yield file, str(first["content"][0].as_py())
-    except FileNotFoundError:
-        raise ValueError(f"There is no ledger {path}. `infcl score` writes one.") from None
-    except (OSError, KeyError, ValueError, pa.ArrowInvalid) as error:
-        raise ValueError(
-            f"{path} is not a ledger that `infcl score` has written: {describe_cause(error)}. An edited copy "
-            "has to be a parquet file that keeps the ledger's columns."
-        ) from error
 
 
 def make_ledger(
@@ -214,6 +174,9 @@ def _excluded(dataset: ImageTextDataset | ImageTextStream, asked: str, rows: int
 
 def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
     """The keys [n] int64 of a ledger's pairs that are to be left out, the number of all pairs, and whose they are."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path, _, number = asked.rpartition(":")
     is_share = number.endswith("%")
     try:
@@ -225,17 +188,26 @@ def _wrong(asked: str) -> tuple[np.ndarray, int, str]:
             "exclude must be a ledger and the least probability of the pairs to leave out, more than 0 and at most 1, "
             f"or the share with the lowest scores, such as _ledger.parquet:0.5 or _ledger.parquet:5%, got {asked!r}."
         )
-    with _opened(path) as (file, content):
-        name = "score" if is_share else "p_wrong"
-        key, values = (column.to_numpy() for column in file.read(columns=["key", name]).columns)
+    name = "score" if is_share else "p_wrong"
+    try:
+        with pq.ParquetFile(path) as file:
+            first = next(file.iter_batches(1, columns=["content"]), None)  # every row has the same
+            if first is None:
+                raise ValueError("it has no rows")
+            key, values = (column.to_numpy() for column in file.read(columns=["key", name]).columns)
         if values.dtype.kind not in "fiu" or not np.isfinite(values).all():
             raise ValueError(f"its column {name} does not hold a number in every row")
-        if is_share:
-            count = int(least * len(key) / 100)  # in this order, since 0.58 * 50 is less than 29
-            wrong = np.argsort(values, kind="stable")[:count]
-        else:
-            wrong = np.flatnonzero(values >= least)
-        return np.unique(key[wrong]).astype(np.int64), len(key), content
+        content = str(first["content"][0].as_py())
+    except FileNotFoundError:
+        raise ValueError(f"There is no ledger {path}. `infcl score` writes one.") from None
+    except (OSError, KeyError, ValueError, pa.ArrowInvalid) as error:
+        raise ValueError(
+            f"{path} is not a ledger that `infcl score` has written: {describe_cause(error)}. An edited copy "
+            "has to be a parquet file that keeps the ledger's columns."
+        ) from error
+    count = int(least * len(key) / 100)  # in this order, since 0.58 * 50 is less than 29
+    wrong = np.argsort(values, kind="stable")[:count] if is_share else np.flatnonzero(values >= least)
+    return np.unique(key[wrong]).astype(np.int64), len(key), content
 
 
 def words_of_excluded(asked: str) -> tuple[str, str]:
