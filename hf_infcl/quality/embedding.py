@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from ..data import ContrastiveCollator, transparency
+from ..data import transparency
 from ..data.sources import ItemSource, collated
 from ..data.store import PartFiles, Store, Writer, of_caption
 from ..files.text import was_and_is
@@ -130,8 +130,11 @@ def _write_part(
     writer.write(part, keys, values[order], **columns)
 
 
-def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
-    """A hash, 32 hexadecimal digits, of all that what a model returns for data of this fingerprint depends on."""
+def fingerprint(source: ItemSource, tower: nn.Module, context: Context, dims: int | None = None) -> str:
+    """A hash, 32 hexadecimal digits, of all on which it depends what a model returns for the images and captions."""
+    collator, dtype = context.collator, context.accelerator.mixed_precision
+    content = source.fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
+    content += "" if dims is None else f" {dims} dimensions"
     digest = hashlib.sha256(f"3 {type(tower).__name__} {dtype} {collator.image_backend} {transparency()}\n".encode())
     # The config has what the weights do not show, and the printed modules show what was changed after loading.
     digest.update(f"{json.dumps(options_of_model(tower), sort_keys=True)} {tower}\n".encode())
@@ -208,20 +211,18 @@ def normalised_by(encode: Encode, inputs: dict[str, Tensor], *, half: bool = Fal
 
 def described(source: ItemSource, context: Context) -> dict[str, Any]:
     """What the record says of model and data, besides the fingerprint of all that decides."""
-    encoder, collator, dtype = context.encoder, context.collator, context.accelerator.mixed_precision
-    content = source.fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
-    content += "" if encoder.dims is None else f" {encoder.dims} dimensions"
+    encoder = context.encoder
     config = getattr(encoder.base, "config", None)
     return {
-        "fingerprint": fingerprint(content, encoder.model, collator, dtype),
-        "dtype": dtype,
+        "fingerprint": fingerprint(source, encoder.model, context, encoder.dims),
+        "dtype": context.accelerator.mixed_precision,
         "dims": encoder.dims,
         "kinds": list(source.kinds),
         "parts": source.parts,
         "model": getattr(config, "_name_or_path", "") or type(encoder.base).__name__,
         "weights": weight_fingerprint(encoder.model),
         "revision": getattr(config, "_commit_hash", None),
-        "preprocessing": as_json(collator.options),
+        "preprocessing": as_json(context.collator.options),
         "data": source.described(),
     }
 

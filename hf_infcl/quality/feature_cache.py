@@ -81,7 +81,7 @@ def with_cached_features(context: Context, interruptions: Interruptions) -> Any:
         ValueError: the features of the images are not the same at every step, or cannot be used; the folder is not
             writable.
     """
-    pairs, args, collator = context.data, context.args, context.collator
+    pairs, args = context.data, context.args
     if pairs is None or args.cache_features is None:
         return pairs
     if isinstance(pairs, Replayed):
@@ -91,18 +91,15 @@ def with_cached_features(context: Context, interruptions: Interruptions) -> Any:
     tower: Any = context.encoder.frozen_towers().get("image")
     start = context.start if args.keep_features else None
     of_run = {"sharded": is_sharded(context.accelerator), "compiled": bool(args.torch_compile)}
-    check_cacheable(pairs, tower, collator, keeps=start is not None, **of_run)
+    check_cacheable(pairs, tower, context.collator, keeps=start is not None, **of_run)
 
     def encoded(encode: Encode, inputs: dict[str, Tensor]) -> Tensor:
         interruptions.phases.note_progress()
         return encode(inputs).float()
 
     def stores(model: nn.Module, encoders: Mapping[str, Encode]) -> dict[str, Store]:
-        of_texts = "texts" in encoders
-        source = TableSource(pairs.table, pairs, pairs.caption_column if of_texts else None)
-        content = source.fingerprint() + (collator.text_fingerprint() if of_texts else "")
-        dtype = context.accelerator.mixed_precision
-        place = Path(str(args.cache_features), fingerprint(content, model, collator, dtype))
+        source = TableSource(pairs.table, pairs, pairs.caption_column if "texts" in encoders else None)
+        place = Path(str(args.cache_features), fingerprint(source, model, context))
         with failures_announced():
             check_writable(place, "cache_features")
         found = {kind: Store(place, kind, source.parts) for kind in encoders}
