@@ -122,7 +122,7 @@ def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_f
             embedded(source, tmp_path, **other)
     for content in ("", "[]", "{}"):
         (tmp_path / "embeddings.json").write_text(content)
-        with pytest.raises(ValueError, match=r"embeddings\.json is damaged: .*\. Delete .*, or choose another"):
+        with pytest.raises(ValueError, match=r"embeddings\.json is damaged: .*\. Delete .*, or embed into another"):
             embedded(source, tmp_path)
     images = table_source(table().remove_columns("caption"), "image", "caption", None, "x")
     for max_length in (None, 4):  # which decides nothing about images

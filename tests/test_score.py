@@ -369,7 +369,7 @@ def test_scores_under_bf16_are_products_in_fp32(folder, tmp_path):
     for name, precision in (("fp32", []), ("bf16", ["--bf16"])):
         words = ["--output_dir", tmp_path / name, "--window", 48, *precision, *PLAIN]
         infcl("score", folder / "model", folder / "pictures", *words)
-        scores.append(Ledger.read(tmp_path / name / LEDGER_FILE).score)
+        scores.append(pandas.read_parquet(tmp_path / name / LEDGER_FILE).score)
     assert np.corrcoef(scores)[0, 1] > 0.99, "what bf16 rounds are the embeddings"
 
 
@@ -392,14 +392,14 @@ def test_score_check_and_exclude(folder, capsys, caplog, tmp_path):
     assert "do not mean anything yet: to this model most of the 96 pairs look" in (printed := capsys.readouterr().out)
     assert "--exclude" not in printed, "its weights are random"
     assert Image.open(out / SHEET_FILE).size[0] == 1040
-    ledger = Ledger.read(out / LEDGER_FILE)
+    ledger = pandas.read_parquet(out / LEDGER_FILE)
     assert ledger.key.tolist() == list(range(96))
     assert ledger.caption[5] == "b b"
-    assert sorted(ledger.sample) == sorted(path.name for path in data.rglob("*.png"))
-    assert ledger.left_out is None, "nothing was trained"
+    assert sorted(ledger["sample"]) == sorted(path.name for path in data.rglob("*.png"))
+    assert "left_out" not in ledger, "nothing was trained"
     # ---- As a model would find that knows the pairs ----
     scores = np.where(np.arange(96) % 16 == 3, -1.0, 5.0)
-    make_ledger(ledger.content, ledger.key, scores, ledger.caption).write(out / LEDGER_FILE)
+    make_ledger(ledger.content[0], ledger.key.to_numpy(), scores, ledger.caption).write(out / LEDGER_FILE)
     batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--logging_steps", 1, "--save_strategy", "no"]
     words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--leave_out", "noisy"]
     infcl("train", *words, "--output_dir", tmp_path / "run", "--exclude", f"{out / LEDGER_FILE}:0.9")
@@ -410,12 +410,12 @@ def test_score_check_and_exclude(folder, capsys, caplog, tmp_path):
     assert caplog.text.count("leave_out has left nothing out: each pair was seen") == 1
     assert "--exclude" not in printed.out
     assert printed.err.count(f"Excluded by {out / LEDGER_FILE}:0.9: 6 of 96 pairs.\n") == 1
-    of_run = Ledger.read(tmp_path / "run" / LEDGER_FILE)
+    of_run = pandas.read_parquet(tmp_path / "run" / LEDGER_FILE)
     assert len(of_run) == 16, "those of two steps"
     assert of_run.key.max() < 90
     assert not of_run.left_out.any()
     captions = [ledger.caption[row] for row in np.flatnonzero(np.arange(96) % 16 != 3)]
-    assert of_run.caption == [captions[row] for row in of_run.key]
+    assert of_run.caption.tolist() == [captions[row] for row in of_run.key]
     assert Image.open(tmp_path / "run" / SHEET_FILE).size == (1040, 4 * 216), "all 16"
     words += ["--output_dir", tmp_path / "other", "--exclude", f"{tmp_path / 'run' / LEDGER_FILE}:0.9"]
     assert "is of other data" in mistake(capsys, "train", *words)
