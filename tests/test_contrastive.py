@@ -2,10 +2,12 @@
 
 import inspect
 import itertools
+import os
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from hf_infcl.kernels import torch_backend as tiled
 from hf_infcl.loss import reference, strategies
 from hf_infcl.loss.contrastive import local_contrastive_loss
 from hf_infcl.loss.strategies import STRATEGIES, Ring
+from hf_infcl.processes.collectives import Processes
 
 
 def shard(t: Any, rank: int, world_size: int) -> Any:
@@ -132,6 +135,27 @@ def test_a_ring_gathers_small_texts(rank, world_size):
         with mock.patch.object(strategies, "GATHERED_BYTES", limit), rotate as rotated:
             rank_contract(rank, world_size, [("softmax", "ring", b, torch.float32, True, 1.0)])
         assert rotated.called == travels
+
+
+@on_ranks(4)
+def test_a_ring_gathers_what_fits_on_machines_of_two(rank, world_size):
+    def choice(limit: int, machine: str = "2") -> tuple[int, int]:
+        environment = mock.patch.dict(os.environ, HF_INFCL_RING_GROUP=machine)
+        unknown = mock.patch.object(strategies, "_machines", WeakKeyDictionary())
+        with environment, unknown, mock.patch.object(strategies, "GATHERED_BYTES", limit):
+            rank_contract(rank, world_size, [("softmax", "ring", 4, torch.float32, True, 1.0)])
+        return strategies.chosen[:2]
+
+    of_two, of_four = (w * 4 * (24 * (16 + 4) + 4 * w) for w in (2, 4))
+    assert [choice(limit) for limit in (of_two - 1, of_two, of_four - 1, of_four)] == [(4, 1), (2, 2), (2, 2), (1, 4)]
+    assert choice(of_two, str(1 + rank // 2)) == (4, 1), "machines of one and of two"
+    assert choice(of_two, "3") == (4, 1)
+    with pytest.raises(RuntimeError, match=r"rank 1: HF_INFCL_RING_GROUP .* number of processes, got 'two'"):
+        choice(of_two, "two" if rank == 1 else "2")
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    for group, processes in ((groups[rank // 2], 2), (groups[2 + rank % 2], 1)):
+        with mock.patch.dict(os.environ, HF_INFCL_RING_GROUP="2"):
+            assert strategies.machines_of(Processes(group), torch.device("cpu")).processes == processes
 
 
 @on_ranks(4, always_ring=True)

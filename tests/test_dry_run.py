@@ -45,6 +45,7 @@ def test_nothing_is_written(small, tmp_path, monkeypatch, capsys):
     speed = r"^Speed: [\d,.]+ images a second; a step of 8 pairs takes \S+ s, of which it waits \S+ s for data\.$"
     assert re.search(speed, printed, re.MULTILINE)
     assert re.search(r"^The whole training takes 0:00:\d\d, with equally fast loading, and", printed, re.MULTILINE)
+    assert "Loss:" not in printed, "a process alone exchanges nothing"
     assert "pairs of the training set were checked" in printed, "as before a training"
 
 
@@ -68,6 +69,7 @@ def test_two_processes_tell_it_once(small, tmp_path):
     code, output = launched(run, *small, "--dry_run")
     assert code == 0, output
     assert output.count("Dry run: 3 steps of 4. Nothing was written.") == 1, output
+    assert output.count("Loss: all texts gathered; on H100s it is predicted to take 0.0012 s of a step.") == 1, output
     assert not (tmp_path / "out").exists()
 
 

@@ -258,6 +258,22 @@ def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path):
     assert (tmp_path / "ring.png").stat().st_size > 10_000
 
 
+def test_benchmark_ring_measures_the_host_of_a_ring_without_a_network(script, tmp_path):
+    words = ["--blocks", 4, "--gathered", 2, "--per-gpu-batch-sizes", 8, "--dims", 16, "--dtype", "float32"]
+    (row,) = measure(script("benchmarks.ring"), *words, "--output", tmp_path / "blocks.csv")
+    assert (row["blocks"], row["gathered"], row["implementation"]) == ("4", "2", "launched")
+    assert 0 < float(row["host_us"]) <= float(row["device_us"])
+
+
+def test_the_table_of_exchanges_is_what_is_chosen(script):
+    ring = script("benchmarks.ring")
+    committed = rows_of(ring.RESULTS / "exchange.csv")
+    chosen = [{name: str(value) for name, value in row.items()} for row in ring.predictions()]
+    assert committed == chosen, "python scripts/benchmark.py ring --predict writes it again"
+    assert {row["exchange"] for row in committed} > {"all texts gathered", "a ring of 2 processes"}
+    assert any("machines" in row["exchange"] for row in committed)
+
+
 def test_benchmark_ring_measures_several_captions(script, tmp_path):
     words = ["--per-gpu-batch-sizes", 8, "--dims", 16, "--dtype", "float32", "--milliseconds", 5, "--captions", 3]
     rows = measure(script("benchmarks.ring"), *words, "--output", tmp_path / "ring.csv")

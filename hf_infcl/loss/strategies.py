@@ -133,17 +133,19 @@ class RingReduction:
         self._arrived: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """Takes this process's part, a contiguous tensor that is overwritten."""
+        """Takes this process's part, a contiguous tensor that is read until the next step."""
         self._part = padded(part, self._rows)
 
     def depart(self) -> Iterator[tuple[Tensor, Tensor]]:
         """If a part was added: combines it with what has arrived for its block; yields that and memory for the next."""
         if self._part is None:
             return
-        total, self._part = self._part, None
-        if self._arrived is not None:
-            self._combine(self._arrived, total, out=self._arrived)
+        if self._arrived is None:
+            total = self._part.clone()
+        else:
             total = self._arrived
+            self._combine(total, self._part, out=total)
+        self._part = None
         self._arrived = torch.empty_like(total) if self._sent is None else self._sent
         self._sent = total
         yield total, self._arrived
@@ -330,32 +332,33 @@ class RingStrategy(Strategy):
         self.blocks = self._ring.size
         self.key += (self._ring.peers, self._machine.processes.group)
 
-    def _blocks(self, side: Side, travelling: Sequence[RingReduction]) -> Iterator[tuple[Side, int | None]]:
-        """The columns of each machine and the ``diagonal`` of their block, in the order of `Ring.rotate`."""
-        size, machine, home = max(side.counts), self._machine, None
-        width, place = machine.processes.world_size, machine.processes.rank
-        rows = tuple(None if t is None else padded(t, size) for t in side.rows)
-        for source, held in self._ring.rotate(rows, travelling):
-            if source == self._ring.place and home is not None:
-                yield home
-                continue
-            counts = side.counts[source * width : (source + 1) * width]
-            columns = machine.columns(Side(tuple(None if t is None else t[: counts[place]] for t in held), counts))
-            if source == self._ring.place:
-                home = columns, machine.place(counts).start
-            yield home if source == self._ring.place else (columns, None)
+    def _rotate(self, side: Side, travelling: Sequence[RingReduction]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """`Ring.rotate` of the rows of a side."""
+        size = max(side.counts)
+        return self._ring.rotate([None if t is None else padded(t, size) for t in side.rows], travelling)
+
+    def _columns(self, source: int, held: tuple[Any, ...], counts: tuple[int, ...]) -> tuple[Side, int | None]:
+        """The columns of a machine, and the ``diagonal`` of their block; valid until the next ones."""
+        machine = self._machine.processes
+        of_machine = counts[source * machine.world_size : (source + 1) * machine.world_size]
+        rows = tuple(None if t is None else t[: of_machine[machine.rank]] for t in held)
+        diagonal = self._machine.place(of_machine).start if source == self._ring.place else None
+        return self._machine.columns(Side(rows, of_machine)), diagonal
 
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
         stats_x: Statistics = ()
         reductions = [RingReduction(c, max(y.counts)) for c in combine] if want_y else []
-        for columns, diagonal in self._blocks(y, reductions):
-            if diagonal is not None and stats_x:  # home again, where only the sums had to arrive
+        for source, held in self._rotate(y, reductions):
+            if source == self._ring.place and stats_x:  # home again, where only the sums had to arrive
                 continue
+            columns, diagonal = self._columns(source, held, y.counts)
             parts_x, parts_y = block(x.rows, columns.rows, diagonal)
             stats_x = tuple(c(a, b) for c, a, b in zip(combine, stats_x, parts_x, strict=True)) if stats_x else parts_x
-            for reduction, part in zip(reductions, self._machine.combined(combine, parts_y), strict=False):
+            if want_y:
+                parts_y = self._machine.combined(combine, parts_y)
+            for reduction, part in zip(reductions, parts_y, strict=False):
                 reduction.add(self._machine.of_this_process(part, columns.counts))
         return stats_x, tuple(reduction.result[: len(y.rows[0])] for reduction in reductions)
 
@@ -363,16 +366,21 @@ class RingStrategy(Strategy):
         several, images = self._ring.size > 1, len(x.rows[0])
         travelling = RingReduction(torch.add, max(y.counts))
         grad_x = _empty(x.rows[0]) if want_x else None
-        grad_y: Tensor | None = None
+        grad_y: Tensor | None = None  # of the columns of this machine
+        part: Tensor | None = None  # of those of another
         scalars: list[tuple[Tensor, ...]] = []
         # The first half of this machine's block overlaps the first transfer of texts, and the second half overlaps the
         # last transfer of gradients, which bring the sums of the others home. A lone machine has no halves.
         half = (images + 1) // 2 if several else images
         if grad_x is not None and several:
             grad_x[half:] = 0  # the first half overwrites grad_y and its own rows of grad_x; all else is added
-        for columns, diagonal in self._blocks(y, [travelling] if want_y else []):
+        for source, held in self._rotate(y, [travelling] if want_y else []):
+            columns, diagonal = self._columns(source, held, y.counts)
             if diagonal is None:
-                part = _zeros(columns.rows[0]) if want_y else None
+                if want_y:
+                    if part is None or len(part) != len(columns.rows[0]):
+                        part = _empty(columns.rows[0])
+                    part.zero_()
                 scalars.append(block(x.rows, columns.rows, None, grad_x, part, True))
                 if part is not None:
                     travelling.add(self._machine.scatter(part, columns.counts))
@@ -387,7 +395,7 @@ class RingStrategy(Strategy):
         if grad_y is not None:
             grad_y = self._machine.scatter(grad_y, columns.counts)
             if several:
-                grad_y += travelling.result[: len(grad_y)]
+                grad_y = travelling.result[: len(grad_y)].add_(grad_y)
         return Gradients(tuple(_total(parts) for parts in zip(*scalars, strict=True)), grad_x, grad_y)
 
 
@@ -485,6 +493,11 @@ class Exchange(NamedTuple):
     gathered: int  # the processes whose texts form a block: 1, those of a machine, or all
     seconds: float  # of a forward and backward of the loss
 
+    def __str__(self) -> str:
+        if self.blocks == 1:
+            return "all texts gathered"
+        return f"a ring of {self.blocks} {'processes' if self.gathered == 1 else 'machines'}"
+
 
 class Machines:
     """The machines on which the processes of a group run; collective.
@@ -496,9 +509,9 @@ class Machines:
 
     def __init__(self, all_processes: Processes, group: dist.ProcessGroup, device: torch.device) -> None:
         told = os.environ.get("HF_INFCL_RING_GROUP") or os.environ.get("LOCAL_WORLD_SIZE", "1")
-        failure = (
-            "" if told.isdigit() and int(told) else f"HF_INFCL_RING_GROUP must be a number of processes, got {told!r}."
-        )
+        failure = ""
+        if not told.isdigit() or int(told) == 0:
+            failure = f"HF_INFCL_RING_GROUP or LOCAL_WORLD_SIZE must be a machine's number of processes, got {told!r}."
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         sizes, memories = zip(*all_processes.agree([0 if failure else int(told), memory], failure), strict=True)
         ranks, size = dist.get_process_group_ranks(group), int(sizes[0]) if len(set(sizes)) == 1 else 1

@@ -54,6 +54,7 @@ class Processes:
         self.rank, self.world_size, self.grouped = 0, 1, False
         self.device = torch.device("cpu")
         self._instead: Callable[[Collective], None] | None = None  # see `redirected`
+        self._memory: dict[Any, Tensor] | None = None  # see `part`
         # torch may have been built without torch.distributed.
         exists = dist.is_available() and dist.is_initialized()
         if alone or (process_group is None and (_alone or not exists)):
@@ -82,10 +83,21 @@ class Processes:
             self._instead = None
 
     def part(self, group: dist.ProcessGroup) -> Processes:
-        """The processes of another group, this one among them; `redirected` redirects their collectives as well."""
+        """The processes of another group, this one among them; `redirected` redirects their collectives as well.
+
+        Their results lie in the memory of the previous results of that shape, so that a recording of many collectives,
+        which keeps the tensors of each, does not grow with their number.
+        """
         part = Processes(group)
         part._instead = lambda collective: self.perform(lambda group: collective(group=part.group))
+        part._memory = {}
         return part
+
+    def _empty(self, like: Tensor, *shape: int) -> Tensor:
+        memory, key = {} if self._memory is None else self._memory, (shape, like.dtype)
+        if key not in memory:
+            memory[key] = like.new_empty(shape)
+        return memory[key]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The elementwise sum over the processes, the same on each; for one process the tensor itself, not a copy."""
@@ -109,7 +121,7 @@ class Processes:
             alike.setdefault((tensor.shape, tensor.element_size()), []).append(place)
         groups = [[tensors[place] for place in places] for places in alike.values()]
         parts = [_stacked(group) for group in groups]
-        gathered = [part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in parts]
+        gathered = [self._empty(part, self.world_size * len(part), *part.shape[1:]) for part in parts]
         self.perform(functools.partial(_all_gather, gathered, parts))
         results = list(tensors)
         for places, stacked in zip(alike.values(), gathered, strict=True):
@@ -129,7 +141,7 @@ class Processes:
         """
         if self.world_size == 1:
             return tensor
-        total = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
+        total = self._empty(tensor, len(tensor) // self.world_size, *tensor.shape[1:])
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self.perform(functools.partial(reduce_scatter, total, tensor.contiguous()))
         return total

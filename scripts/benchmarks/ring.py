@@ -27,7 +27,8 @@ different loss. The picture leaves these rows out.
 measures the host on one GPU instead: a process alone takes its part in a ring of that many blocks, each of the texts of
 ``--gathered`` processes, and receives copies of what it sends, without a network. ``host_us`` is the time in which the
 host queues a forward and backward, ``device_us`` the time until the GPU has done it, both in microseconds per block;
-``graphs_mib`` is the memory of the recording.
+``graphs_mib`` is the memory of the recording. ``--predict`` writes exchange.csv: the exchange that is chosen for H100s,
+eight to a machine, beside the newest measurement of ring.csv. Rows without one are simulated.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +74,7 @@ COLUMNS_OF_BLOCKS = tuple(
 )
 SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
 ALONE, OURS = "no communication", "hf_infcl"
+LARGEST_BATCH = 1 << 22  # of predictions
 
 
 @dataclass
@@ -204,13 +207,13 @@ def run_blocks(args: argparse.Namespace) -> None:
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.blocks * args.gathered)
-    os.environ["HF_INFCL_RING_GROUP"] = str(args.gathered)
     exchange = strategies.Exchange(args.blocks, args.gathered, 0.0)
     for objective, dim, b in ((o, d, b) for o in args.objectives for d in args.dims for b in args.per_gpu_batch_sizes):
         loss = functools.partial(contrastive_loss, objective=objective)
         for recorded in (False, True)[: 1 + (device.type == "cuda")]:
             step = Step(Implementation(loss), b, dim, getattr(torch, args.dtype), device)
             with ExitStack() as stack:
+                stack.enter_context(mock.patch.dict(os.environ, HF_INFCL_RING_GROUP=str(args.gathered)))
                 stack.enter_context(mock.patch.object(strategies, "choose_exchange", return_value=exchange))
                 stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", exchange_copies))
                 stack.enter_context(mock.patch.object(collectives, "gather_into", gather_copies))
@@ -236,7 +239,31 @@ def run_blocks(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def predictions(measured: Path = RESULTS / "ring.csv") -> list[Row]:
+    """The exchanges of a softmax loss of 512 dimensions in bf16, for numbers of GPUs and of pairs on each."""
+    setting = {"objective": "softmax", "dtype": "bfloat16", "dim": "512", "implementation": OURS}
+    known = {
+        (int(row["world_size"]), int(row["per_gpu_batch_size"])): row["ms"]
+        for row in common.newest(measured, SETTING, lambda row: row["ms"] and setting.items() <= row.items())
+    }
+    rows = []
+    for gpus, pairs in itertools.product((2, 4, 8, 16, 64, 256, 1024), (256, 1024, 4096, 16384, 65536)):
+        if gpus * pairs > LARGEST_BATCH:
+            continue
+        exchange = strategies.choose_exchange(gpus, min(gpus, 8), 80e9, gpus * pairs, gpus * pairs, 512, 2)
+        row = {"gpus": gpus, "pairs": pairs, "exchange": str(exchange), "predicted_ms": f"{1e3 * exchange.seconds:.3g}"}
+        measured_ms = known.get((gpus, pairs), "")
+        rows.append(row | {"measured_ms": measured_ms, "simulated": "" if measured_ms else "yes"})
+    return rows
+
+
 def run(args: argparse.Namespace) -> None:
+    if args.predict:
+        table = args.output.with_name("exchange.csv")
+        table.unlink(missing_ok=True)
+        for row in predictions():
+            common.append(table, tuple(row), row)
+        return
     if args.blocks:
         run_blocks(args)
         return
@@ -340,4 +367,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--captions", type=int, default=1, help="texts of each image")
     parser.add_argument("--blocks", type=int, help="of a ring of which this is the only process; measures the host")
     parser.add_argument("--gathered", type=int, default=1, help="processes whose texts form one of the --blocks")
+    parser.add_argument("--predict", action="store_true", help="write the chosen exchanges instead")
     parser.add_argument("--output", type=Path, default=RESULTS / "ring.csv", help="appended to; plot beside it")
