@@ -110,6 +110,9 @@ class ContrastiveOptions:
         resume_from_checkpoint: The folder of a checkpoint, or 'auto' for the newest complete one in output_dir and a
             new start if there is none. 'true' is the same but without a new start; 'last-checkpoint' is one pushed with
             --hub_strategy checkpoint.
+        checkpoint_store: URL of fsspec, such as s3://bucket/run, to which complete checkpoints are copied in the
+            background. resume_from_checkpoint 'auto' or 'true' fetches the newest one there if output_dir has none
+            that is newer.
         metric_for_best_model: Metric by which the best checkpoint is chosen, for example pairs_loss. It also ends the
             training (early_stopping_patience) or lowers the learning rate.
         early_stopping_patience: End the training when so many evaluations in a row have not improved
@@ -176,6 +179,7 @@ class ContrastiveOptions:
     save_formats: list[str] = option(["transformers"], decides=False)
     skip_nonfinite: int = option(0, decides=False, within=FROM_0)
     resume_from_checkpoint: str | None = option(one_machine=True)
+    checkpoint_store: str | None = option(decides=False)
     metric_for_best_model: str | None = option(decides=False)
     early_stopping_patience: int | None = option(decides=False, within=FROM_1)
     # A loss that is not finite stops the training, so the log must show it unfiltered.

@@ -11,14 +11,17 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+from filelock import FileLock
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from ..files.hub import hub_answers, hub_asked_once, not_there
 from ..files.text import Url, without_secrets
+from ..files.whole import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -316,8 +319,10 @@ class _RetriedFile(io.RawIOBase):
     def _open(self) -> None:
         if self._file is None:
             # Local files go without fsspec, which costs a copy of every read.
-            file: Any = fsspec.open(self._url, "rb").open() if "://" in self._url else open(self._url, "rb")  # noqa: SIM115
-            self._size = getattr(file, "size", None) if "://" in self._url else os.fstat(file.fileno()).st_size
+            file: Any = open_cached(self._url) if "://" in self._url else open(self._url, "rb")  # noqa: SIM115
+            self._size = (
+                os.fstat(file.fileno()).st_size if isinstance(file, io.BufferedReader) else getattr(file, "size", None)
+            )
             self._file = file
 
     def _forget(self) -> None:
@@ -332,3 +337,48 @@ def open_shard(url: str, position: int = 0, buffer: int = _BUFFER) -> io.Buffere
     file = _RetriedFile(url)
     file.seek(position)
     return io.BufferedReader(file, buffer)
+
+
+# ---- A cache of remote shards on a local disk ----
+
+
+def open_cached(url: str) -> Any:
+    """A remote file or, of a shard, its copy in the folder ``INFCL_SHARD_CACHE`` of this machine, if that is set.
+
+    fsspec's own caches show other processes a copy that is not complete, and have no bound. The size tells a shard from
+    another one of the same name.
+    """
+    folder = os.environ.get("INFCL_SHARD_CACHE")
+    if not folder or not url.endswith(_FORMATS):
+        return fsspec.open(url, "rb").open()
+    files, remote = fsspec.core.url_to_fs(url)
+    size = files.size(remote)
+    path = Path(folder, f"{digest([url, str(size)])}{posixpath.splitext(url)[1]}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f"_{path.name}.lock")):
+        try:
+            file = path.open("rb")
+            os.utime(path)  # as the last one that was used
+        except FileNotFoundError:
+            with written_whole(path) as partial:
+                files.get_file(remote, str(partial))
+                if size is not None and partial.stat().st_size != size:
+                    raise EOFError(f"it has {size} bytes, of which {partial.stat().st_size} came") from None
+                file = partial.open("rb")  # which stays readable if it is removed
+            _remove_oldest(path.parent, float(os.environ.get("INFCL_SHARD_CACHE_GB", 100)) * 1e9)
+    return file
+
+
+def _remove_oldest(folder: Path, limit: float) -> None:
+    """Removes the shards that were used longest ago until all have at most so many bytes, but for the last one."""
+    with FileLock(folder / "_remove.lock"):
+        used = []
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):  # it has just got its name
+                used.append((path.stat().st_mtime, path.stat().st_size, path))
+        total = sum(size for _, size, _ in used)
+        for seconds, size, path in sorted(used)[:-1]:
+            # What begins with an underscore is being written, unless its process was killed.
+            if total > limit and (not path.name.startswith("_") or time.time() - seconds > 3600):
+                path.unlink()
+                total -= size

@@ -12,18 +12,21 @@ import errno
 import json
 import logging
 import os
+import posixpath
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import fsspec
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..files.text import without_secrets
 from ..files.whole import describe
 from ..options.record import RECORD_NAME, RunRecord
 from ..processes.collectives import Processes
@@ -82,13 +85,8 @@ class Checkpoint:
         manifest.write_text(json.dumps({"written": written, "files": described}, indent=2), encoding="utf-8")
         _flush(manifest)
         _flush(self.partial)
-        replaced = self.folder.with_name(_REMOVED + self.folder.name)
-        if self.folder.exists():
-            self.folder.rename(replaced)
-        self.partial.rename(self.folder)
-        _flush(self.folder.parent)
+        _put_in_place(self.partial, self.folder)
         self.abandon()
-        _remove(replaced)
 
     def abandon(self) -> None:
         """Removes the partly written files."""
@@ -155,6 +153,16 @@ class Checkpoints:
             self.partial_dir = None
         self.saved_step = step
         return checkpoint
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Gives a complete checkpoint its final name, replacing an older checkpoint of that name."""
+    replaced = folder.with_name(_REMOVED + folder.name)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    _flush(folder.parent)
+    _remove(replaced)
 
 
 def _remove(path: Path) -> None:
@@ -329,6 +337,81 @@ def _not_resumable(checkpoint: str) -> str:
     return (
         "" if reason is None else f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
     )
+
+
+# ---- Copies in an object store ----
+
+
+class CheckpointStore:
+    """Copies of complete checkpoints at a URL of fsspec, such as s3://bucket/run, made in the background.
+
+    A copy counts if it has the manifest, which is written last and removed first. While a checkpoint is copied, only
+    the newest one waits. An error is logged, and the next checkpoint is copied again.
+    """
+
+    def __init__(self, url: str) -> None:
+        if without_secrets(url) != url:
+            raise ValueError("checkpoint_store would store a key beside the model. Set the protocol's own variables.")
+        try:
+            self._files, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"checkpoint_store={url} cannot be opened: {error}") from error
+        self._root, self._thread = root.rstrip("/"), ThreadPoolExecutor(1)
+        self._jobs: dict[Future[None], Path] = {}
+
+    def copying(self) -> list[Path]:
+        """The checkpoints that are being copied or wait for it."""
+        return [folder for job, folder in self._jobs.items() if not job.done()]
+
+    def finish(self) -> None:
+        """Waits until all is copied."""
+        wait(self._jobs)
+
+    def copy(self, folder: Path, *, limited: bool) -> None:
+        """Begins to copy a checkpoint; with ``limited``, those that are no longer beside it are then removed."""
+        for job in list(self._jobs):
+            if job.cancel() or job.done():
+                del self._jobs[job]
+        self._jobs[self._thread.submit(self._copy, folder, limited)] = folder
+
+    def _copy(self, folder: Path, limited: bool) -> None:
+        try:
+            self._remove(folder.name)  # of an earlier run
+            paths = [path for path in folder.rglob("*") if path.is_file()]
+            for path in sorted(paths, key=lambda path: path.name == MANIFEST_NAME):
+                place = f"{self._root}/{path.relative_to(folder.parent).as_posix()}"
+                self._files.makedirs(posixpath.dirname(place), exist_ok=True)
+                self._files.put_file(str(path), place)
+            for name in set(self._written()) - {other.name for other in _folders(folder.parent)} if limited else ():
+                self._remove(name)
+        except Exception as error:  # libraries of protocols raise exceptions of any class
+            logger.error(f"{folder} could not be copied to {self._root}: {type(error).__name__}: {error}")
+
+    def _remove(self, name: str) -> None:
+        for place in (f"{self._root}/{name}/{MANIFEST_NAME}", f"{self._root}/{name}"):
+            if self._files.exists(place):
+                self._files.rm(place, recursive=True)
+
+    def _written(self) -> dict[str, int]:
+        """When the complete checkpoints were written, by their names."""
+        found = self._files.glob(f"{self._root}/{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST_NAME}")
+        return {place.split("/")[-2]: json.loads(self._files.cat_file(place))["written"] for place in found}
+
+    def fetch(self, output_dir: Path) -> None:
+        """Fetches the newest checkpoint, unless the folder has it or a newer one, and the best that it names."""
+        self._files.invalidate_cache()
+        written = self._written()
+        newest = max(written, key=written.__getitem__, default="")
+        if written.get(newest, 0) <= max(map(_written, _folders(output_dir)), default=0):
+            return
+        state = json.loads(self._files.cat_file(f"{self._root}/{newest}/{TRAINER_STATE_NAME}"))
+        best = Path(state["best_model_checkpoint"] or newest).name
+        for name in dict.fromkeys([best, newest]) if best in written else [newest]:
+            partial = output_dir / f"{_PARTIAL}{name}"
+            _remove(partial)
+            partial.mkdir(parents=True)
+            self._files.get(f"{self._root}/{name}/", f"{partial}/", recursive=True)
+            _put_in_place(partial, output_dir / name)
 
 
 # ---- A full disk ----

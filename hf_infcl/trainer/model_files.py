@@ -34,7 +34,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import LoraOptions, TrainedModelOptions
 from ..processes.collectives import Processes
 from ..quality.averages import ALPHAS, Averaged, Measured, chosen, interpolated, measured_at, with_halves
-from .checkpoints import Checkpoint, Checkpoints
+from .checkpoints import Checkpoint, Checkpoints, CheckpointStore
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 _SINCE_LOG = "loss_since_log"
@@ -313,10 +313,32 @@ class Pushes:
     def __init__(self, args: InfCLTrainingArguments) -> None:
         self._args = args
         self._jobs: dict[Future[Any], Path] = {}  # of the last push, with its checkpoint
+        self._store = None if args.checkpoint_store is None else CheckpointStore(args.checkpoint_store)
 
     def uploading(self) -> list[Path]:
-        """The checkpoint whose push runs now, if any."""
-        return [checkpoint for job, checkpoint in self._jobs.items() if not job.done()]
+        """The checkpoints that are read now: of a push, and of copies into ``checkpoint_store``."""
+        copied = [] if self._store is None else self._store.copying()
+        return [checkpoint for job, checkpoint in self._jobs.items() if not job.done()] + copied
+
+    def copy_checkpoint(self, checkpoint: Path) -> None:
+        """Begins to copy it into ``checkpoint_store``, if there is one."""
+        if self._store is not None and self._args.process_index == 0:
+            self._store.copy(checkpoint, limited=self._args.save_total_limit is not None)
+
+    def fetch_checkpoint(self, resumes: str | bool | None) -> None:
+        """Fetches the newest checkpoint of ``checkpoint_store`` if the newest of all is resumed from; collective.
+
+        Raises:
+            ValueError: on every process, if the store cannot be read.
+        """
+        problem = ""
+        if self._store is not None and self._args.should_save and resumes in (True, "auto"):
+            try:
+                self._store.fetch(Path(str(self._args.output_dir)))
+            except Exception as error:  # of the library of any protocol
+                problem = f"The checkpoints in {self._args.checkpoint_store} could not be read: {cause(error)}."
+        if problems := [text for text in Processes().gather_objects(problem) if text]:
+            raise ValueError(problems[0])
 
     def finish(self) -> float:
         """Waits for the push that runs: a later training could replace the files that it reads.
@@ -326,8 +348,10 @@ class Pushes:
         """
         begin = time.monotonic()
         if self.uploading():
-            logger.info("Waiting for the push to the Hub, which may take some minutes.")
+            logger.info("Waiting for what is uploaded, which may take some minutes.")
             wait(self._jobs)
+            if self._store is not None:
+                self._store.finish()
         return time.monotonic() - begin
 
     def push_checkpoint(

@@ -130,6 +130,7 @@ class InfCLTrainer(Trainer):
         shared = self.args.save_strategy != "no" and not self.args.save_only_model
         alone = locked(str(self.args.output_dir), locks=self.args.should_save, shared=shared)
         with alone, self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
+            self._pushes.fetch_checkpoint(resume_from_checkpoint)
             self.resumption = make_resumption(self.context, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = files.make_checkpoints(self.args, self.accelerator)
@@ -395,6 +396,7 @@ class InfCLTrainer(Trainer):
         best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
         if args.should_save:
             rotate(output_dir, args.save_total_limit, [saved.folder, *self._pushes.uploading(), *best])
+        self._pushes.copy_checkpoint(saved.folder)
         if args.push_to_hub:  # last, as the Hub's client looks into all folders
             self._push_from_checkpoint(str(saved.folder))
 
