@@ -1039,7 +1039,8 @@ def test_options_of_another_release_are_accepted(monkeypatch, tmp_path, capsys):
     """A name that the installed class has and the file lacks; one that it lacks is refused."""
     words = ["--model", "m", "--dataset", "d", "--use_cpu", "--report_to", "none", "--output_dir", str(tmp_path)]
     every = fields(theirs.of_transformers())
-    lacking = make_dataclass("Options", [(f.name, f.type, f) for f in every if f.name != "seed"])
+    there = {"__module__": theirs.__name__}  # where their types are known
+    lacking = make_dataclass("Options", [(f.name, f.type, f) for f in every if f.name != "seed"], namespace=there)
     with monkeypatch.context() as patched:
         patched.setattr(parsing, "of_transformers", lambda: lacking)
         patched.setattr(parsing, "release_of_file", lambda: "0.0")

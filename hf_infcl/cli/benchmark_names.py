@@ -11,46 +11,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-_RETRIEVAL = ("mscoco_captions", "flickr8k", "flickr30k")
-_ROBUSTNESS = ("imagenetv2", "imagenet_sketch", "imagenet-a", "imagenet-r", "objectnet")
-_OF_VTAB = tuple(
-    """
-    caltech101 cifar100 clevr_count_all clevr_closest_object_distance diabetic_retinopathy dmlab
-    dsprites_label_orientation dsprites_label_x_position dtd eurosat kitti_closest_vehicle_distance flowers pets pcam
-    resisc45 smallnorb_label_azimuth smallnorb_label_elevation svhn
-    """.split()
-)
-_VTAB = tuple(f"vtab/{name}" for name in _OF_VTAB)
-_CHANGES = ("replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
-SUGARCREPE = tuple(f"sugarcrepe/{change}" for change in ("add_att", "add_obj", *_CHANGES))
-SUGARCREPE_PP = tuple(f"sugarcrepe++/{change}" for change in _CHANGES)
-_LANGUAGES = tuple(
-    """
-    ar bn cs da de el en es fa fi fil fr he hi hr hu id it ja ko mi nl no pl pt quz ro ru sv sw te th tr uk vi zh
-    """.split()
-)
-XM3600 = tuple(f"xm3600/{language}" for language in _LANGUAGES)
+import yaml
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "vtab": (*_VTAB, "sun397"),
-    "vtab+": (
-        "imagenet1k",
-        *_ROBUSTNESS,
-        *"fer2013 voc2007 voc2007_multilabel sun397 cars fgvc_aircraft mnist stl10 gtsrb country211".split(),
-        "renderedsst2",
-        *_VTAB,
-        "vtab/cifar10",
-    ),
-    "retrieval": _RETRIEVAL,
-    "imagenet_robustness": _ROBUSTNESS,
-    "sugarcrepe": SUGARCREPE,
-    "sugarcrepe++": SUGARCREPE_PP,
-    "xm3600": XM3600,
-}
-OF_CLIP_BENCHMARK = tuple(
-    dict.fromkeys([*GROUPS["vtab+"], *_RETRIEVAL, "imagenet-o", "vtab/dsprites_label_y_position", *SUGARCREPE])
-)
-BENCHMARKS = (*OF_CLIP_BENCHMARK, *SUGARCREPE_PP, *XM3600)
+GROUPS: dict[str, tuple[str, ...]] = {}
+for _group, _names in yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")).items():
+    GROUPS[_group] = tuple(dict.fromkeys(one for name in _names.split() for one in GROUPS.get(name, (name,))))
+_ALONE = ("imagenet-o", "vtab/dsprites_label_y_position")
+_OF_GROUPS = (name for group in ("vtab+", "retrieval", "sugarcrepe") for name in GROUPS[group])
+OF_CLIP_BENCHMARK = tuple(dict.fromkeys([*_OF_GROUPS, *_ALONE]))
+BENCHMARKS = (*OF_CLIP_BENCHMARK, *GROUPS["sugarcrepe++"], *GROUPS["xm3600"])
 
 # The metrics whose mean is the score of a benchmark, where its kind has a different one.
 MAIN_METRICS = dict.fromkeys(

@@ -197,8 +197,7 @@ class Inspector:
     def caption(self, text: str, file: str, faults: dict[str, str]) -> Caption:
         """Looks at one caption of the image in a file, and adds what is wrong with it to the faults."""
         tokenizer, ids = self._collator.processor.tokenizer, self._collator.token_ids(text)
-        if self._vocabulary is not None:
-            check_tokens(torch.tensor([ids]), self._vocabulary)
+        check_tokens(torch.tensor([ids]), self._vocabulary)
         plain = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         # The end token of CLIP is its unknown one as well.
         unknown = plain.count(tokenizer.unk_token_id) / max(1, len(plain))

@@ -66,12 +66,14 @@ def check_best_metric(namespace: argparse.Namespace) -> None:
     """
     if (use := use_of_metric(namespace)) is None:
         return
+    benchmarks = {"": namespace.eval_benchmark or (), "guard_": namespace.guard_benchmark or ()}
     kinds = {
         **({"pairs": metrics_of_kind("pairs")} if namespace.eval_dataset else {}),
         **dict.fromkeys(guard_names(namespace.guard_dataset), METRICS),
         **({"zero_shot": metrics_of_kind("classes")} if namespace.zero_shot_dataset else {}),
-        **dict.fromkeys(benchmark_keys(namespace), METRICS),
     }
+    for way, names in benchmarks.items():
+        kinds |= {f"{way}{benchmark_key(name)}": METRICS for name in expanded(names, namespace.benchmark_folder)}
     if not kinds:
         raise ValueError(
             f"{use} needs something to evaluate: pass a set or benchmark to evaluate, such as --eval_dataset."
@@ -126,13 +128,6 @@ def check_embedded(folder: str | None, words: Sequence[str]) -> None:
         f"--teacher_embeddings: there is no folder {folder}. With the folder or Hub id of the large model in place of "
         f"TEACHER, this writes it: infcl embed {shlex.join([*command, '--output_dir', folder])}"
     )
-
-
-def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
-    """The names with which the metrics of the benchmarks begin."""
-    named = {"": namespace.eval_benchmark, "guard_": namespace.guard_benchmark}
-    folder = namespace.benchmark_folder
-    return [f"{way}{benchmark_key(n)}" for way, names in named.items() for n in expanded(names or (), folder)]
 
 
 def in_steps(chosen: Mapping[str, Any], steps: int) -> str:

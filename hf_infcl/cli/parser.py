@@ -17,7 +17,7 @@ import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, make_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NoReturn
@@ -105,9 +105,6 @@ _IGNORED = (
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows one spelling of an option, and its default unless that is None or False or the text tells it."""
 
-    def __init__(self, prog: str, **settings: bool) -> None:
-        super().__init__(prog, max_help_position=34, **settings)
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         is_said = action.default is None or action.default is False or "default" in str(action.help)
         return action.help if is_said else super()._get_help_string(action)
@@ -152,7 +149,7 @@ class Parser(HfArgumentParser):
             prog=f"infcl {type(self).__name__.lower()}",
             usage=" ".join(["%(prog)s", *file, *self._meanings, "[--NAME VALUE ...]"]),
             description=description,
-            formatter_class=Help,
+            formatter_class=partial(Help, max_help_position=34),
             allow_abbrev=False,
             add_help=False,
         )

@@ -194,17 +194,12 @@ def muon_settings(text: str | None) -> dict[str, Any]:
     Raises:
         ValueError: there are other names, or values that are no numbers.
     """
-    settings: dict[str, Any] = {}
-    for pair in (text or "").replace(" ", "").split(","):
-        name, _, value = pair.partition("=")
-        if not name:
-            continue
-        try:
-            settings[name] = OPTIM_ARGS[name](value)
-        except (KeyError, ValueError) as error:
-            known = " and ".join(f"{name} ({kind.__name__})" for name, kind in OPTIM_ARGS.items())
-            raise ValueError(
-                f"optimizer='muon' takes {known} from optim_args, as in 'momentum=0.9,ns_steps=6', got {text!r}. "
-                "Adam's options are the arguments adam_beta1, adam_beta2, adam_epsilon and weight_decay."
-            ) from error
-    return settings
+    try:
+        pairs = [pair.split("=") for pair in (text or "").replace(" ", "").split(",") if pair]
+        return {name: OPTIM_ARGS[name](value) for name, value in pairs}
+    except (KeyError, ValueError) as error:
+        known = " and ".join(f"{name} ({kind.__name__})" for name, kind in OPTIM_ARGS.items())
+        raise ValueError(
+            f"optimizer='muon' takes {known} from optim_args, as in 'momentum=0.9,ns_steps=6', got {text!r}. "
+            "Adam's options are the arguments adam_beta1, adam_beta2, adam_epsilon and weight_decay."
+        ) from error
