@@ -457,7 +457,7 @@ def test_the_temperature_trains_beside_adapters_if_asked(small, demo, tmp_path, 
     words = [*small, "--max_steps", 1, "--lora_logit_scale", "--logit_scale_learning_rate", 0.1]
     infcl(*words, "--lora_rank", 4, "--output_dir", tmp_path / "on")
     infcl(*words, "--lora_rank", 4, "--output_dir", tmp_path / "merged", "--lora_merge")
-    assert "--lora_logit_scale is for new adapters" in mistake(capsys, *words)
+    assert "lora_logit_scale=True has no effect without lora_rank: add lora_rank" in mistake(capsys, *words)
     start = transformers.CLIPModel.from_pretrained(demo / "clip-init").logit_scale.item()
     (kept,) = (
         value

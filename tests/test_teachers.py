@@ -795,7 +795,7 @@ def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"teacher_weight": 2.0}, "teacher_weight=2.0 has no effect without a teacher"),
+        ({"teacher_weight": 2.0}, "teacher_weight=2 has no effect without teacher or teacher_embeddings"),
         ({"teacher": "t", "teacher_embeddings": "e"}, "exclude each other: these are of a teacher already"),
         (
             {"data": models.Stream(40), "teacher": "clip"},
@@ -804,7 +804,10 @@ def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
         ({"teacher_side": "all"}, "teacher_side must be one of 'both', 'image', 'text', got 'all'"),
         ({"contrastive_weight": 0.0}, "leaves nothing to learn without a teacher"),
         ({"contrastive_weight": 2.0}, "contrastive_weight must be a number from 0 to 1, got 2.0"),
-        ({"teacher_missing": "contrastive"}, "teacher_missing='contrastive' has no effect without a teacher"),
+        (
+            {"teacher_missing": "contrastive"},
+            "teacher_missing=contrastive has no effect without teacher or teacher_e",
+        ),
         (
             {"teacher_missing": "contrastive", "teacher_embeddings": "x", "contrastive_weight": 0.0},
             "exclude each other: it switches off the loss to which such pairs would be left",

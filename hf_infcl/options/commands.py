@@ -72,7 +72,7 @@ class LoraOptions:
 
     lora_rank: int | None = option(within=FROM_1)
     lora_targets: list[str] = option(["all-linear"])
-    lora_logit_scale: bool = False
+    lora_logit_scale: bool = option(False, needs="lora_rank")
     lora_merge: bool = False
 
 

@@ -10,6 +10,7 @@ from .declaring import FINITE, FRACTION, FROM_0, FROM_1, MULTIPLIER, PART, SHARE
 
 DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
 SEARCHED = ("texts_at_once", "retain_graphs")  # what a training finds for its micro-batches, in this order
+OF_TEACHER = "teacher or teacher_embeddings"  # what the options of a teacher need
 # Those that an optimizer from elsewhere does not know.
 RATES = ("logit_scale_learning_rate", "image_learning_rate", "text_learning_rate")
 OPTIM_ARGS = {"momentum": float, "ns_steps": int}  # the settings of ``optimizer="muon"`` in ``optim_args``
@@ -163,9 +164,9 @@ class ContrastiveOptions:
     # ---- A teacher, and embeddings that can be cut ----
     teacher: str | None = None
     teacher_embeddings: str | None = option(one_machine=True)
-    teacher_weight: float = option(1.0, within=FINITE)
-    teacher_side: str = option("both", choices=("both", "image", "text"))
-    teacher_missing: str = option("refuse", choices=("refuse", "contrastive"))
+    teacher_weight: float = option(1.0, within=FINITE, needs=OF_TEACHER)
+    teacher_side: str = option("both", choices=("both", "image", "text"), needs=OF_TEACHER)
+    teacher_missing: str = option("refuse", choices=("refuse", "contrastive"), needs=OF_TEACHER)
     contrastive_weight: float = option(1.0, within=FRACTION, card="weight of the contrastive loss")
     matryoshka_dims: list[int] | None = option(card="dimensions at which the embeddings may be cut")
     dims: int | None = option(decides=False, within=FROM_1, card="dimensions of the embeddings in evaluations")

@@ -52,7 +52,7 @@ class Facts:
     # The values that it may have, besides its default; empty for any. A function asks a table whose import takes torch.
     choices: Collection[object] | Callable[[], Collection[object]] = ()
     within: Range | None = None  # the numbers that it may be, besides None where that is the default
-    needs: str = ""  # a condition without which it has no effect, see `holds`
+    needs: str = ""  # a condition without which it has no effect, see `holds`, or several with " or " between them
     # Its row in a model card, where it has another value than its default; after a colon the words of the row, with {}
     # for the value. Empty for none.
     card: str = ""

@@ -53,7 +53,7 @@ def check_values(options: Options) -> None:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         if facts.within is not None and not (value is None and one.default is None):
             facts.within.check(name, value)
-        if facts.needs and not is_default and not holds(options, facts.needs):
+        if facts.needs and not is_default and not any(holds(options, one) for one in facts.needs.split(" or ")):
             needed = facts.needs
             raise ValueError(f"{name}={spelled(value)} has no effect without {needed}: add {needed} or drop {name}.")
 

@@ -26,7 +26,6 @@ from ..files.text import counted
 from ..models.dual_encoder import DualEncoder
 from ..models.open_clip import load
 from ..options.arguments import InfCLTrainingArguments
-from ..options.contrastive import ContrastiveOptions
 from ..step.extensions import LossTerm, of_kind
 from ..step.terms import OF_TEACHER, Context, TeacherDistance
 from .embedding import RECORD, described, embed, read_record
@@ -271,11 +270,6 @@ def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDist
     """
     args = context.args
     if not args.teacher and not args.teacher_embeddings:
-        options = ("teacher_weight", "teacher_side", "teacher_missing")
-        named = {name: value for name in options if (value := getattr(args, name)) != getattr(ContrastiveOptions, name)}
-        if named:
-            values = " and ".join(f"{name}={value!r}" for name, value in named.items())
-            raise ValueError(f"{values} has no effect without a teacher: name one (--teacher), or drop it.")
         if args.contrastive_weight == 0 and not args.keep_features and not of_kind(context.extensions, LossTerm):
             raise ValueError("contrastive_weight=0 leaves nothing to learn without a teacher. Name one, or omit it.")
         return ()

@@ -182,8 +182,6 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
             "--lora_merge merges the adapters of --lora_rank, which is not given, or those of the model, which has "
             "none. Pass --lora_rank as well, or omit --lora_merge."
         )
-    if lora.lora_logit_scale and rank is None:
-        raise ValueError("--lora_logit_scale is for new adapters. Pass --lora_rank as well, or omit it.")
     if has_own and rank is not None:
         raise ValueError(
             f"{options.model} holds adapters, and --lora_rank {rank} would add new ones. To train those that it holds, "
