@@ -16,12 +16,11 @@ from hf_infcl.data.tables import Table
 from hf_infcl.files.hub import _answers, asks_hub_once, stated_licence
 from hf_infcl.models import open_clip as models
 from hf_infcl.models.open_clip import convert
-from hf_infcl.models.open_clip_inputs import named_tokenizer
+from hf_infcl.models.pretrained import named_tokenizer
 
 NEITHER = "There is no {} at 'no-such/name': no local folder has this name, nothing of this name was downloaded before"
 LOADS: dict[str, tuple[Callable[..., object], str]] = {
     "model": (models.load, "no model of this name was downloaded before"),
-    "config": (models.load_config, "no model of this name was downloaded before"),
     "readers": (models.load_readers, "no model of this name was downloaded before"),
     "conversion": (lambda name: convert(name, Path("ours")), "no model of this name was downloaded before"),
     "tokenizer": (named_tokenizer, "no tokenizer of this name was downloaded before"),

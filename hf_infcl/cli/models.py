@@ -26,7 +26,7 @@ from ..files.text import aligned, counted
 from ..models.dual_encoder import DualEncoder
 from ..models.model_types import check_type_of_config
 from ..models.open_clip import convert as converted
-from ..models.open_clip import load, load_config
+from ..models.open_clip import load, load_readers
 from ..options.commands import EvaluationOptions
 from ..processes.lock import check_writable
 from ..quality.averages import SPLIT, Averaged, described, interpolated, not_trained, with_halves
@@ -105,7 +105,7 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
 def _check_models(models: Sequence[tuple[str, Any]]) -> None:
     """Raises a ValueError if one of several models, each with its arguments, cannot be measured."""
     for name, _ in models:
-        check_type_of_config(load_config(name), name)
+        check_type_of_config(load_readers(name)[0], name)
     for name, args in models:
         if args.dims is not None and args.dims > (width := DualEncoder(load(name).model).width()):
             raise ValueError(

@@ -17,26 +17,17 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 from ..files.hub import asks_hub_once
 from ..files.text import describe_cause
 from ..files.whole import give_usual_modes
-from .model_types import Pooling, SameEmbeddings, fit_tokenizer, pads_texts
-from .open_clip_inputs import (
-    UNREPAIRED,
-    check_length,
-    clip_tokenizer,
-    image_processor,
-    named_tokenizer,
-    prepared,
-    repaired,
-)
+from .model_types import Pooling, SameEmbeddings, pads_texts
+from .open_clip_inputs import UNREPAIRED, clip_tokenizer, image_processor, prepared, repaired
 from .open_clip_names import clean, from_open_clip, open_clip_config, to_open_clip, transformers_config
 from .pretrained import (
     CONFIG,
-    OpenClipSource,
     base_of_adapters,
     check_finite,
     is_of_open_clip,
     load_pretrained,
-    load_pretrained_config,
-    load_processor,
+    load_pretrained_readers,
+    named_tokenizer,
     read,
     read_config,
     write,
@@ -153,10 +144,8 @@ def load(
         ValueError: they cannot be loaded, or weights are missing.
     """
     if not is_of_open_clip(checkpoint, open_clip_model):
-        model, processor = load_pretrained(
-            checkpoint, dtype=torch.float32, merges=merges, new_weights=new_weights, seed=seed
-        )
-        return Loaded(model, _with_tokenizer(processor, tokenizer, model.config))
+        options: Any = {"merges": merges, "new_weights": new_weights, "seed": seed, "tokenizer": tokenizer}
+        return Loaded(*load_pretrained(checkpoint, dtype=torch.float32, **options))
     if new_weights:
         raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
     told: list[str] = []
@@ -166,40 +155,16 @@ def load(
     return Loaded(model.float(), processor, told)
 
 
-def _with_tokenizer(processor: Any, tokenizer: str | None, config: PretrainedConfig) -> Any:
-    """The processor; if another tokenizer is named, with that and the limit of tokens that the old one had.
-
-    Raises a ValueError if its tokenizer is not the model's.
-    """
-    if tokenizer is not None:
-        new, rows = named_tokenizer(tokenizer), getattr(config.text_config, "vocab_size", None)
-        if rows is not None:
-            check_length(new, rows, exact=False)
-        new.model_max_length = min(new.model_max_length, processor.tokenizer.model_max_length)
-        processor.tokenizer = new
-    fit_tokenizer(processor.tokenizer, config, is_of_model=tokenizer is None)
-    return processor
-
-
 @asks_hub_once
 def load_readers(
     checkpoint: str, open_clip_model: str | None = None, tokenizer: str | None = None
 ) -> tuple[PretrainedConfig, Any]:
-    """The model's config and its processor; takes and raises what `load` does, and needs no weights of transformers."""
-    if is_of_open_clip(checkpoint, open_clip_model):
-        loaded = load(checkpoint, open_clip_model, tokenizer=tokenizer)
-        return loaded.model.config, loaded.processor
-    base = base_of_adapters(checkpoint)
-    config = load_pretrained_config(checkpoint, base)
-    return config, _with_tokenizer(load_processor(checkpoint, base), tokenizer, config)
-
-
-@asks_hub_once
-def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
-    """The model's config; takes and raises what `load` does."""
-    if is_of_open_clip(checkpoint, open_clip_model):
-        return transformers_config(read_config(checkpoint, open_clip_model)[0])
-    return load_pretrained_config(checkpoint, base_of_adapters(checkpoint))
+    """The model's config and its processor; takes and raises what `load` does, and needs no weights."""
+    if not is_of_open_clip(checkpoint, open_clip_model):
+        return load_pretrained_readers(checkpoint, tokenizer)
+    stated, folder = read_config(checkpoint, open_clip_model)
+    config = transformers_config(stated)
+    return config, _processor(config, stated, folder, tokenizer)
 
 
 @asks_hub_once
@@ -227,30 +192,36 @@ def load_open_clip(
     saved = read(source, open_clip_model)
     model, notes = from_open_clip(saved.tensors, saved.config)
     check_finite(str(source), model.state_dict())
-    siglip, stated = model.config.model_type == "siglip", saved.config.get("preprocess_cfg") or {}
-    images = image_processor(stated, model.config.vision_config.image_size)
-    words: Any = prepared(_tokenizer(saved, tokenizer), saved.config["model_cfg"]["text_cfg"])
-    for name in ("bos", "pad", "eos") if siglip else ("bos", "pad"):  # of CLIP only eos has an effect, and is set
-        setattr(model.config.text_config, f"{name}_token_id", getattr(words, f"{name}_token_id"))
-    if not stated:
+    processor = _processor(model.config, saved.config, saved.folder, tokenizer)
+    if not saved.config.get("preprocess_cfg"):
         notes.append(
             "The config says nothing about the preparation of images, so it is OpenCLIP's default: bicubic, the "
             "shortest edge, a centre crop, OpenAI's mean and standard deviation."
         )
     for sentence in (*notes, UNREPAIRED, _compared(model, saved.tensors, saved.config)):
         tell(sentence)
+    return model, processor
+
+
+def _processor(config: Any, stated: dict[str, Any], folder: Path | None, tokenizer: str | None) -> Any:
+    """The processor that OpenCLIP's config states, whose tokens the config of transformers then names."""
+    siglip = config.model_type == "siglip"
+    images = image_processor(stated.get("preprocess_cfg") or {}, config.vision_config.image_size)
+    text = stated["model_cfg"]["text_cfg"]
+    words: Any = prepared(_tokenizer(text, folder, tokenizer), text)
+    for name in ("bos", "pad", "eos") if siglip else ("bos", "pad"):  # of CLIP only eos has an effect, and is set
+        setattr(config.text_config, f"{name}_token_id", getattr(words, f"{name}_token_id"))
     kind = transformers.SiglipProcessor if siglip else transformers.CLIPProcessor
-    return model, kind(image_processor=images, tokenizer=words)
+    return kind(image_processor=images, tokenizer=words)
 
 
-def _tokenizer(saved: OpenClipSource, named: str | None) -> Any:
+def _tokenizer(text: dict[str, Any], folder: Path | None, named: str | None) -> Any:
     """The tokenizer of this name, or the one beside the weights, or the one that the config names, or CLIP's."""
     if named:
         return named_tokenizer(named)
-    beside = ("tokenizer.json", "tokenizer_config.json")
-    if saved.folder and any((saved.folder / name).is_file() for name in beside):
-        return transformers.AutoTokenizer.from_pretrained(saved.folder)
-    name = saved.config["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
+    if folder and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    name = text.get("hf_tokenizer_name")
     try:
         return named_tokenizer(name) if name else clip_tokenizer()
     except ValueError as error:
@@ -321,7 +292,6 @@ def _to_transformers(
     told: list[str] = []
     if base := base_of_adapters(str(source)):
         model, processor = load_pretrained(str(source))
-        fit_tokenizer(processor.tokenizer, model.config)
     else:
         model, processor = load_open_clip(
             source, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
@@ -347,7 +317,6 @@ def _to_open_clip(
     source: str | Path, target: str | Path, repository: str, max_text_tokens: int | None
 ) -> Iterator[str]:
     model, processor = load_pretrained(str(source))
-    fit_tokenizer(processor.tokenizer, model.config)
     if max_text_tokens is not None:
         processor.tokenizer.model_max_length = max_text_tokens
     tensors, config = to_open_clip(model, processor, repository=repository)

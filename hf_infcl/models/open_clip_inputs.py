@@ -11,8 +11,7 @@ from PIL import Image
 from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerBase
 
-from ..files.hub import asks_hub_once
-from .pretrained import explained
+from .pretrained import check_length, named_tokenizer
 
 # What OpenCLIP takes where a config says nothing.
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -25,7 +24,6 @@ UNREPAIRED = (
     "Captions are read as they are, while OpenCLIP first repairs broken encodings and unescapes HTML: "
     "hf_infcl.models.open_clip.repaired does the same."
 )
-_SPARE = 128  # tables of tokens are padded to multiples of up to this
 
 
 def refuse(*rows: tuple[object, str]) -> None:
@@ -105,13 +103,6 @@ def is_of_clip(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer(_PROBE)["input_ids"] == _PROBE_IDS
 
 
-@asks_hub_once
-def named_tokenizer(name: str) -> Any:
-    """The tokenizer in a folder, or of a Hub id; a ValueError says why it cannot be loaded."""
-    with explained(name, kind="tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(name)
-
-
 def clip_tokenizer() -> Any:
     """The tokenizer of OpenAI's CLIP, from the vocabulary of OpenCLIP if that is installed, otherwise from the Hub."""
     try:
@@ -169,17 +160,6 @@ def prepared(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreTra
     if text.get("no_causal_mask"):  # SigLIP's text tower sees the padding, so it must not get a mask
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids"]  # the second is saved
     return tokenizer
-
-
-def check_length(tokenizer: PreTrainedTokenizerBase, rows: int, *, exact: bool) -> None:
-    """Raises ValueError if the tokenizer has more tokens than the model, or with `exact` many fewer."""
-    extra = set(tokenizer.added_tokens_encoder) - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
-    length = 1 + max(index for token, index in tokenizer.get_vocab().items() if token not in extra)
-    if length > rows or (exact and length + _SPARE <= rows):
-        raise ValueError(
-            f"The tokenizer has {length:,} tokens and the text tower {rows:,} token embeddings, so they do not belong "
-            "together. Take the tokenizer with which the model was trained."
-        )
 
 
 def _cleaning_first(tokenizer: PreTrainedTokenizerBase, clean: str) -> Any:

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModel
 
 from ..files.text import listed
-from .open_clip_inputs import check_length, cleaning, is_of_clip, preprocess_config, refuse
+from .open_clip_inputs import cleaning, is_of_clip, preprocess_config, refuse
+from .pretrained import check_length
 
 # ---- Sizes of towers ----
 

@@ -30,6 +30,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoProcessor,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -40,6 +41,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, fi
 from ..files.hub import asks_hub_once, path_words
 from ..files.text import listed
 from ..files.whole import give_usual_modes
+from .model_types import fit_tokenizer
 
 CONFIG = "open_clip_config.json"
 HUB = "hf-hub:"  # OpenCLIP's prefix of Hub repositories
@@ -242,6 +244,7 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
     return f"The {kind} {checkpoint!r} cannot be loaded: {reason}"
 
 
+_SPARE = 128  # tables of tokens are padded to multiples of up to this
 _OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _SHOWN = 3
 
@@ -253,6 +256,7 @@ def load_pretrained(
     merges: bool = True,
     new_weights: Sequence[str] = (),
     seed: int = 0,
+    tokenizer: str | None = None,
 ) -> tuple[Any, Any]:
     """Loads a complete model of transformers and its processor.
 
@@ -262,32 +266,64 @@ def load_pretrained(
         merges: whether adapters are merged into their model. Otherwise they stay around it, and train.
         new_weights: the names of weights, or of modules of these, that the checkpoint may lack. They are drawn as in a
             model that is created from the config, with this ``seed``.
+        tokenizer: the folder or the Hub id of a tokenizer that replaces that of the processor.
 
     Raises:
         ValueError: they cannot be loaded; weights are missing, have other shapes, or are not finite; ``new_weights``
-            names weights that are not missing.
+            names weights that are not missing; the tokenizer is not the model's.
     """
     base = base_of_adapters(checkpoint)
     model = _complete(base or checkpoint, dtype, new_weights, seed, adapters=checkpoint if base else None)
     if base is not None:
         model = with_trained_adapter(model, checkpoint)
         model = model.merge_and_unload() if merges else model
-    return model.eval(), load_processor(checkpoint, base)
+    return model.eval(), _processor(checkpoint, base, model.config, tokenizer)
 
 
-def load_pretrained_config(checkpoint: str, base: str | None) -> PretrainedConfig:
-    """The config of a model of transformers, or of the model ``base`` under adapters; raises as `load_pretrained`."""
+def load_pretrained_readers(checkpoint: str, tokenizer: str | None = None) -> tuple[PretrainedConfig, Any]:
+    """The config of a model of transformers, or of that under adapters, and its processor; as `load_pretrained`."""
+    base = base_of_adapters(checkpoint)
     with explained(base or checkpoint, needed=CONFIG_NAME):
-        return AutoConfig.from_pretrained(base or checkpoint)
+        config = AutoConfig.from_pretrained(base or checkpoint)
+    return config, _processor(checkpoint, base, config, tokenizer)
 
 
-def load_processor(checkpoint: str, base: str | None) -> Any:
-    """The processor of a model of transformers; with adapters theirs or, if they have none, that of their model."""
+def _processor(checkpoint: str, base: str | None, config: Any, tokenizer: str | None) -> Any:
+    """The processor of a model, with adapters theirs or, if they have none, that of their model; see `fit_tokenizer`.
+
+    Another tokenizer, if one is named, gets the limit of tokens of the old one.
+    """
     whether_or_not = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if base is not None and not any(cached_file(checkpoint, name, **whether_or_not) for name in _OF_PROCESSORS):
         checkpoint = base
     with explained(checkpoint):
-        return AutoProcessor.from_pretrained(checkpoint)
+        processor = AutoProcessor.from_pretrained(checkpoint)
+    if tokenizer is not None:
+        new, rows = named_tokenizer(tokenizer), getattr(config.text_config, "vocab_size", None)
+        if rows is not None:
+            check_length(new, rows, exact=False)
+        new.model_max_length = min(new.model_max_length, processor.tokenizer.model_max_length)
+        processor.tokenizer = new
+    fit_tokenizer(processor.tokenizer, config, is_of_model=tokenizer is None)
+    return processor
+
+
+@asks_hub_once
+def named_tokenizer(name: str) -> Any:
+    """The tokenizer in a folder, or of a Hub id; a ValueError says why it cannot be loaded."""
+    with explained(name, kind="tokenizer"):
+        return AutoTokenizer.from_pretrained(name)
+
+
+def check_length(tokenizer: PreTrainedTokenizerBase, rows: int, *, exact: bool) -> None:
+    """Raises ValueError if the tokenizer has more tokens than the model, or with `exact` many fewer."""
+    extra = set(tokenizer.added_tokens_encoder) - {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+    length = 1 + max(index for token, index in tokenizer.get_vocab().items() if token not in extra)
+    if length > rows or (exact and length + _SPARE <= rows):
+        raise ValueError(
+            f"The tokenizer has {length:,} tokens and the text tower {rows:,} token embeddings, so they do not belong "
+            "together. Take the tokenizer with which the model was trained."
+        )
 
 
 @asks_hub_once
