@@ -18,7 +18,7 @@ from hf_infcl import ImageTextDataset
 from hf_infcl.data import sources
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.processes.signals import Preempted
-from hf_infcl.quality import feature_cache
+from hf_infcl.quality import embedding
 from hf_infcl.step import terms
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -105,13 +105,13 @@ def test_the_start_runs_once_per_row(tmp_path, monkeypatch, options):
     torch.testing.assert_close(trained(cached=True), plain, rtol=0, atol=1e-6)
     assert not runs
 
-    def without_start(items: feature_cache.CachedItems, row: int) -> dict[str, Any]:
+    def without_start(items: embedding.CachedItems, row: int) -> dict[str, Any]:
         item = whole(items, row)
         del item["at_start"]
         return item
 
-    whole = feature_cache.CachedItems.__getitem__
-    monkeypatch.setattr(feature_cache.CachedItems, "__getitem__", without_start)
+    whole = embedding.CachedItems.__getitem__
+    monkeypatch.setattr(embedding.CachedItems, "__getitem__", without_start)
     assert (trained(cached=True) - plain).norm() == 0
     assert len(runs) == 8, "without the cache, the copy runs"
 

@@ -27,7 +27,7 @@ from ..options.record import RunRecord
 from ..processes.collectives import gather_rows
 from ..processes.lock import locked
 from ..processes.signals import EndRequestedError, Interruptions, Preempted, heed_parent_alone
-from ..quality.feature_cache import with_cached_features
+from ..quality.embedding import with_cached_features
 from ..quality.selection import make_selections
 from ..quality.teachers import make_teachers
 from ..step.extensions import term_parameters
