@@ -173,10 +173,8 @@ class TrainingFacts:
         except (FileNotFoundError, NotADirectoryError) as error:
             above = Path(folder).absolute().parent
             hint = f" {above}, the folder above, has one." if (above / FACTS_FILE).is_file() else ""
-            raise ValueError(
-                f"{folder} has no {FACTS_FILE}, the facts from which a card is written. `infcl train` writes it to "
-                f"--output_dir.{hint}"
-            ) from error
+            what = f"{folder} has no {FACTS_FILE}, which `infcl train` writes to --output_dir"
+            raise ValueError(f"{what}: the facts from which a card is written.{hint}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no facts of a training: {describe_cause(error)}.") from error
 

@@ -23,10 +23,7 @@ _SCORE_OF = {  # by the kind of set
     "labels": "the mean average precision of images with several classes",
     "choices": "the share of right captions preferred to wrong ones",
 }
-_INTERVAL = (
-    "In brackets is the 95% interval of the change (paired bootstrap over images). If it includes 0, the change may be "
-    "noise."
-)
+_INTERVAL = "In brackets is the 95% interval (paired bootstrap over images). If it includes 0, the change may be noise."
 
 
 @dataclass
@@ -134,9 +131,8 @@ def earlier_best(history: Sequence[Mapping[str, Any]], facts: TrainingFacts) -> 
         if best > high:
             last = score_if_measured(evaluation.metrics)
             return (
-                f"The best score of {evaluation.dataset}, {evaluation.part}, was {best:.2%} after step {-step:,}"
-                f", and {last:.2%} at the end, which the 95% interval does not explain. With --load_best_model_at_end "
-                "a training saves the best one."
+                f"The best score of {evaluation.dataset}, {evaluation.part}, was {best:.2%} after step {-step:,}, and "
+                f"{last:.2%} at the end, outside of its 95% interval. --load_best_model_at_end saves the best model."
             )
     return ""
 

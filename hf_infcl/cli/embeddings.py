@@ -25,6 +25,7 @@ from ..card.facts import content_of, has_learned
 from ..data import ImageTextDataset, ImageTextStream, load_pairs
 from ..data.collator import DataCollator
 from ..data.images import ImageDataset, find_column
+from ..data.loader import worker_options
 from ..data.pairs import usable_captions
 from ..data.sets import SetSpec
 from ..data.sources import ItemSource, ShardSource, TableSource, source_of_training
@@ -268,7 +269,7 @@ def _read(
     """The model's inputs for the pairs of this process, every one once, and their columns."""
     args, collate = trainer.args, partial(_collated, trainer.data_collator)
     rank, count, workers = processes.rank, processes.world_size, args.dataloader_num_workers
-    load = partial(DataLoader, num_workers=workers, pin_memory=args.dataloader_pin_memory)
+    load = partial(DataLoader, **worker_options(args))
     if not isinstance(dataset, ImageTextStream):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
         rows = order.tensor_split(count)[rank].tolist()

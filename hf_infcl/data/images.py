@@ -97,9 +97,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
                     hint = (
                         " The captions of a folder of images belong in its metadata.jsonl or metadata.csv, beside the "
-                        f"file names (file_name).{_metadata_above(dataset)} Folders of classes get captions from "
-                        "--caption_templates 'a photo of a {c}' (captions_of_classes in Python), and "
-                        "--zero_shot_dataset evaluates them."
+                        f"file names (file_name).{_metadata_above(dataset)} Folders of classes get them by "
+                        "--caption_templates (captions_of_classes in Python); --zero_shot_dataset evaluates classes."
                     )
                 lacks = lacks_column(column, dataset.column_names)
                 raise ValueError(f"The dataset {lacks} Name the right one with {option} (--{option}).{hint}")

@@ -199,8 +199,7 @@ class TrainingLoader(DataLoader[Any]):
         args, generator = self._args, torch.Generator()
         # torch draws the workers' seeds from it. If dropout used the same one, resumes would change it.
         generator.manual_seed(args.seed + self.batches.position * args.world_size + args.process_index)
-        options = worker_options(args, args.dataloader_num_workers)
-        return DataLoader(self.batches, batch_size=None, generator=generator, **options)
+        return DataLoader(self.batches, batch_size=None, generator=generator, **worker_options(args))
 
     def _to_device(self, batch: object) -> object:
         if self._device is None:
@@ -228,14 +227,14 @@ class TrainingLoader(DataLoader[Any]):
         return {**self.batches.counts(), "rate": rate}
 
 
-def worker_options(args: InfCLTrainingArguments, workers: int) -> dict[str, Any]:
-    """The arguments of a DataLoader with so many workers."""
+def worker_options(args: InfCLTrainingArguments) -> dict[str, Any]:
+    """The arguments of a DataLoader that decide about its workers."""
     # This option is not in transformers before 5.15.
     context = getattr(args, "dataloader_multiprocessing_context", None)
     return {
-        "num_workers": workers,
+        "num_workers": args.dataloader_num_workers,
         "pin_memory": args.dataloader_pin_memory,
-        "multiprocessing_context": context if workers else None,
+        "multiprocessing_context": context if args.dataloader_num_workers else None,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "worker_init_fn": heed_parent_alone,
     }

@@ -231,15 +231,12 @@ class Replayed(IterableDataset[Any]):
             if is_stream and (name == "replay" or not has_length(dataset)):
                 continue
             if not is_stream and (isinstance(dataset, IterableDataset) or not has_length(dataset)):
-                raise ValueError(
-                    f"With replay, {option} must be a dataset with a length or an ImageTextStream, got a "
-                    f"{type(dataset).__name__}."
-                )
+                needed = f"With replay, {option} must be a dataset with a length or an ImageTextStream"
+                raise ValueError(f"{needed}, got a {type(dataset).__name__}.")
             if len(dataset) < pairs:
                 raise ValueError(
                     f"The {name} set has {counted(len(dataset), 'pair')}, fewer than its {pairs:,} of each global "
-                    f"batch of {batch:,} pairs, of which {old / batch:.3g} are old (replay_share). Lower the batch, or "
-                    "change the share."
+                    f"batch of {batch:,} pairs. Lower the batch, or change replay_share, which is {old / batch:.3g}."
                 )
 
     def batches(
@@ -282,8 +279,7 @@ def epochs_of(dataset: Any, args: InfCLTrainingArguments) -> Epochs | None:
         raise ValueError(
             f"A pass over the training set has {counted(rows, 'pair')}, fewer than one global batch of {size:,}"
             f"{f', of which {size - old:,} are new' if old else ''} (global_batch_size, or per_device_train_batch_size "
-            f"× gradient_accumulation_steps × processes). Lower it, for example to {fits}, use more data, or raise "
-            "samples_per_epoch of a stream."
+            f"× gradient_accumulation_steps × processes). Lower it, such as to {fits}, or raise samples_per_epoch."
         )
     return Epochs(rows, size - old)
 

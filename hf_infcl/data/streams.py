@@ -563,8 +563,7 @@ class StreamBatches(MicroBatches):
                 raise ValueError(
                     f"The stream is shorter than {self._share.words}: lane {lane} of {self._order.lanes}, each of "
                     f"which a worker reads, has read its share of the {len(self._stream.shards)} shards such as "
-                    f"{self._stream.shards[0].url!r} before the first one was full. Lower the batch, use more data, or "
-                    "fewer workers."
+                    f"{self._stream.shards[0].url!r} before one was full. Lower the batch, or use fewer workers."
                 )
             return items, {"number": number, "lane": lane, "cursor": cursor}
 

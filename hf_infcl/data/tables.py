@@ -249,10 +249,8 @@ def _separator(files: Sequence[str]) -> str | None:
                 examples.setdefault(separator, file)
                 header, *_ = found[separator].values()
                 if wide := [line for line, width in found[separator].items() if width > header]:
-                    raise ValueError(  # pandas would take the first columns for an index
-                        f"line {wide[0]} of {Url(file)!r} has more values than the header has names ({header}). "
-                        f"{_QUOTE}"
-                    )
+                    line = f"line {wide[0]} of {Url(file)!r}"  # pandas would take the first columns for an index
+                    raise ValueError(f"{line} has more values than the header has names ({header}). {_QUOTE}")
     if len(examples) > 1:
         (one, first), (other, second), *_ = examples.items()
         raise ValueError(f"{first} separates the columns by {one!r}, and {second} by {other!r}. Write all with commas.")

@@ -77,8 +77,7 @@ def compute(
     counts = dict.fromkeys(("images", "texts", "skipped"), 0)
     mine = range(processes.rank, source.parts, processes.world_size)
     missing = [part for part in mine if any(writer.lacks(part) for writer in writers.values())]
-    how = worker_options(args, args.dataloader_num_workers)
-    load = partial(DataLoader, collate_fn=partial(collated, context.collator), **how)
+    load = partial(DataLoader, collate_fn=partial(collated, context.collator), **worker_options(args))
     batches_of_parts = source.read(missing, batch_size, load)
 
     def compute_part(part: int) -> None:
@@ -375,10 +374,7 @@ def check_cacheable(
     elif not isinstance(pairs, ImageTextDataset):
         reason = f"the training set is a {type(pairs).__name__}. Use an ImageTextDataset"
     elif pairs.changes_images:
-        reason = (
-            "the images of a row may differ from epoch to epoch. Use ImageTextDataset with augmentation='none' and "
-            "on_bad_sample='raise'"
-        )
+        reason = "images may differ from epoch to epoch. Use augmentation='none' and on_bad_sample='raise'"
     elif not isinstance(collator, ContrastiveCollator):
         reason = f"the data collator is a {type(collator).__name__}. Pass processing_class, or a ContrastiveCollator"
     elif sharded:

@@ -72,9 +72,8 @@ class SampleOrder:
             allowed = [number for number in divisors if self.lanes % (world_size * number) == 0]
             cure = f"With {counted(world_size, 'process')} set dataloader_num_workers to one of {allowed}"
         raise ValueError(
-            f"The shards of the stream are dealt to {self.lanes} lanes (--lanes), each of which one worker reads, and "
-            f"{counted(world_size, 'process')} with {counted(workers, 'DataLoader worker')} each cannot share them "
-            f"evenly. {cure}."
+            f"The shards of the stream are dealt to {self.lanes} lanes (--lanes), which "
+            f"{counted(world_size, 'process')} with {counted(workers, 'DataLoader worker')} each cannot share. {cure}."
         )
 
 

@@ -271,10 +271,8 @@ def loader_of_stream(dataset: IterableDataset, collate: TrainingCollator, args: 
             f"Of a {type(dataset).__name__}, a checkpoint holds no position: a training resumes near it, but not with "
             "the same batches. For exact resumes, read shards with ImageTextStream (--streaming)."
         )
-    options = worker_options(args, args.dataloader_num_workers)
-    loader = DataLoader(
-        dataset, batch_size=args.per_device_train_batch_size, collate_fn=collate, drop_last=True, **options
-    )
+    size, how = args.per_device_train_batch_size, worker_options(args)
+    loader = DataLoader(dataset, batch_size=size, collate_fn=collate, drop_last=True, **how)
     return prepare_data_loader(
         loader,
         args.device,
