@@ -121,6 +121,8 @@ _RIGHT, _WRONG = "#00693e", "#a6341b"
 # A check mark and a cross, which the font has not.
 _MARKS = {_RIGHT: [[(3, 10), (7, 14), (14, 4)]], _WRONG: [[(4, 4), (13, 14)], [(4, 14), (13, 4)]]}
 
+Answers = list[tuple[str, float, bool]]  # captions of an image, their cosines, and whether they belong to it
+
 logger = logging.get_logger(__name__)
 
 
@@ -155,7 +157,7 @@ class PicturesCallback(TrainerCallback):
         self._measured = measured
         return {}
 
-    def best_captions(self, measured: EvalPrediction) -> list[list[tuple[str, float, bool]]]:
+    def best_captions(self, measured: EvalPrediction) -> list[Answers]:
         """The best captions of each image, their cosines, and whether they belong to the image."""
         labels: Any = measured.label_ids
         ends = np.cumsum(labels[0])  # the number of captions up to each row
@@ -212,9 +214,7 @@ class PicturesCallback(TrainerCallback):
                 writer.add_image("pictures", np.asarray(picture), state.global_step, dataformats="HWC")
 
 
-def draw(
-    images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]], right: list[list[str]]
-) -> Image.Image:
+def draw(images: list[np.ndarray], captions: list[Answers], right: list[list[str]]) -> Image.Image:
     """A row for each image: its own caption, and below it the answers, marked as right or wrong.
 
     Args:

@@ -159,14 +159,8 @@ def table_lines(rows: Sequence[tuple[str, ...]], names: Iterable[str] = ()) -> l
     With the ``names`` of all sets, several tables have columns of one width.
     """
     used = [n for n, _ in enumerate(HEAD) if any(row[n] for row in rows)]
-    least = (
-        max(map(len, names), default=0),
-        max(len(part) for parts in SCORES.values() for part in parts),
-        7,
-        14,
-        7,
-        0,
-    )
+    longest = max(len(metric) for parts in SCORES.values() for metric in parts)
+    least = (max(map(len, names), default=0), longest, 7, 14, 7, 0)
     sets = [row[0] for row in rows]
     shown = [("" if row[0] == last else row[0], *row[1:]) for row, last in zip(rows, ["", *sets], strict=False)]
     cells = [[row[n] for n in used] for row in (HEAD, *shown)]

@@ -82,9 +82,8 @@ class ContrastiveCollator:
                 )
         self.max_length = self.positions = self._stated = max_length
         if fixed_length is None:
-            fixed_length = (
-                reads_padding(type(processor).__name__) or "attention_mask" not in processor.tokenizer.model_input_names
-            )
+            has_mask = "attention_mask" in processor.tokenizer.model_input_names
+            fixed_length = reads_padding(type(processor).__name__) or not has_mask
         self._padding = "max_length" if fixed_length else "longest"
         self.uint8 = uint8
         self._transform = ImageTransform.of(processor.image_processor)

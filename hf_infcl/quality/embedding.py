@@ -334,8 +334,7 @@ def with_cached_features(context: Context, interruptions: Interruptions) -> Any:
     interruptions.phases.enter("computing features")
     tower: Any = context.encoder.frozen_towers().get("image")
     start = context.start if args.keep_features else None
-    of_run = {"sharded": is_sharded(context.accelerator), "compiled": bool(args.torch_compile)}
-    check_cacheable(pairs, tower, context.collator, keeps=start is not None, **of_run)
+    check_cacheable(context, tower, keeps=start is not None)
 
     def encoded(encode: Encode, inputs: dict[str, Tensor]) -> Tensor:
         interruptions.phases.note_progress()
@@ -364,11 +363,9 @@ def with_cached_features(context: Context, interruptions: Interruptions) -> Any:
     return CachedItems(pairs, features, of_start)
 
 
-def check_cacheable(
-    pairs: object, tower: nn.Module | None, collator: object, *, keeps: bool, sharded: bool, compiled: bool
-) -> None:
+def check_cacheable(context: Context, tower: nn.Module | None, *, keeps: bool) -> None:
     """Raises a ValueError if the features of the images are not the same at every step, or cannot be used."""
-    reason = ""
+    pairs, collator, reason = context.data, context.collator, ""
     if tower is None and not keeps:
         reason = 'the image tower trains. Freeze it with freeze="image", or keep the start\'s with keep_features'
     elif not isinstance(pairs, ImageTextDataset):
@@ -377,11 +374,11 @@ def check_cacheable(
         reason = "images may differ from epoch to epoch. Use augmentation='none' and on_bad_sample='raise'"
     elif not isinstance(collator, ContrastiveCollator):
         reason = f"the data collator is a {type(collator).__name__}. Pass processing_class, or a ContrastiveCollator"
-    elif sharded:
+    elif is_sharded(context.accelerator):
         reason = "FSDP is on. Use plain processes, which hold the whole tower"
     elif keeps and pairs.negative_caption_column:
         reason = "keep_features needs the embeddings of negative captions at every step. Leave one of the three out"
-    elif compiled and tower is not None:
+    elif context.args.torch_compile and tower is not None:
         reason = "torch_compile is on, which would compile the model again without the tower. Leave it off"
     if reason:
         raise ValueError(f"cache_features computes what is frozen once, but {reason}.")
