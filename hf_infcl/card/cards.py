@@ -77,11 +77,9 @@ def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``."""
     entries: dict[str, list[EvalResultEntry]] = {}
     for evaluation in (one for one in facts.evaluations if one.on_hub):
-        of_set = {"dataset_revision": evaluation.commit, "notes": evaluation.part}
-        entries.setdefault(evaluation.dataset, []).extend(
-            EvalResultEntry(evaluation.dataset, metric, round(value, 4), **of_set)
-            for metric, value in _defined(evaluation)
-        )
+        name, of_set = evaluation.dataset, {"dataset_revision": evaluation.commit, "notes": evaluation.part}
+        rows = [EvalResultEntry(name, metric, round(value, 4), **of_set) for metric, value in _defined(evaluation)]
+        entries.setdefault(name, []).extend(rows)
     for dataset, of_dataset in entries.items():
         path = Path(folder, ".eval_results", dataset.replace("/", "_") + ".yaml")
         path.parent.mkdir(exist_ok=True)
@@ -192,13 +190,9 @@ def write_publication(facts: TrainingFacts, folder: str | Path, state: TrainerSt
     The curves are drawn if matplotlib is installed and a training loss was logged. Otherwise the card shows the curves
     that are already in the folder. It also shows a picture of `PicturesCallback` if there is one.
     """
-    picture = Path(folder, CURVES_FILE)
     if importlib.util.find_spec("matplotlib") is not None and any("loss" in entry for entry in state.log_history):
-        plot_curves(state.log_history, picture)
+        plot_curves(state.log_history, Path(folder, CURVES_FILE))
     write_eval_results(facts, folder)
-    card = model_card(
-        facts,
-        curves=CURVES_FILE if picture.is_file() else None,
-        pictures=PICTURES_FILE if Path(folder, PICTURES_FILE).is_file() else None,
-    )
-    card.save(Path(folder, "README.md"))
+    shown = {"curves": CURVES_FILE, "pictures": PICTURES_FILE}
+    there = {what: file for what, file in shown.items() if Path(folder, file).is_file()}
+    model_card(facts, **there).save(Path(folder, "README.md"))

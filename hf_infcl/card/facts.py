@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 FACTS_FILE = "training_record.json"
 _END = "train_runtime"  # Trainer logs it when a training has ended, before it loads the best weights
 _FILES = re.compile(r"[{*?\[]|\.(tar|parquet)$")  # shards, which belong to the folder that holds them
+_PACKAGES = ("transformers", "accelerate", "torch")  # whose versions a card states
 SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds these to the metrics of an evaluation
 
 
@@ -246,10 +247,7 @@ def training_facts(
         device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),
         peak_memory=_last(state, "peak_memory", None),
         skipped=_last(state, "skipped_samples", 0),
-        versions={
-            "hf_infcl": __version__,
-            **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
-        },
+        versions={"hf_infcl": __version__, **{name: metadata.version(name) for name in _PACKAGES}},
         evaluations=_without_guards_again(_measured(with_texts(evaluations, trainer.eval_dataset), state, best)),
         measured_during_training=args.eval_strategy != "no",
         best=best,

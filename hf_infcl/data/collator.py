@@ -271,12 +271,8 @@ class ContrastiveCollator:
                     "shortest_edge together with do_center_crop and crop_size."
                 ) from error
         # In a DataLoader's worker, default_collate stacks into shared memory, which saves a copy.
-        pixels: Tensor = default_collate(
-            [
-                self._transform(array, cropped=item.get("cropped", False))
-                for array, item in zip(arrays, items, strict=True)
-            ]
-        )
+        are_cropped = [item.get("cropped", False) for item in items]
+        pixels: Tensor = default_collate([*map(self._transform, arrays, are_cropped)])
         return {"pixel_values": pixels if self.uint8 else self._transform.normalise(pixels)}
 
     def normalise(self, pixel_values: Tensor) -> Tensor:

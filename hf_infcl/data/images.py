@@ -221,11 +221,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return row if self.numbers is None else int(self.numbers[row])
 
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
-        return BadSampleError(
-            f"Row {self.number(row)} of {self.name} is bad: {cause.rstrip('.')}. Repair or drop it"
-            f"{self._or_skip}. `infcl check` lists all such rows.",
-            cause,
-        )
+        what = f"Row {self.number(row)} of {self.name} is bad: {cause.rstrip('.')}. Repair or drop it{self._or_skip}."
+        return BadSampleError(f"{what} `infcl check` lists all such rows.", cause)
 
 
 def _metadata_above(dataset: datasets.Dataset) -> str:

@@ -78,10 +78,9 @@ class ZeroShotDataset(ImageDataset):
         self.templates = tuple(_with_braces(templates))
         if class_names is None and all(map(NUMBER.fullmatch, names)):
             logger.warning(
-                "The names of the %d classes are numbers, so that the prompts say %r. Unless the images show numbers, "
-                "give the classes their names with class_names (--class_names, which also takes a file).",
-                len(names),
-                self.templates[0].replace("{}", names[0]),
+                f"The names of the {len(names)} classes are numbers, so that the prompts say "
+                f"{self.templates[0].replace('{}', names[0])!r}. Unless the images show numbers, give the classes "
+                "their names with class_names (--class_names, which also takes a file)."
             )
         if ERRORS in self.table.column_names:  # a row without a label cannot be measured
             for row, value in enumerate(self.table.select_columns([label_column, ERRORS])):

@@ -303,15 +303,9 @@ def make_micro_batches(
     """
     if isinstance(dataset, ImageTextStream):
         return dataset.batches(share, collate, states=states, **where)
-    return TableRows(
-        dataset,
-        share,
-        collate,
-        shuffle=share.is_old or args.train_sampling_strategy == "random",
-        seed=args.seed_of_data + share.is_old * _SEED_OF_OLD,
-        filled=filled,
-        **where,
-    )
+    shuffle = share.is_old or args.train_sampling_strategy == "random"
+    seed = args.seed_of_data + share.is_old * _SEED_OF_OLD
+    return TableRows(dataset, share, collate, shuffle=shuffle, seed=seed, filled=filled, **where)
 
 
 class MixedRows(MicroBatches):

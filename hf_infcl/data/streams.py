@@ -541,12 +541,9 @@ class StreamBatches(MicroBatches):
             pieces += [Piece(number, *borders) for borders in shard.reader.pieces(shard.url, parts)]
         if self._rank == 0:
             logger.warning(
-                "%d shards are fewer than the %d lanes (processes × DataLoader workers). Each was split into %d parts, "
-                "which took %.1f s to find at this start; from now on several workers read from each shard.",
-                len(group),
-                lanes,
-                parts,
-                time.perf_counter() - began,
+                f"{len(group)} shards are fewer than the {lanes} lanes (processes × DataLoader workers). Each was "
+                f"split into {parts} parts, which took {time.perf_counter() - began:.1f} s to find at this start; from "
+                "now on several workers read from each shard."
             )
         return pieces
 

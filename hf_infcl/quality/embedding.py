@@ -203,14 +203,9 @@ def embed(
     for kind in source.kinds:
         parts = place, kind, source.parts
         writers[kind] = Store(*parts) if format == "npy" else PartFiles(*parts, format)
-    return compute(
-        source,
-        context,
-        {kind: partial(normalised_by, encode, half=half) for kind, encode in encoders.items()},
-        writers,
-        batch_size=context.args.per_device_eval_batch_size,
-        agree=lambda: Processes().agree([]),
-    )
+    each = {kind: partial(normalised_by, encode, half=half) for kind, encode in encoders.items()}
+    size = context.args.per_device_eval_batch_size
+    return compute(source, context, each, writers, batch_size=size, agree=lambda: Processes().agree([]))
 
 
 def normalised_by(encode: Encode, inputs: dict[str, Tensor], *, half: bool = False) -> Tensor:
