@@ -423,7 +423,7 @@ def _make_extensions(context: Context) -> Iterator[Extension]:
     if args.patch_dropout:
         yield DroppedPatches(encoder, args.patch_dropout)
     if start is not None and args.keep_features:
-        yield KeptFeatures(start, args.keep_features)
+        yield KeptFeatures(start, context.accelerator, args.keep_features)
     yield TowerNorms(encoder)
     yield PositiveCosines()
 

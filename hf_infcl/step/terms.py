@@ -114,7 +114,6 @@ class Start:
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, *, keeps: bool) -> None:
-        self._accelerator = accelerator
         self.fingerprint = weight_fingerprint(model, frozen=not keeps)
         self.encoder: DualEncoder | None = None
         if keeps:
@@ -123,31 +122,27 @@ class Start:
             copied = copy.deepcopy(model, shared).requires_grad_(False).eval()
             self.encoder = DualEncoder(copied.to(accelerator.device))
 
-    def embed(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
-        """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
-
-        They may be in the inputs (``cache_features``). The copies of frozen towers do not run: ``frozen_outputs`` are
-        what the model's have returned.
-        """
-        if "start_images" in inputs:
-            return inputs["start_images"], inputs["start_texts"]
-        assert self.encoder is not None
-        # A forward writes the projection into the output that it gets, which the second pass needs as it is.
-        outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
-        with torch.no_grad(), self._accelerator.autocast():
-            return self.encoder.embed(self.encoder.model, inputs, outputs)
-
 
 class KeptFeatures(LossTerm):
     """Holds the embeddings near those of the start (``keep_features``), which reads the texts as they are encoded."""
 
     name = "keep_features"
 
-    def __init__(self, start: Start, weight: float) -> None:
-        self._start, self._weight = start, weight
+    def __init__(self, start: Start, accelerator: Accelerator, weight: float) -> None:
+        assert start.encoder is not None
+        self._start, self._accelerator, self._weight = start.encoder, accelerator, weight
 
-    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, object]) -> Features:
-        return self._start.embed(inputs, frozen_outputs)
+    def reference(self, inputs: Mapping[str, Tensor], frozen_outputs: Mapping[str, Any]) -> Features:
+        """The embeddings of the start, which may be in the inputs (``cache_features``).
+
+        The copies of frozen towers do not run: ``frozen_outputs`` are what the model's have returned.
+        """
+        if "start_images" in inputs:
+            return inputs["start_images"], inputs["start_texts"]
+        # A forward writes the projection into the output that it gets, which the second pass needs as it is.
+        outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
+        with torch.no_grad(), self._accelerator.autocast():
+            return self._start.embed(self._start.model, inputs, outputs)
 
     def value(self, features: Features, references: Features) -> Tensor:
         pairs = zip(features, references, strict=True)

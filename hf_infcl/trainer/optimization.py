@@ -86,15 +86,13 @@ class Optimization:
             self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
         return optimizer
 
-    def scheduler(
-        self, optimizer: Optimizer | None, schedule: LRScheduler | None, make: Callable[[], LRScheduler]
-    ) -> LRScheduler:
+    def scheduler(self, trainer: Any, make: Callable[[], LRScheduler]) -> LRScheduler:
         """The schedule that was passed, or Trainer's. Notes its options and those of the optimizer.
 
         Raises:
             ValueError: the schedule does not take its options; a subclass makes the optimizer, without the options.
         """
-        args = self._args
+        args, optimizer, schedule = self._args, trainer.optimizer, trainer.lr_scheduler
         if not self._was_asked and (names := options_of_own_optimizer(args)):
             raise ValueError(
                 f"{', '.join(names)} apply only to the optimizer of InfCLTrainer.create_optimizer, which an override "

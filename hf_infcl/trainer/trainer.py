@@ -217,8 +217,7 @@ class InfCLTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
-        create = partial(super().create_scheduler, *args, **kwargs)
-        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create)
+        return self.optimization.scheduler(self, partial(super().create_scheduler, *args, **kwargs))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         self.resumption.check_optimizer(self.optimization.options)
