@@ -183,9 +183,8 @@ class NumberChecks:
         if logs["loss"] == logs.get("grad_norm") == 0 and not self.skipped.skipping and not self._has_warned_of_zero:
             self._has_warned_of_zero = True
             logger.warning(
-                "The loss and its gradient are exactly 0, so the model learns nothing. Either the pairs of a global "
-                "batch have no negatives, as with a single pair or with equal pair_ids, or the model tells them apart "
-                "so well that the loss rounds to 0."
+                "The loss and its gradient are exactly 0, so the model learns nothing: the pairs of a global batch "
+                "have no negatives (a single pair, or equal pair_ids), or it tells them apart and the loss rounds to 0."
             )
         return {"skipped_windows": self.skipped.count} if self.skipped.count else {}
 
@@ -288,9 +287,8 @@ def _compare_losses(context: Context, own: Tensor, images: Tensor, texts: Tensor
     if not any(math.isclose(own.item(), loss, rel_tol=tolerance) for loss in losses.values()):
         raise ValueError(
             f"The forward of {name} computes a loss of its own: {own.item():.5g} for the first micro-batch, whose "
-            f"contrastive loss is {losses[context.objective]:.5g}. InfCLTrainer would not train it. Add to the loss by "
-            "extensions=[...] with a LossTerm (hf_infcl.step.extensions), let forward return no loss, or use "
-            "transformers.Trainer."
+            f"contrastive loss is {losses[context.objective]:.5g}. InfCLTrainer would not train it: write a LossTerm "
+            "(hf_infcl.step.extensions), let forward return no loss, or use transformers.Trainer."
         )
     if Processes().rank == 0:
         logger.warning_once(

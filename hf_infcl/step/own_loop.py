@@ -91,8 +91,7 @@ def cached_backward(
             if id(leaf) not in known:
                 raise ValueError(
                     f"The loss depends on a tensor of shape {list(leaf.shape)} that requires a gradient and is neither "
-                    "a feature nor one of the parameters, so it would get no gradient. Pass it in `parameters`, and "
-                    "let the loss take it as an argument."
+                    "a feature nor one of the parameters, so it would get none. Pass it in `parameters` for the loss."
                 )
         return value
 
@@ -124,8 +123,7 @@ def _check_of_loss(batch: Any, features: Features) -> None:
     if lost := [name for name in names if name in batch and not any(f is batch[name] for f in features)]:
         raise ValueError(
             f"The micro-batches have {' and '.join(lost)}, which the loss does not get, and which the model ignores. "
-            "Take them out of the micro-batches, batch.pop(...), and let the loss use them, as the guide to the loss "
-            "shows for pair_ids; or return them from `encode` as they are, as features that the loss takes."
+            "Take them out, batch.pop(...), and let the loss use them, or return them from `encode` as features for it."
         )
 
 

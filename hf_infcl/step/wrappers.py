@@ -81,9 +81,8 @@ class DDP(Wrapper):
         if unused := [name for name, p in named if p.requires_grad and p.grad is None]:
             names = ", ".join(unused[:10]) + (" ..." if unused[10:] else "")
             raise ValueError(
-                f"No embedding depends on {names}, but DDP waits for their gradients and does not average the others "
-                "until it has them. Freeze unused parameters (requires_grad_(False)), or pass "
-                "ddp_find_unused_parameters=True."
+                f"No embedding depends on {names}, but DDP waits for their gradients before it averages the others. "
+                "Freeze unused parameters (requires_grad_(False)), or pass ddp_find_unused_parameters=True."
             )
 
 

@@ -77,11 +77,10 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     scale, *bias = dual_encoder.temperature_parameters
     if args.objective == "sigmoid" and not bias:
         raise ValueError(
-            f"{type(dual_encoder.base).__name__} has no logit_bias, without which the sigmoid loss of a large "
-            "batch starts far from where it can train. Train a SiglipModel or Siglip2Model, keep "
-            "objective='softmax', or add SigLIP's start to the model before: model.logit_bias = "
-            "torch.nn.Parameter(torch.full((1,), -10.0)) and model.logit_scale.data.fill_(math.log(10)). What is "
-            "saved then holds a logit_bias that from_pretrained of this class leaves out."
+            f"{type(dual_encoder.base).__name__} has no logit_bias, without which the sigmoid loss of a large batch "
+            "starts far from where it can train. Train a Siglip(2)Model, keep objective='softmax', or add its start "
+            "before: model.logit_bias = torch.nn.Parameter(torch.full((1,), -10.0)) and model.logit_scale.data.fill_("
+            "math.log(10)). What is saved then has a logit_bias that from_pretrained of this class leaves out."
         )
     if not scale.requires_grad and any(p.requires_grad for p in model.parameters()):
         value = dual_encoder.scale_and_bias()[0].item()

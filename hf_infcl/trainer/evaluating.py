@@ -59,10 +59,9 @@ def class_vectors(dataset: ZeroShotDataset, context: Context, processing_class: 
     if tokenize is None:
         if not hasattr(processing_class, "tokenizer"):
             raise ValueError(
-                "Zero-shot evaluation must tokenize the prompts of the classes, but the data collator, a "
-                f"{type(collator).__name__}, has no method tokenize(texts), and the processing_class, a "
-                f"{type(processing_class).__name__}, has no tokenizer. Pass "
-                "processing_class=AutoProcessor.from_pretrained(...), in addition to any data_collator."
+                f"The prompts of the classes must be tokenized, but the data collator, a {type(collator).__name__}, "
+                f"has no method tokenize(texts), and the processing_class, a {type(processing_class).__name__}, has no "
+                "tokenizer. Pass processing_class=AutoProcessor.from_pretrained(...), beside any data_collator."
             )
         config = getattr(encoder.model, "config", None)
         tokenize = ContrastiveCollator.for_model(processing_class, config).tokenize

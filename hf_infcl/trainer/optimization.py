@@ -63,9 +63,8 @@ class Optimization:
         known = [] if passed is None else [p for group in passed.param_groups for p in group["params"]]
         if passed is not None and not set(beside) <= set(known):
             raise ValueError(
-                "An optimizer was passed, but terms of the loss have parameters besides the model's, such as the "
-                "linear map to a teacher of another width, which it does not update. Let the trainer create the "
-                "optimizer."
+                "An optimizer was passed, but terms of the loss have parameters of their own, such as the linear map "
+                "to a teacher of another width, which it does not update. Let the trainer create the optimizer."
             )
         if is_muon:
             optimizer: Optimizer = _create_muon(encoder, args, trainer.get_decay_parameter_names(model), accelerator)
@@ -173,9 +172,8 @@ def check_optimizer_options(
                 ignored.append(name)
     if ignored:
         raise ValueError(
-            f"optim={optimizer!r} does not take {', '.join(ignored)} from optim_args={args.optim_args!r}: "
-            "transformers would ignore this. Remove it; Adam's options are the arguments adam_beta1, adam_beta2, "
-            "adam_epsilon and weight_decay."
+            f"optim={optimizer!r} does not take {', '.join(ignored)} from optim_args={args.optim_args!r}: transformers "
+            "would ignore it. Remove it; Adam's options are adam_beta1, adam_beta2, adam_epsilon and weight_decay."
         )
 
 
