@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from .declaring import FRACTION, FROM_0, FROM_1, FROM_2, described, option
 
@@ -13,7 +12,7 @@ BAD_SAMPLES = ("raise", "skip")
 @dataclass
 @described
 class ModelOptions:
-    """The model.
+    """Model.
 
     Attributes:
         model: The model: a Hub id, a folder or a .pt, of transformers or of OpenCLIP. Adapters come with their model,
@@ -23,8 +22,6 @@ class ModelOptions:
             none, and gets CLIP's from the Hub without this option.
     """
 
-    _argument_group_name: ClassVar[str] = "Model"
-
     model: str
     open_clip_model: str | None = None
     tokenizer: str | None = None
@@ -33,7 +30,7 @@ class ModelOptions:
 @dataclass
 @described
 class MeasuredModelOptions(ModelOptions):
-    """The models that are measured.
+    """Models that are measured.
 
     Attributes:
         model: The model, or several to compare: Hub ids, folders or a .pt, of transformers or of OpenCLIP. Adapters
@@ -46,7 +43,7 @@ class MeasuredModelOptions(ModelOptions):
 @dataclass
 @described
 class TrainedModelOptions(ModelOptions):
-    """The model that is trained.
+    """Model that is trained.
 
     Attributes:
         new_weights: Weights or modules that the checkpoint may lack, such as visual_projection. They are drawn from
@@ -59,7 +56,7 @@ class TrainedModelOptions(ModelOptions):
 @dataclass
 @described
 class LoraOptions:
-    """Adapters.
+    """LoRA adapters (package peft).
 
     Attributes:
         lora_rank: Train LoRA adapters of this rank instead of the weights. Their alpha is twice the rank.
@@ -67,8 +64,6 @@ class LoraOptions:
         lora_logit_scale: Train logit_scale and logit_bias beside new adapters. They are then in the adapter's file.
         lora_merge: At the end, merge the adapters into the weights. The whole model is saved and pushed instead.
     """
-
-    _argument_group_name: ClassVar[str] = "LoRA adapters (package peft)"
 
     lora_rank: int | None = option(within=FROM_1)
     lora_targets: list[str] = option(["all-linear"])
@@ -79,7 +74,7 @@ class LoraOptions:
 @dataclass
 @described
 class DataOptions:
-    """The training data.
+    """Training data.
 
     Attributes:
         dataset: Image-text pairs to train on: a Hub id or a folder. Required. With --streaming also shards, such as
@@ -118,8 +113,6 @@ class DataOptions:
         overwrite_output_dir: Delete the checkpoints and results of an earlier run first.
     """
 
-    _argument_group_name: ClassVar[str] = "Training data"
-
     dataset: list[str]
     dataset_name: str | None = None
     split: str = "train"
@@ -144,7 +137,7 @@ class DataOptions:
 @dataclass
 @described
 class ColumnOptions:
-    """The columns of datasets.
+    """Columns of the training data, and of other datasets that have them.
 
     Attributes:
         image_column: Column of images, paths or encoded images. A table without this column is read by the only one of
@@ -154,8 +147,6 @@ class ColumnOptions:
         pair_id_column: Rows with equal values in this column are never each other's negatives. It may be the column of
             captions or, in a table, that of images.
     """
-
-    _argument_group_name: ClassVar[str] = "Columns of the training data, and of other datasets that have them"
 
     image_column: str = "image"
     caption_column: str = "caption"
@@ -170,7 +161,7 @@ OF_PAIRS -= {"overwrite_output_dir", "dry_run"}
 @dataclass
 @described
 class EvaluationOptions:
-    """What is measured.
+    """Evaluation.
 
     Attributes:
         eval_dataset: Image-text pairs to measure the loss and retrieval on: a Hub id or a folder. By default, the split
@@ -187,8 +178,6 @@ class EvaluationOptions:
             folders may have any order. By default those stored in the dataset, or the names of its folders.
         templates: Prompts with {c} for the class, or a file of them; 'a photo of a {c}.' by default.
     """
-
-    _argument_group_name: ClassVar[str] = "Evaluation"
 
     eval_dataset: str | None = None
     zero_shot_dataset: str | None = None
@@ -213,8 +202,6 @@ class GuardOptions:
             recall@1 (the mean of both directions) or of top-1 accuracy. One half of the rows of each guard chooses, the
             other half reports what was kept.
     """
-
-    _argument_group_name: ClassVar[str] = "What the model should keep"
 
     guard_dataset: list[str] | None = None
     guard_benchmark: list[str] | None = None
@@ -242,7 +229,7 @@ OF_TRAINING = (TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, Eva
 @dataclass
 @described
 class AverageOptions:
-    """The average.
+    """Average.
 
     Attributes:
         alpha: How far to go from START (0) to END (1), or 'auto'. This measures 0, 0.1 ... 1 and takes the greatest
@@ -250,21 +237,17 @@ class AverageOptions:
             --guard_tolerance; among gains within the interval of the greatest, that with the lowest loss.
     """
 
-    _argument_group_name: ClassVar[str] = "Average"
-
     alpha: str = "0.5"
 
 
 @dataclass
 @described
 class CheckOptions:
-    """How much is checked.
+    """Check.
 
     Attributes:
         all: Read all pairs instead of --check_samples.
     """
-
-    _argument_group_name: ClassVar[str] = "Check"
 
     all: bool = False
 
@@ -272,7 +255,7 @@ class CheckOptions:
 @dataclass
 @described
 class EmbedOptions:
-    """The embeddings.
+    """Embeddings.
 
     Attributes:
         key_column: Column that names each row of a table. By default the path of its image, or else its number. The
@@ -282,8 +265,6 @@ class EmbedOptions:
         half_precision: With npy: 16 instead of 32 bits for each number, half of the disk.
     """
 
-    _argument_group_name: ClassVar[str] = "Embeddings"
-
     key_column: str | None = None
     format: str = option("npy", choices=("npy", "parquet", "safetensors"))
     half_precision: bool = False
@@ -292,7 +273,7 @@ class EmbedOptions:
 @dataclass
 @described
 class ScoreOptions:
-    """The scores.
+    """Scores.
 
     Attributes:
         split: Split of the data.
@@ -301,8 +282,6 @@ class ScoreOptions:
         captions_per_image: Number of captions drawn from an image's list, whose mean cosine counts.
         window: Number of pairs that are compared with each other. All are drawn at random.
     """
-
-    _argument_group_name: ClassVar[str] = "Scores"
 
     split: str = "train"
     streaming: bool = False
@@ -314,7 +293,7 @@ class ScoreOptions:
 @dataclass
 @described
 class ConvertOptions:
-    """A conversion.
+    """Conversion.
 
     Attributes:
         to: The format to write: transformers or open_clip.

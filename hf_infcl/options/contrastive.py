@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from .declaring import FINITE, FRACTION, FROM_0, FROM_1, MULTIPLIER, PART, SHARE, described, option
 
@@ -25,7 +25,9 @@ def objectives() -> Collection[str]:
 @dataclass
 @described
 class ContrastiveOptions:
-    """What contrastive training adds to the options of transformers.TrainingArguments, or gives other defaults.
+    """Exact contrastive training (hf_infcl.InfCLTrainingArguments).
+
+    These are options beside those of transformers.TrainingArguments, or other defaults of them.
 
     Attributes:
         objective: The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a logit_bias.
@@ -121,8 +123,6 @@ class ContrastiveOptions:
         logging_nan_inf_filter: Log the average of earlier losses instead of one that is not finite.
         remove_unused_columns: Drop columns that neither the model's forward nor the loss uses.
     """
-
-    _argument_group_name: ClassVar[str] = "Exact contrastive training (hf_infcl.InfCLTrainingArguments)"
 
     # ---- The loss ----
     objective: str | None = option(choices=objectives)

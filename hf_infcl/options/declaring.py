@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_FACTS = "_facts"
+_FACTS, _HEADING = "_facts", "_argument_group_name"  # HfArgumentParser reads the second
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ FROM_1 = Range(Integral, "a whole number of at least 1", lambda value: value >= 
 FROM_0 = Range(Integral, "a whole number of at least 0", lambda value: value >= 0)
 FINITE = Range(Real, "a finite number of at least 0", lambda value: 0 <= value < math.inf)
 FROM_2 = Range(Integral, "at least 2, because a pair is compared with others", lambda value: value >= 2)
-MULTIPLIER = Range(Real, "at least 1, or inf for no limit (the multiplier, no logarithm)", lambda value: value >= 1)
+MULTIPLIER = Range(Real, "a number of at least 1 (inf for no limit; not the logarithm)", lambda value: value >= 1)
 FRACTION = Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1)
 PART = Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1)
 SHARE = Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1)
@@ -119,10 +119,12 @@ def documented(kind: type) -> tuple[str, dict[str, str]]:
 def described(kind: type[_T]) -> type[_T]:
     """Declares every annotated field of a class as an option whose help is in the docstring, below "Attributes:".
 
-    It stands below ``@dataclass``. A short help on the command line shows the first sentence. The `Facts` of all
-    options are in an attribute of the class, since HfArgumentParser hands all metadata of a field to argparse.
+    It stands below ``@dataclass``. The first sentence of the docstring is the heading of these options in the help of a
+    command; a short help shows the first sentence of each option's help. The `Facts` of all options are in an attribute
+    of the class, since HfArgumentParser hands all metadata of a field to argparse.
     """
-    helps = documented(kind)[1]
+    text, helps = documented(kind)
+    setattr(kind, _HEADING, text.partition(". ")[0].rstrip("."))
     every = dict(declared_facts(kind))
     for name in (name for name in kind.__annotations__ if not name.startswith("_")):
         declared = vars(kind).get(name, MISSING)
