@@ -15,9 +15,10 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from helpers import models
-from helpers.processes import alone
+from helpers.processes import alone, on_ranks
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, parameters, trained, trainer_for
@@ -122,7 +123,8 @@ def test_processes_share_the_copy_and_see_it_when_it_is_whole(tmp_path):
 
 # ---- Checkpoints ----
 
-OPTIONS: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+OPTIONS: dict[str, Any] = {**SAVES, "max_steps": 4, "save_total_limit": 2}
 OPTIONS |= {"learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
 
 
@@ -155,6 +157,27 @@ def test_another_machine_goes_on_from_the_store(tmp_path):
     goes_on_elsewhere(tmp_path, f"memory://{tmp_path.name}/run")
 
 
+@on_ranks(2)
+def test_a_machine_gets_a_disk_of_its_own_back(rank, world_size, tmp_path):
+    """Every process is the first process of a machine with its own disk; that of the last one was lost."""
+    os.environ["LOCAL_RANK"] = "0"
+    own, before = tmp_path / str(rank), os.getcwd()
+    own.mkdir()
+    os.chdir(own)
+    try:
+        whole = trained(trainer_for("whole", **SAVES, max_steps=3, save_on_each_node=True))
+        options = {**SAVES, "max_steps": 3, "save_on_each_node": True, "checkpoint_store": f"file://{tmp_path}/store"}
+        trained(trainer_for("run", **options, callbacks=[StopAt(2)]))
+        dist.barrier()  # until rank 0 has copied the checkpoint
+        if rank == 1:
+            shutil.rmtree("run")
+        run = trained(trainer_for("run", **options), "auto")
+        assert run.steps_trained == 1
+        assert torch.equal(parameters(run), parameters(whole))
+    finally:
+        os.chdir(before)
+
+
 def test_the_newest_complete_copy_is_fetched_with_the_best(tmp_path, monkeypatch):
     folders = [tmp_path / "lost" / f"checkpoint-{step}" for step in (1, 2, 3)]
     store = CheckpointStore(f"file://{tmp_path}/store")
@@ -174,9 +197,6 @@ def test_the_newest_complete_copy_is_fetched_with_the_best(tmp_path, monkeypatch
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["checkpoint-2"]
 
 
-SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-
-
 def refused(*_: Any, **__: Any) -> None:
     raise OSError("no answer")
 
@@ -193,16 +213,15 @@ def test_a_store_that_fails_costs_a_copy_and_ends_no_training(tmp_path, caplog, 
 
 
 @pytest.mark.parametrize(
-    ("url", "options", "words"),
+    ("url", "words"),
     [
-        ("s3://KEY:SECRET@bucket/run", {}, "checkpoint_store would store a key beside the model"),
-        ("nowhere://run", {}, "checkpoint_store=nowhere://run cannot be opened: Protocol not known: nowhere"),
-        ("memory://run", {"save_on_each_node": True}, "only the checkpoints of the first machine would be copied"),
+        ("s3://KEY:SECRET@bucket/run", "checkpoint_store would store a key beside the model"),
+        ("nowhere://run", "checkpoint_store=nowhere://run cannot be opened: Protocol not known: nowhere"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_refused_before_the_training(tmp_path, url, options, words):
+def test_a_store_that_cannot_be_used_is_refused_before_the_training(tmp_path, url, words):
     with pytest.raises(ValueError, match=words):
-        trainer_for(tmp_path, checkpoint_store=url, **options)
+        trainer_for(tmp_path, checkpoint_store=url)
 
 
 # ---- S3 ----
