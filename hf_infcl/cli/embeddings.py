@@ -269,7 +269,7 @@ def _read(
     """The model's inputs for the pairs of this process, every one once, and their columns."""
     args, collate = trainer.args, partial(_collated, trainer.data_collator)
     rank, count, workers = processes.rank, processes.world_size, args.dataloader_num_workers
-    load = partial(DataLoader, **worker_options(args))
+    load: Any = partial(DataLoader, **worker_options(args))
     if not isinstance(dataset, ImageTextStream):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
         rows = order.tensor_split(count)[rank].tolist()
