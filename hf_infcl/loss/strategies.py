@@ -595,9 +595,7 @@ def choose_exchange(
     if size(world_size) <= GATHERED_BYTES:
         return predicted(world_size)
     most = max(GATHERED_BYTES, GATHERED_SHARE * memory)
-    fitting = [
-        gathered for gathered in dict.fromkeys((1, machine, world_size)) if gathered == 1 or size(gathered) <= most
-    ]
+    fitting = [1, *(gathered for gathered in (machine, world_size) if size(gathered) <= most)]
     return min(map(predicted, fitting), key=lambda exchange: exchange.seconds)
 
 
@@ -630,7 +628,3 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
 def _empty(features: Tensor) -> Tensor:
     """Memory for the gradient of the features, in the dtype of the logits."""
     return torch.empty(features.shape, dtype=accumulate_dtype(features), device=features.device)
-
-
-def _zeros(features: Tensor) -> Tensor:
-    return _empty(features).zero_()
