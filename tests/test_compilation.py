@@ -267,3 +267,28 @@ def test_on_a_gpu_the_gradients_are_those_of_layers_as_they_are(rank, world_size
         start = torch.nn.utils.parameters_to_vector(clip().parameters()).to(trainer.args.device)
         change = parameters(expected) - start
         assert (parameters(trainer) - parameters(expected)).norm() < (0.03 if more else 1e-4) * change.norm()
+
+
+@pytest.mark.gpu
+@on_ranks(1, backend="nccl", timeout=300)
+def test_on_a_gpu_twenty_steps_are_as_near_to_fp32_as_those_of_layers_as_they_are(rank, world_size, tmp_path):
+    """What rounds in other places ends elsewhere; fp32 says how far bf16 alone leads away."""
+    kinds: dict[str, dict[str, Any]] = {
+        "fp32": {"torch_compile": False},
+        "eager": {"bf16": True, "torch_compile": False},
+    }
+    losses, weights = {}, {}
+    for kind, options in (kinds | {"compiled": {"bf16": True}}).items():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(compilation, "ENOUGH", 0.0)
+            trainer = run(tmp_path, max_steps=20, use_cpu=False, learning_rate=1e-3, logging_steps=1, **options)
+        assert trainer.window_step.compilation.decided == (
+            compilation.LAYERS if kind == "compiled" else compilation.NOTHING
+        )
+        losses[kind] = torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        weights[kind] = parameters(trainer)
+    assert len(losses["fp32"]) == 20
+    for found, least in ((losses, 1e-3), (weights, 0.0)):
+        away = {kind: (found[kind] - found["fp32"]).norm().item() for kind in ("eager", "compiled")}
+        print("away from fp32", away, "of", found["fp32"].norm().item())
+        assert away["compiled"] <= 1.5 * away["eager"] + least
