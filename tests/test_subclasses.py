@@ -1,20 +1,21 @@
 """`InfCLTrainer` is one class over Trainer, which people extend as they extend Trainer, and its parts know neither."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from helpers import models
 from helpers.trainers import arguments, parameters, trained, trainer_for
 from torch.utils.data import default_collate
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_infcl import InfCLTrainer
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.processes.signals import Phases
 from hf_infcl.step.checks import NumberChecks, SkippedWindows
 from hf_infcl.step.step import WindowStep
@@ -246,6 +247,144 @@ def test_batches_that_an_override_changes_without_effect_are_refused(tmp_path, k
     trainer = kind(models.clip(), arguments(tmp_path), default_collate, train_dataset=models.Pairs(8))
     with pytest.raises(ValueError, match="would not see what training_step or get_batch_samples make of them"):
         trainer.train()
+
+
+class ChangesInPlace(InfCLTrainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        inputs["input_ids"] = inputs["input_ids"].flip(0)
+        return super().training_step(model, inputs, *args)
+
+
+class ChangesTensors(InfCLTrainer):
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, number = super().get_batch_samples(*args)
+        for batch in batches:
+            batch["input_ids"].fill_(2)
+        return batches, number
+
+
+@pytest.mark.parametrize("largest", [None, 2], ids=["whole", "split"])
+@pytest.mark.parametrize("kind", [ChangesInPlace, ChangesTensors])
+def test_batches_that_an_override_changes_in_place_are_refused(tmp_path, kind, largest):
+    """Where a step has run out of memory, the loop's batches are no longer those that are trained."""
+    trainer = kind(models.clip(), arguments(tmp_path), default_collate, train_dataset=models.Pairs(8))
+    trainer.args.largest_micro_batch = largest
+    with pytest.raises(ValueError, match="would not see what training_step or get_batch_samples make of them"):
+        trainer.train()
+
+
+class Brightens(InfCLTrainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        prepared["pixel_values"].add_(1)
+        return prepared
+
+
+def test_a_preparation_in_place_which_the_second_pass_would_repeat_is_refused(tmp_path):
+    trainer = Brightens(models.clip(), arguments(tmp_path), default_collate, train_dataset=models.Pairs(8))
+    with pytest.raises(ValueError, match="_prepare_inputs or a StepChange has changed a batch in place"):
+        trainer.train()
+
+
+# ---- What is called equal is run under both trainers ----
+
+
+def with_loss(items: list[Any]) -> dict[str, Any]:
+    return {**default_collate(items), "return_loss": True}
+
+
+def both_trained(folder: Path, make: Callable[[], dict[str, Any]], **options: Any) -> tuple[Any, Any]:
+    """Trainer and InfCLTrainer after one training, each step of which is one micro-batch, in the order of the rows."""
+    given = {"per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", "max_steps": 4, "seed": 3}
+    given |= {"learning_rate": 1e-2, "warmup_steps": 1, "use_cpu": True, "report_to": [], "logging_steps": 1, **options}
+    given["adam_epsilon"] = 1e-3  # otherwise gradients that are rounding errors, as of key biases, decide
+    runs: list[Any] = []
+    for kind, of_options, collate in (
+        (Trainer, TrainingArguments, with_loss),
+        (InfCLTrainer, InfCLTrainingArguments, default_collate),
+    ):
+        torch.manual_seed(0)
+        data: dict[str, Any] = {"train_dataset": models.Pairs(40), "eval_dataset": models.Pairs(16, seed=1)}
+        args = of_options(str(folder / kind.__name__), disable_tqdm=True, **given)
+        runs.append(kind(args=args, data_collator=collate, **{**data, **make()}))
+        runs[-1].train()
+    return runs[0], runs[1]
+
+
+def sgd() -> dict[str, Any]:
+    model = models.clip()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))}
+
+
+_MADE_FROM: dict[str, Callable[[], dict[str, Any]]] = {
+    "model": lambda: {"model": models.clip()},
+    "model_init": lambda: {"model_init": lambda: models.clip()},
+    "optimizers": sgd,
+    "optimizer_cls_and_kwargs": lambda: {
+        "model": models.clip(),
+        "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    },
+}
+
+
+@pytest.mark.parametrize("made_from", _MADE_FROM)
+def test_arguments_that_are_called_equal_train_the_same(tmp_path, made_from):
+    theirs, ours = both_trained(tmp_path, _MADE_FROM[made_from])
+    torch.testing.assert_close(parameters(ours), parameters(theirs), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(parameters(ours), torch.nn.utils.parameters_to_vector(models.clip().parameters()))
+
+
+# What both give after the same training, which has called most of the methods that are not inherited. Of the others,
+# test_resume has the loading of an optimizer, test_hub the pushes and test_trainer_models the search.
+_GIVEN: dict[str, Callable[[Any], Any]] = {
+    "get_learning_rates": lambda trainer: trainer.get_learning_rates()[0],
+    "get_num_trainable_parameters": lambda trainer: trainer.get_num_trainable_parameters(),
+    "num_examples": lambda trainer: trainer.num_examples(trainer.get_eval_dataloader()),
+    "get_test_dataloader": lambda trainer: [
+        batch["pixel_values"] for batch in trainer.get_test_dataloader(models.Pairs(19))
+    ],
+    "get_total_train_batch_size": lambda trainer: trainer.get_total_train_batch_size(trainer.args),
+    "create_scheduler": lambda trainer: trainer.create_scheduler(9).state_dict()["base_lrs"][0],
+    "floating_point_ops": lambda trainer: trainer.floating_point_ops(models.Pairs(8).batch()),
+    "state": lambda trainer: {
+        name: getattr(trainer.state, name)
+        for name in ("global_step", "epoch", "total_flos", "max_steps", "best_global_step", "is_world_process_zero")
+    },
+    "log": lambda trainer: {
+        f"{name} of {entry['step']}": entry[name]
+        for entry in trainer.state.log_history
+        for name in ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "total_flos", "epoch")
+        if name in entry
+    },
+    "saved": lambda trainer: [
+        safetensors.torch.load_file(path) for path in sorted(Path(trainer.args.output_dir).rglob("model.safetensors"))
+    ],
+}
+_WORDS: dict[str, Callable[[Any], Any]] = {
+    "get_optimizer_cls_and_kwargs": lambda trainer: trainer.get_optimizer_cls_and_kwargs(trainer.args),
+    "files": lambda trainer: sorted(
+        str(path.relative_to(trainer.args.output_dir))
+        for path in Path(trainer.args.output_dir).rglob("*")
+        if not path.name.startswith(("_", "infcl_"))
+    ),
+}
+
+
+def test_methods_that_are_called_equal_give_the_same(tmp_path):
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    runs = both_trained(tmp_path, _MADE_FROM["model"], **options, save_total_limit=1, per_device_eval_batch_size=16)
+    for trainer in runs:
+        trainer.save_model()
+        trainer.save_state()
+        trainer.create_model_card()
+    for name, give in _GIVEN.items():
+        theirs, ours = map(give, runs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, of=name: f"{of}: {text}")
+    for name, give in _WORDS.items():
+        assert give(runs[1]) == give(runs[0]), name
+    assert _GIVEN["state"](runs[1])["best_global_step"] == 2, "the greatest loss was asked for"
 
 
 class MakesOptimizer(InfCLTrainer):

@@ -45,7 +45,7 @@ from .extensions import (
 )
 from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
 from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms
-from .window import MicroBatch, Window, WindowLoss
+from .window import MicroBatch, Window, WindowLoss, contents
 from .wrappers import DDP, is_compiled, make_wrapper
 
 logger = logging.get_logger(__name__)
@@ -282,9 +282,14 @@ class WindowStep:
         self._forwards += 1
         if self._forwards == 2:
             self._collect_after_compiling()
-        inputs = self.context.prepare_inputs(micro_batch.inputs if arriving is None else next(arriving))
+        loaded = micro_batch.inputs if arriving is None else next(arriving)
+        before, inputs = contents(loaded), self.context.prepare_inputs(loaded)
         for change in self._changes:
             inputs = change.inputs(inputs)
+        if contents(loaded) != before:
+            raise ValueError(
+                "_prepare_inputs or a StepChange has changed a batch in place, but prepares it twice. Return new tensors."
+            )
         # Leaving out a tower would trigger another compilation of a whole model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
         forward: Callable[..., object] = model

@@ -282,6 +282,11 @@ def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) 
     return parts
 
 
+def contents(batch: Mapping[str, object]) -> list[tuple[str, int, int]]:
+    """What differs once an entry of a batch is added, replaced, removed or changed in place."""
+    return [(name, id(value), getattr(value, "_version", 0)) for name, value in batch.items()]
+
+
 def repeated(batch: Mapping[str, Tensor], images: int) -> dict[str, Any]:
     """A batch of so many images, which are those of another one in turn."""
     of_batch, negatives = len(images_of(batch)), _negatives(batch)

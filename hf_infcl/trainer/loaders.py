@@ -47,7 +47,7 @@ from ..quality.teachers import StoredTeacher
 from ..refusals import check_tokens
 from ..step.extensions import of_kind
 from ..step.terms import Context, TeacherDistance
-from ..step.window import Window, split_batches
+from ..step.window import Window, contents, split_batches
 
 logger = logging.get_logger(__name__)
 
@@ -310,7 +310,7 @@ class TrainingData:
             self._skipped = 0
         self._has_warned_of_wait = False
         self._behind = 0  # logs, one after the other, in which this process was notably behind
-        self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
+        self.given: list[tuple[Any, object]] = []  # the batches of the window for Trainer's loop, with their `contents`
         self._exhausted = False  # whether a stream has no full window left
 
     def begin_epoch(self, epoch: int, windows: int, skipped_rows: Callable[[int], Tensor]) -> dict[str, int]:
@@ -341,7 +341,7 @@ class TrainingData:
             EndRequestedError: any process has received a signal to end.
         """
         interruptions.phases.enter("loading data", step)
-        self.window, self._loaded = Window([]), []  # the batches of the last one take memory
+        self.window, self.given = Window([]), []  # the batches of the last one take memory
         rows = 0
         batches: list[Any] = []
         if self._exhausted:
@@ -360,13 +360,14 @@ class TrainingData:
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
             # Gradients are exchanged in the backward of the last micro-batch, which needs both towers for it.
-            self._loaded = list(map(_without_images, batches))
+            loaded = list(map(_without_images, batches))
             batches = split_batches(batches, self._args.largest_micro_batch)
-            dealt = {
-                "last_has_texts": self._processes.grouped,
-                "keeps_loaded": self._args.divides_by_itself or bool(self._args.chosen),
-            }
+            keeps = self._args.divides_by_itself or bool(self._args.chosen)
+            dealt = {"last_has_texts": self._processes.grouped, "keeps_loaded": keeps}
             self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
+            # As many as were loaded, also where they have been split.
+            given = self.window.batches if len(loaded) == len(self.window) else loaded
+            self.given = [(batch, contents(batch)) for batch in given]
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
         if self._loader is not None and any(count == self._args.gradient_accumulation_steps for _, count in agreed):
@@ -383,9 +384,9 @@ class TrainingData:
         self._exhausted = True
         return self.window
 
-    def batches_of_loop(self) -> list[Any]:
-        """The batches of the window for Trainer's loop: as many as were loaded, also where they have been split."""
-        return self.window.batches if len(self._loaded) == len(self.window) else self._loaded
+    def is_as_fetched(self, inputs: object) -> bool:
+        """Whether these are a batch of the window in which nothing was changed since."""
+        return any(inputs is batch and contents(batch) == before for batch, before in self.given)
 
     def end_window(self) -> None:
         """Records that the window is trained."""
@@ -398,7 +399,7 @@ class TrainingData:
         """The rows of the training set at (micro-batch, row) of the current window; empty for a stream."""
         if self._loader is None:
             return []
-        size = self._images // max(1, len(self._loaded))  # of the loader's micro-batches, which may have been split
+        size = self._images // max(1, len(self.given))  # of the loader's micro-batches, which may have been split
         of_loader = [divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places]
         return self._loader.batches.rows_at(of_loader)
 
@@ -480,7 +481,7 @@ class TrainingData:
 
     def close(self) -> None:
         """Lets go of the last window, and ends the workers of a stream."""
-        self.window = Window([])
+        self.window, self.given = Window([]), []
         if self._loader is not None:
             self._loader.close()
 

@@ -274,7 +274,7 @@ class InfCLTrainer(Trainer):
         # No forward may run here, because on resume Trainer restores the random state after this call.
         source: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
         self.training_data.fetch(*source, self.window_step.context.equal_ids, self.interruptions)
-        return self.training_data.batches_of_loop(), None
+        return [batch for batch, _ in self.training_data.given], None
 
     def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """Moves a batch to the device and normalises uint8 images there."""
@@ -290,7 +290,7 @@ class InfCLTrainer(Trainer):
         Raises:
             ValueError: it gets other batches than those of the window.
         """
-        if not any(inputs is batch for batch in self.training_data.batches_of_loop()):
+        if not self.training_data.is_as_fetched(inputs):
             raise ValueError(
                 "InfCLTrainer trains the batches of its data loader twice over, and would not see what training_step "
                 "or get_batch_samples make of them. Change batches in the data_collator, in _prepare_inputs or in a "
