@@ -297,8 +297,13 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         folder = shutil.copytree(tmp_path / "whole", tmp_path / str(number))
         how(folder / "checkpoint-2" / name)
         for wanted in (str(folder / "checkpoint-2"), True, "auto"):
-            with pytest.raises(ValueError, match=rf"(cannot be resumed from|is complete): .*checkpoint-2/{name} .*"):
+            with pytest.raises(
+                ValueError, match=rf"(cannot be resumed from|is complete): .*checkpoint-2/{name} .*"
+            ) as told:
                 choose(str(folder), wanted)
+            assert wanted not in (True, "auto") or str(told.value).endswith(
+                f"start anew: --model {folder}/checkpoint-2"
+            )
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):

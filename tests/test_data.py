@@ -165,6 +165,16 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=told):
             load_pairs(str(tmp_path), split="train")
 
+    @pytest.mark.parametrize(
+        "values", [['"a cat', "a dog", '"a bird', "a fox"], ['"Meow" it said'], ["a cat", '"a dog']]
+    )
+    def test_quotes_that_join_lines_or_are_lost_are_refused(self, tmp_path, values):
+        """pandas makes one caption of all lines between two quotes that were left open."""
+        (tmp_path / "table").mkdir()
+        (tmp_path / "table/data.csv").write_text("image,caption\n" + "\n".join(f"0.png,{value}" for value in values))
+        with pytest.raises(ValueError, match=r"line \d of '.*data.csv' has an open quote or one within a value"):
+            load_pairs(str(tmp_path / "table"), split="train")
+
     def test_a_wide_row_below_the_part_that_shows_the_separator(self, tmp_path):
         rows = ["image,caption", *["0.png,a cat"] * 8000, "0.png,a cat, and a dog"]
         (tmp_path / "table").mkdir()

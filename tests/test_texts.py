@@ -10,6 +10,7 @@ import torch
 import transformers
 from helpers import models
 from helpers.parity import PadsToLongest, train
+from helpers.pictures import captioned
 from helpers.processors import clip_processor
 from helpers.trainers import parameters, trained, trainer_for
 from PIL import Image
@@ -358,10 +359,21 @@ def test_the_tower_computes_less_for_shorter_captions():
         ("[1, 2]", ["[1, 2]"]),
         ("[]", []),
         ("[sic] he said", ["[sic] he said"]),
+        ('["a red", null, "\\ud83d\\ude00 cat"]', ["a red", "😀 cat"]),  # of json.dumps
+        ("['a red' \"b's\"\n 'c']", ["a red", "b's", "c"]),  # of numpy
+        ("('a red', 'b red')", ["a red", "b red"]),
+        ('("Untitled")', ['("Untitled")']),
+        ("['a red', 'it's red']", []),
+        ("[['a red']]", []),
     ],
 )
 def test_a_list_that_is_stored_as_text_is_a_list(text, captions):
     assert usable_captions(text) == captions
+
+
+def test_a_list_as_text_that_cannot_be_read_is_told():
+    with pytest.raises(ValueError, match=r"no caption, as \"\['a', 'it's'\]\" cannot be read"):
+        ImageTextDataset(captioned(["['a', 'it's']"]))[0]
 
 
 @pytest.mark.parametrize("kind", sorted(kind for kind, facts in MODEL_TYPES.items() if facts.texts))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
+import json
 import math
 import random
+import re
 import unicodedata
 from collections.abc import Mapping
 from contextlib import suppress
@@ -109,7 +111,7 @@ class PairSource:
         """
         captions = usable_captions(values[self.caption_column])
         if not captions:
-            raise ValueError(self._LACKS.format("caption", self.caption_column))
+            raise ValueError(self._LACKS.format("caption", self.caption_column) + _which(values[self.caption_column]))
         if not self._all_captions:
             captions = draw_captions(captions, self.captions_per_image, self._random(sample, "caption", epoch))
         texts: dict[str, Any] = {"caption": captions}
@@ -326,14 +328,29 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
     return [*filter(is_unicode, visible)]
 
 
-def _as_list(text: str) -> Any:
-    """The list of strings that a text writes out, or else the text alone."""
-    if text[:1] == "[":
-        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            captions = ast.literal_eval(text.strip())
-            if all(isinstance(caption, (str, NoneType)) for caption in captions):
-                return captions
-    return [text]
+def _which(value: object) -> str:
+    """What a message says of a text without a usable caption, such as a list that cannot be read."""
+    return f", as {shortened(value)} cannot be read" if isinstance(value, str) and value.strip() else ""
+
+
+_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_ONE = rf"(?:{_STRING}|None|nan)"
+# As JSON, Python, pandas and numpy, whose lists have no commas, write a list or a tuple of strings.
+_LIST = re.compile(rf"\[\s*(?:{_ONE}[\s,]*)+\]|\(\s*{_ONE}\s*,[\s,]*(?:{_ONE}[\s,]*)*\)", re.DOTALL)
+
+
+def _as_list(text: str) -> list[Any]:
+    """The list of strings that a text writes out, or else the text alone; [] for a list that cannot be read."""
+    if (bare := text.strip())[:1] not in ("[", "("):
+        return [text]
+    with suppress(ValueError, RecursionError):
+        captions = json.loads(bare)
+        if isinstance(captions, list) and all(isinstance(caption, (str, NoneType)) for caption in captions):
+            return captions
+    with suppress(ValueError, SyntaxError):  # of an escape that Python does not know
+        if _LIST.fullmatch(bare):
+            return [ast.literal_eval(caption) for caption in re.findall(_STRING, bare, re.DOTALL)]
+    return [] if re.fullmatch(r"""[\[\s]+['"].*['"][\]\s]+""", bare, re.DOTALL) else [text]
 
 
 def draw_captions(captions: list[str], count: int, random: random.Random) -> list[str]:

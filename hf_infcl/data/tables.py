@@ -247,6 +247,15 @@ def _separator(files: Sequence[str]) -> str | None:
             even = [one for one in several if len({*found[one].values()}) == 1]
             for separator in [*even, *several][:1]:
                 examples.setdefault(separator, file)
+                strict = csv.reader(io.StringIO(whole, newline=None), delimiter=separator, strict=True)
+                try:
+                    list(strict)
+                except csv.Error as error:  # pandas would read the lines up to another quote as one caption
+                    if whole == text or "end of data" not in str(error):
+                        told = (
+                            f"line {strict.line_num} of {Url(file)!r} has an open quote or one within a value: {error}"
+                        )
+                        raise ValueError(f"{told}. Write a quote within a caption twice, in quotes.") from error
                 header, *_ = found[separator].values()
                 if wide := [line for line, width in found[separator].items() if width > header]:
                     line = f"line {wide[0]} of {Url(file)!r}"  # pandas would take the first columns for an index
