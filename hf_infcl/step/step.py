@@ -288,7 +288,7 @@ class WindowStep:
             inputs = change.inputs(inputs)
         if contents(loaded) != before:
             raise ValueError(
-                "_prepare_inputs or a StepChange has changed a batch in place, which is prepared twice. Return new ones."
+                "_prepare_inputs or a StepChange has changed a batch in place, but makes it twice. Return a new one."
             )
         # Leaving out a tower would trigger another compilation of a whole model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs

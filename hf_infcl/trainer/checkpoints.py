@@ -309,7 +309,7 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
             logger.warning(f"A checkpoint is skipped: {reason}")
     if skipped:
         raise ValueError(
-            f"No checkpoint in {output_dir} is complete: {' '.join(skipped)} Remove them or start anew: --model {folder}"
+            f"No checkpoint in {output_dir} is complete: {' '.join(skipped)} Remove them or begin from --model {folder}"
         )
     if wanted != "auto":
         raise ValueError(f"{output_dir} has no checkpoint to resume from.")
