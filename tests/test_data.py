@@ -348,6 +348,27 @@ class TestLoadPairs:
             first()
 
     @pytest.mark.parametrize("form", ["NFC", "NFD"])
+    @pytest.mark.parametrize("name", ["é", "한국"])
+    def test_a_folder_in_another_unicode_normalisation_is_told(self, tmp_path, form, name):
+        there, asked = (unicodedata.normalize(one, name) for one in (form, {"NFC": "NFD", "NFD": "NFC"}[form]))
+        write_folder(tmp_path / there, ["a"])
+        told = rf"but there is '.*{there}', the same name in another Unicode normalisation: rename one"
+        for folder in (asked, f"{asked}/"):
+            with pytest.raises(ValueError, match=told):
+                load_pairs(f"{tmp_path}/{folder}", split="train")
+
+    @pytest.mark.parametrize("name", ["train.csv", "train.jsonl", "train.parquet", "train.tar", "train/metadata.jsonl"])
+    def test_a_pointer_of_git_lfs_in_place_of_data_is_told(self, tmp_path, name):
+        write_folder((tmp_path / "table" / name).parent, ["a"] if "metadata" in name else [])
+        (tmp_path / "table" / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n")
+        told = rf"{name} is a pointer of Git LFS in place of the file: run `git lfs pull`"
+        with pytest.raises(ValueError, match=told):
+            load_pairs(str(tmp_path / "table"), split="train")
+        if name.endswith((".tar", ".parquet")):
+            with pytest.raises(ValueError, match=told):
+                next(iter(ImageTextStream(str(tmp_path / "table" / name))))
+
+    @pytest.mark.parametrize("form", ["NFC", "NFD"])
     def test_names_in_another_unicode_normalisation_are_told(self, tmp_path, form):
         """macOS writes the same letters with other characters: neither is found by the name of the other."""
         there = unicodedata.normalize(form, "é")

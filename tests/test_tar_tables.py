@@ -297,6 +297,19 @@ def test_a_changed_shard_has_another_fingerprint(tmp_path):
     assert again.image_fingerprint() != read[0].image_fingerprint()
 
 
+def test_samples_whose_files_have_names_in_two_unicode_normalisations_are_told(tmp_path):
+    apart = [("cafe\u0301.png", png(1)), ("caf\u00e9.txt", b"a caption")]
+    source = shards(tmp_path, [*pair(2), *apart, *pair(3)])
+    rows = ImageTextDataset(load_pairs(source, split="train"), image_column="png", caption_column="txt")
+    assert [rows[row]["caption"] for row in (0, 3)] == [["caption 2"], ["caption 3"]]
+    for row in (1, 2):
+        with pytest.raises(BadSampleError, match=r"but there is 'cafe\u0301', the same name in another Unicode norm"):
+            rows[row]
+    whole = ("png", png(1)), ("txt", b"a caption")
+    source = shards(tmp_path / "two", [(f"caf{e}.{kind}", data) for e in ("\u00e9", "e\u0301") for kind, data in whole])
+    assert load_pairs(source, split="train")["txt"][:] == ["a caption"] * 2, "two samples that are whole"
+
+
 def test_the_command_trains_and_evaluates_on_them(tmp_path):
     source = shards(
         tmp_path, [*sample(1, caption="a"), *sample(2, "jpg", caption=["b", "c"])], sample(3, "JPG", caption=None)

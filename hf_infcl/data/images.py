@@ -21,6 +21,7 @@ import torch
 from PIL import ExifTags, Image
 
 from ..files.text import ERRORS, Url, lacks_column, without_secrets, written_otherwise
+from ..files.whole import LFS_POINTER
 from ..shards.layout import is_member, member_file, member_size, read_member
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ def _decoded(encoded: bytes, min_side: int | None) -> np.ndarray:
     try:
         image: Image.Image = Image.open(io.BytesIO(encoded))
     except Image.UnidentifiedImageError:  # its message names an address in memory
-        if encoded.startswith(b"version https://git-lfs"):
+        if encoded.startswith(LFS_POINTER):
             raise ValueError("it is a pointer of Git LFS in place of the image: run `git lfs pull`") from None
         raise Image.UnidentifiedImageError(f"its {len(encoded):,} bytes are not an image of a known format") from None
     if min_side is not None:

@@ -329,8 +329,8 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
 
 
 def _which(value: object) -> str:
-    """What a message says of a text without a usable caption, such as a list that cannot be read."""
-    return f", as {shortened(value)} cannot be read" if isinstance(value, str) and value.strip() else ""
+    """What a message says of a text without a usable caption that begins as a list."""
+    return f", as {shortened(value)} cannot be read" if isinstance(value, str) and value.lstrip()[:1] == "[" else ""
 
 
 _STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..files.hub import not_there
 from ..files.text import Url, written_otherwise
+from ..files.whole import check_pulled
 from ..shards import opening
 from ..shards.layout import IMAGE_EXTENSIONS, register
 from ..shards.opening import KINDS_OF_FILES, dataset_builder, existing_part, kind_of_file, open_shard
@@ -234,6 +235,8 @@ def _separator(files: Sequence[str]) -> str | None:
     """
     examples: dict[str, str] = {}
     for file in files:
+        if kind_of_file(file):
+            check_pulled(file)
         if file.lower().endswith((".csv", ".tsv")):
             with open_shard(file, buffer=_PROBED) as opened:
                 text = opened.read(_PROBED).decode("utf-8-sig", "replace")

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import os
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
@@ -14,6 +15,8 @@ from typing import ParamSpec, TypeVar
 
 from huggingface_hub import RepoCard, constants
 from huggingface_hub.utils import http_backoff, logging
+
+from .text import there_is
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -94,7 +97,7 @@ def path_words(name: str) -> str:
     is_path = near or begins_as_path or (len(parts) > 1 and os.path.isdir(parts[0]))
     if os.path.exists(name) or not is_path:
         return ""
-    but = f", but there is {near!r}" if near else ""
+    but = there_is(name, near)
     where = "" if os.path.isabs(name) else f" A path is relative to {os.getcwd()}."
     return f"{but}.{where}" + ("" if begins_as_path else " The Hub has nothing of this name, or could not be asked.")
 
@@ -108,9 +111,10 @@ def _path_near(parts: Sequence[str]) -> str:
                 names = os.listdir(path or ".")
             except OSError:  # a file, or a folder that may not be read
                 return ""
-            if not (near := difflib.get_close_matches(part, names, n=1)):
+            forms = {unicodedata.normalize("NFC", name): name for name in names}
+            if not (near := difflib.get_close_matches(unicodedata.normalize("NFC", part), forms, n=1)):
                 return ""
-            part = near[0]
+            part = forms[near[0]]
         path = os.path.join(path, part)
     return path
 

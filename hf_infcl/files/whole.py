@@ -1,4 +1,4 @@
-"""Files that are written whole, with a checksum and the usual modes."""
+"""Files that are written whole, with a checksum and the usual modes, and that are there as a whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+LFS_POINTER = b"version https://git-lfs"
+
+
+def check_pulled(file: str | Path) -> None:
+    """Raises a ValueError for a pointer of Git LFS in place of a local file."""
+    if os.path.isfile(file) and os.path.getsize(file) < 1024:
+        with open(file, "rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(
+                    f"{file} is a pointer of Git LFS in place of the file: run `git lfs pull` where it lies."
+                )
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, fi
 
 from ..files.hub import asks_hub_once, path_words
 from ..files.text import listed
-from ..files.whole import give_usual_modes
+from ..files.whole import check_pulled, give_usual_modes
 from .model_types import fit_tokenizer
 
 CONFIG = "open_clip_config.json"
@@ -219,8 +219,7 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
             "checkpoint, in its place, or end the training (infcl train with --resume_from_checkpoint auto)."
         )
     for file in (Path(checkpoint), *Path(checkpoint).glob("*")):
-        if file.is_file() and file.open("rb").read(23) == b"version https://git-lfs":
-            return f"{file} is a pointer of Git LFS in place of the file: run `git lfs pull` where it lies."
+        check_pulled(file)
     if Path(checkpoint).exists():
         parts = " with its config and its processor" if kind == "model" else ""
         return f"{checkpoint!r} does not hold a {kind} that can be loaded{parts}: {reason}"

@@ -20,8 +20,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from ..files.hub import hub_answers, hub_asked_once, not_there
-from ..files.text import Url, without_secrets
-from ..files.whole import written_whole
+from ..files.text import Url, without_secrets, written_otherwise
+from ..files.whole import check_pulled, written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def _matches(pattern: str) -> list[str]:
             paths = []
         return [file_system.unstrip_protocol(url) for url in paths] if "://" in pattern else paths
     if "://" not in pattern and not os.path.isfile(pattern):
-        raise ValueError(f"The shard {pattern!r} is not there.")
+        raise ValueError(f"The shard {pattern!r} is not there{written_otherwise(pattern, os.path.exists)}.")
     return [pattern]
 
 
@@ -334,6 +334,7 @@ class _RetriedFile(io.RawIOBase):
 
 def open_shard(url: str, position: int = 0, buffer: int = _BUFFER) -> io.BufferedReader:
     """A file opened for reading from a position on. Failed reads are repeated and finally raise a ReadError."""
+    check_pulled(url)
     file = _RetriedFile(url)
     file.seek(position)
     return io.BufferedReader(file, buffer)

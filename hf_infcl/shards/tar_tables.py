@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow
 
-from ..files.text import ERRORS, describe_cause, is_unicode, shortened
+from ..files.text import ERRORS, describe_cause, is_unicode, shortened, written_otherwise
 from .layout import IMAGE_EXTENSIONS, DamagedShardError, member_url, register, tar_samples
 from .opening import content_tag, digest, open_shard
 
@@ -111,6 +112,7 @@ class _Samples:
         self._image_column = image_column
         self._values: dict[str, list[Any]] = {}  # by column; shorter where the last samples have none
         self.errors: list[dict[str | None, str]] = []  # of each sample by column; None stands for the whole sample
+        self._not_ascii: dict[Any, tuple[int, str, set[str]]] = {}  # place, name and columns, by what a name looks like
         self.fields: set[str] = set()  # the columns that are JSON fields
         self.images: set[str] = set()  # the columns of images
 
@@ -149,6 +151,12 @@ class _Samples:
             self.errors[-1][None] = str(sample)
         else:
             self._fill(row, path, sample)
+            if not row[KEY].isascii():
+                looks = row[SHARD], unicodedata.normalize("NFC", row[KEY])
+                place, key, columns = self._not_ascii.setdefault(looks, (len(self.errors) - 1, row[KEY], set(row)))
+                if key != row[KEY] and columns & set(row) == {KEY, SHARD}:
+                    told = f"its files must have one name. One is {row[KEY]!r}{written_otherwise(row[KEY], {key}.__contains__)}"
+                    self.errors[place][None] = self.errors[-1][None] = told
         for column, value in row.items():
             values = self._values.setdefault(column, [])
             values += [*[None] * (len(self.errors) - 1 - len(values)), value]
