@@ -16,8 +16,6 @@ from typing import ParamSpec, TypeVar
 from huggingface_hub import RepoCard, constants
 from huggingface_hub.utils import http_backoff, logging
 
-from .text import there_is
-
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 logger = logging.get_logger(__name__)
@@ -97,7 +95,9 @@ def path_words(name: str) -> str:
     is_path = near or begins_as_path or (len(parts) > 1 and os.path.isdir(parts[0]))
     if os.path.exists(name) or not is_path:
         return ""
-    but = there_is(name, near)
+    forms = {unicodedata.normalize("NFC", path) for path in (near, name.rstrip("/"))}
+    same = ", the same name in another Unicode normalisation: rename one" if len(forms) == 1 else ""
+    but = f", but there is {near!r}{same}" if near else ""
     where = "" if os.path.isabs(name) else f" A path is relative to {os.getcwd()}."
     return f"{but}.{where}" + ("" if begins_as_path else " The Hub has nothing of this name, or could not be asked.")
 

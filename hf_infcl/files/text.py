@@ -19,14 +19,8 @@ def is_unicode(text: str) -> bool:
 def written_otherwise(name: str, is_there: Callable[[str], bool]) -> str:
     """A phrase if there is the name in another Unicode normalisation, which looks the same."""
     others = {unicodedata.normalize(form, name) for form in ("NFC", "NFD")} - {name}
-    return there_is(name, next(filter(is_there, others), ""))
-
-
-def there_is(name: str, other: str) -> str:
-    """A phrase about what there is in place of a name, if there is anything."""
-    same = unicodedata.normalize("NFC", name.rstrip("/")) == unicodedata.normalize("NFC", other)
-    why = ", the same name in another Unicode normalisation: rename one" if same else ""
-    return f", but there is {other!r}{why}" if other else ""
+    other = next(filter(is_there, others), None)
+    return f", but there is {other!r}, the same name in another Unicode normalisation: rename one" if other else ""
 
 
 def counted(count: int, word: str) -> str:

@@ -155,7 +155,8 @@ class _Samples:
                 looks = row[SHARD], unicodedata.normalize("NFC", row[KEY])
                 place, key, columns = self._not_ascii.setdefault(looks, (len(self.errors) - 1, row[KEY], set(row)))
                 if key != row[KEY] and columns & set(row) == {KEY, SHARD}:
-                    told = f"its files must have one name. One is {row[KEY]!r}{written_otherwise(row[KEY], {key}.__contains__)}"
+                    alike = written_otherwise(row[KEY], {key}.__contains__)
+                    told = f"its files must have one name. One is {row[KEY]!r}{alike}"
                     self.errors[place][None] = self.errors[-1][None] = told
         for column, value in row.items():
             values = self._values.setdefault(column, [])
