@@ -64,6 +64,7 @@ def test_every_option_that_is_named_exists():
     # argparse tells them in no other way.
     known = {option for parser in PARSERS.values() for option in parser()._option_string_actions}
     of_launchers = {"--nproc_per_node", "--nnodes", "--config_file", "--num_processes"}
+    of_launchers |= {"--node_rank", "--master_addr", "--workers", "--use_gpu"}  # the latter of scripts/ray_train.py
     assert named - known - of_launchers - {"--sort", "--version"} == set()
 
 
