@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -278,35 +279,24 @@ class SameEmbeddings:
         if self._pooling.place == AT_END_IF_PADDED and (attention_mask is None or bool(attention_mask.all())):
             return
         self._looked_at += len(input_ids)
-        for tokens, last, ends in _rows(input_ids, attention_mask, self._pooling.padding):
-            if (reading := self._pooling.reading(tokens, last, ends)) is None:
+        masks = [None] * len(input_ids) if attention_mask is None else attention_mask.tolist()
+        for tokens, mask in zip(input_ids.tolist(), masks, strict=True):
+            if (reading := self._pooling.reading(tokens, *_last(tokens, mask, self._pooling.padding))) is None:
                 continue
             other = self._read.setdefault(reading.read, reading)
             if other.text != reading.text:
                 raise ValueError(self._pooling.fault(other, (_words(other.text), _words(reading.text))))
 
 
-def _rows(
-    input_ids: Tensor, attention_mask: Tensor | None, padding: int | None
-) -> Iterator[tuple[list[int], int, int]]:
-    """The arguments of `Pooling.reading` for each text of a batch."""
-    rows = input_ids.tolist()
-    masks = [None] * len(rows) if attention_mask is None else attention_mask.tolist()
-    for tokens, mask in zip(rows, masks, strict=True):
-        if mask is not None:
-            if any(mask):
-                yield tokens, max(place for place, seen in enumerate(mask) if seen), 1
-            continue
-        last = len(tokens) - 1
-        while last > 0 and tokens[last] == padding:
-            last -= 1
-        if last < len(tokens) - 1:
-            yield tokens, last, 1
-            continue
-        # Equal tokens at the end are another padding, or the end itself.
-        while last > 0 and tokens[last - 1] == tokens[-1]:
-            last -= 1
-        yield tokens, last, 2
+def _last(tokens: list[int], mask: list[int] | None, padding: int | None) -> tuple[int, int]:
+    """The arguments of `Pooling.reading` that say where a text ends; -1 if nothing of it is attended to."""
+    if mask is not None:
+        return max((place for place, seen in enumerate(mask) if seen), default=-1), 1
+    text = [*itertools.dropwhile(lambda token: token == padding, reversed(tokens))]
+    if 0 < len(text) < len(tokens):
+        return len(text) - 1, 1
+    # Equal tokens at the end are another padding, or the end itself.
+    return len(tokens) - len([*itertools.takewhile(lambda token: token == tokens[-1], reversed(tokens))]), 2
 
 
 def _words(tokens: Sequence[int]) -> str:
