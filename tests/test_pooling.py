@@ -133,8 +133,7 @@ def test_each_command_names_the_two_ids_and_the_cure(command, places, tmp_path, 
 
 @pytest.mark.parametrize(("token", "data"), [(2, "plain"), (14, "new")])
 def test_a_model_whose_texts_are_read_is_no_finding(token, data, places, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        infcl(*words_of("check", places / str(token), places / data, tmp_path))
+    infcl(*words_of("check", places / str(token), places / data, tmp_path))  # exits with 0
     assert "one embedding" not in capsys.readouterr().out
     infcl(*words_of("embed", places / str(token), places / data, tmp_path / "embeddings"))
 
