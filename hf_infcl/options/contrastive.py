@@ -114,9 +114,9 @@ class ContrastiveOptions:
             new start if there is none. 'true' is the same but without a new start; 'last-checkpoint' is one pushed with
             --hub_strategy checkpoint.
         checkpoint_store: URL of fsspec, such as s3://bucket/run, to which complete checkpoints are copied in the
-            background. resume_from_checkpoint 'auto' or 'true' fetches the newest one there if output_dir has none
-            that is newer. With save_on_each_node they are those of the first machine, without other machines' random
-            states.
+            background. With resume_from_checkpoint 'auto' or 'true', the newest one there is fetched if output_dir has
+            none that is newer. With save_on_each_node they are those of the first machine, without other machines'
+            random states.
         metric_for_best_model: Metric by which the best checkpoint is chosen, for example pairs_loss. It also ends the
             training (early_stopping_patience) or lowers the learning rate.
         early_stopping_patience: End the training when so many evaluations in a row have not improved
