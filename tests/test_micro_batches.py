@@ -184,7 +184,8 @@ def test_nothing_fits_and_what_another_process_holds_counts(monkeypatch):
 def test_graphs_are_measured_in_windows_alone(monkeypatch, total, expected):
     """Of 17 bytes each, beside 2 that rest and one more that a window takes, and a twentieth of the memory is free."""
     total, peak = 100 * total, [0]
-    values = {"memory_allocated": 200, "memory_reserved": 300, "mem_get_info": (total - 300, total)}
+    values = {"memory_allocated": 200, "memory_reserved": 300, "mem_get_info": (4 * total - 300, 4 * total)}
+    values |= {"get_per_process_memory_fraction": 0.25}
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
@@ -205,6 +206,7 @@ def test_further_graphs_may_have_been_the_smaller_ones(monkeypatch, alike, expec
     """One takes 10 bytes, each further one 8 in the window in which they are measured, of 95 that may be used."""
     peak = [0]
     values = {"memory_allocated": 0, "memory_reserved": 0, "mem_get_info": (100, 100)}
+    values |= {"get_per_process_memory_fraction": 1.0}
     for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])

@@ -110,6 +110,38 @@ def reached(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
             yield from reached(one, seen)
 
 
+class ChangesGradient(InfCLTrainer):
+    factor = 1.0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        for parameter in self.model.parameters():
+            if self.factor != 1 and parameter.grad is not None:
+                parameter.grad *= self.factor
+        return loss
+
+    def _clip_grad_norm(self, model: Any, *args: Any) -> Any:
+        before = [parameter.grad.clone() for parameter in self.model.parameters()]
+        self.expected = torch.nn.utils.get_total_norm(before)
+        norm = super()._clip_grad_norm(model, *args)
+        scale = (self.args.max_grad_norm / (self.expected + 1e-6)).clamp(max=1.0)
+        for parameter, gradient in zip(self.model.parameters(), before, strict=True):
+            assert torch.equal(parameter.grad, gradient * scale)
+        return norm
+
+
+def test_the_norm_of_the_step_clips_unless_an_override_changes_the_gradient(tmp_path, monkeypatch):
+    for factor in (1.0, 2.0):
+        monkeypatch.setattr(ChangesGradient, "factor", factor)
+        for most in (0.1, 1e9):
+            options = arguments(tmp_path, max_steps=1, max_grad_norm=most, logging_steps=1)
+            trainer = ChangesGradient(models.clip(), options, default_collate, train_dataset=models.Pairs(16))
+            trainer.train()
+            (norm,) = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+            assert norm == trainer.expected.item()
+            assert trainer.window_step.checks.norms is not None
+
+
 def test_no_part_holds_the_trainer(tmp_path):
     """A part names what it needs in its constructor; what only the trainer can do, it gets as a function."""
     trainer = trained(trainer_for(tmp_path, save_strategy="steps", save_steps=1))

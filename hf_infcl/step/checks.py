@@ -23,7 +23,8 @@ from ..options.record import RunRecord
 from ..processes.collectives import Processes, by_rank
 from .grad_cache import CachedWindow, undoing, undone
 from .terms import Context
-from .window import MicroBatch, Window
+from .window import GradientNorms, MicroBatch, Window
+from .wrappers import Wrapper
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +49,7 @@ class SkippedWindows:
         self.count = 0 if resumed is None else resumed.skipped_windows
         self.last_loss = 0.0 if resumed is None else resumed.last_loss  # of the last window that was trained
 
-    def begin_window(self, model: nn.Module, others: Iterable[Tensor] = ()) -> None:
+    def begin_window(self, model: nn.Module | Wrapper, others: Iterable[Tensor] = ()) -> None:
         """Begins a window of a model, and of the ``others`` that are trained beside it; see `undoing`."""
         self.skipping = False
         if self._most > 0:
@@ -111,16 +112,17 @@ class NumberChecks:
         self._rows_of_dataset = rows_of_dataset
         self.loss = math.nan  # of this window
         self._parameters: list[nn.Parameter] = []  # that are trained, listed once for a window
+        self.norms: GradientNorms | None = None  # of the gradient of this window, once it is complete
         self._of_terms: Sequence[nn.Parameter] = ()  # those of them that terms train beside the model
         # For each micro-batch, whether this process's gradient is finite after its backward.
         self._finite_gradients: list[Tensor] = []
         self._has_warned_of_zero = False
 
-    def begin_window(self, model: nn.Module, of_terms: Sequence[nn.Parameter]) -> None:
+    def begin_window(self, model: Wrapper, of_terms: Sequence[nn.Parameter]) -> None:
         """Begins a window, before its first forward. ``of_terms`` are trained beside the model."""
         self.skipped.begin_window(model, of_terms)
         self._parameters, self._of_terms = [*model.parameters(), *of_terms], of_terms
-        self._finite_gradients, self.loss = [], math.nan
+        self._finite_gradients, self.loss, self.norms = [], math.nan, None
 
     def check_loss(self, loss: Tensor, finite: Sequence[Tensor], window: Window, step: int) -> None:
         """Refuses or skips the window if its loss is not finite.
@@ -155,15 +157,20 @@ class NumberChecks:
             return
         if is_sharded(self._accelerator) and not last:
             return
-        finite = all_finite([p.grad for p in self._parameters if p.grad is not None])
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        kinds = {(type(one), one.device, one.dtype) for one in gradients}
+        if last and len(kinds) == 1 and type(gradients[0]) is Tensor:
+            self.norms = GradientNorms(self._parameters)
+        finite = all_finite(gradients) if self.norms is None else self.norms.total.isfinite()
         if not last or self._accelerator.num_processes == 1:
             self._finite_gradients.append(finite)
         if not last or finite:
             return
+        self.norms = None
         first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
         # A feature without a gradient, as of a frozen tower, has no rows.
-        gradients = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
-        places = describe_rows(window.in_order(finite_rows(gradients)), window.sizes, self._rows_of_dataset)
+        of_features = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
+        places = describe_rows(window.in_order(finite_rows(of_features)), window.sizes, self._rows_of_dataset)
         places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
         named = {n: p.grad for n, p in self._encoder.model.named_parameters() if p.grad is not None}
         local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in named.items()}

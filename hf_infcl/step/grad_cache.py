@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..processes.collectives import Processes
 from ..refusals import refuse_second_derivative
+from .wrappers import Wrapper
 
 # Share of the memory that stays free, for texts of other lengths that do not fit into the gaps that earlier ones have
 # left. Where it is not enough, the step is repeated with fewer graphs, or with smaller micro-batches.
@@ -65,7 +66,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         yield
 
 
-def undoing(model: nn.Module, others: Iterable[Tensor] = ()) -> Callable[[], None]:
+def undoing(model: nn.Module | Wrapper, others: Iterable[Tensor] = ()) -> Callable[[], None]:
     """Returns a function that undoes a step before the optimizer's: gradients go, buffers become what they are now.
 
     ``others`` are parameters beside the model's.
@@ -83,7 +84,7 @@ def undoing(model: nn.Module, others: Iterable[Tensor] = ()) -> Callable[[], Non
 
 
 @contextmanager
-def undone(model: nn.Module, device: torch.device, others: Iterable[Tensor] = ()) -> Iterator[None]:
+def undone(model: nn.Module | Wrapper, device: torch.device, others: Iterable[Tensor] = ()) -> Iterator[None]:
     """A context after which the random generators continue as before it, too; see `undoing`."""
     undo = undoing(model, others)
     try:
@@ -145,6 +146,16 @@ class Fetcher:
 # ---- The micro-batches whose graph is kept from the first pass for the second ----
 
 
+def left_over(peak: int, device: torch.device) -> tuple[int, int]:
+    """The bytes that this process could allocate on a GPU above a peak, and all that it may.
+
+    These are those of the GPU, or its share of them (`torch.cuda.set_per_process_memory_fraction`).
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    total = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free + torch.cuda.memory_reserved(device), total) - peak, total
+
+
 class GraphBudget:
     """Decides for how many micro-batches of a window the autograd graph is kept.
 
@@ -192,8 +203,8 @@ class GraphBudget:
             self._most_of_one = graph
         else:  # the later window may have had shorter texts
             graph = max((peak - self._peak_of_one) // (self.kept - 1), int(0.9 * self._most_of_one))
-        free, total = torch.cuda.mem_get_info(self._device)
-        unused = free + torch.cuda.memory_reserved(self._device) - peak - int(MARGIN * total)
+        unused, total = left_over(peak, self._device)
+        unused -= int(MARGIN * total)
         # Wrappers need the same number of forwards on every process.
         fits = Processes().agree([self.kept + unused // max(1, graph)])
         self._wanted = max(1, int(min(number for (number,) in fits)))

@@ -34,7 +34,7 @@ from ..processes.collectives import OtherRankFailedError, Processes, alone, anno
 from ..processes.signals import Phases
 from .compilation import may_compile
 from .extensions import LossTerm, StepChange, term_parameters
-from .grad_cache import MARGIN, random_state_kept, undoing, undone
+from .grad_cache import MARGIN, left_over, random_state_kept, undoing, undone
 from .step import WindowStep
 from .terms import Context
 from .window import Window, repeated, widened
@@ -303,8 +303,7 @@ class Trials:
         if device.type != "cuda":
             return 1, 0
         peak = torch.cuda.max_memory_allocated(device)
-        free, _ = torch.cuda.mem_get_info(device)
-        return max(1, peak - before - len(reserved)), free + torch.cuda.memory_reserved(device) - peak
+        return max(1, peak - before - len(reserved)), left_over(peak, device)[0]
 
     def _reserve(self, trial: Trial, batch: Mapping[str, Tensor], count: int) -> int:
         """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
@@ -401,7 +400,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
     while True:
         largest = max(window.sizes[0])
         # As before the step, if it is repeated.
-        undo = undoing(model, term_parameters(step.extensions)) if window.loaded else None
+        undo = undoing(step.wrapper, term_parameters(step.extensions)) if window.loaded else None
         try:
             with step.compilation.active(window):
                 loss = step.run(model, window, number)

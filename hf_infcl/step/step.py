@@ -102,11 +102,11 @@ class WindowStep:
             backend=args.backend,
             prefixes=args.matryoshka_dims or (),
         )
-        self._wrapper = make_wrapper(model)
-        self._resumes = record is not None and isinstance(self._wrapper, DDP) and args.world_size > 2
+        self.wrapper = make_wrapper(model)
+        self._resumes = record is not None and isinstance(self.wrapper, DDP) and args.world_size > 2
         if args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
-            self._wrapper.broadcast_buffers(bool(context.encoder.batch_norms()))
+            self.wrapper.broadcast_buffers(bool(context.encoder.batch_norms()))
         if not any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in CHECKPOINTING):
             context.encoder.stop_gradients_at_frozen_layers()
         self._largest_scale = _largest_scale(context, warns=steps > 0)
@@ -122,12 +122,12 @@ class WindowStep:
             The global loss; if the window is skipped, that of the last trained window.
         """
         encoder, accelerator, args = self.context.encoder, self.context.accelerator, self.context.args
-        checks, wrapper, count = self.checks, self._wrapper, len(window)
+        checks, wrapper, count = self.checks, self.wrapper, len(window)
         of_terms = term_parameters(self.extensions)
         # Whether all processes repeat the step if memory runs out on one of them.
         self._together = together = self.repeats and bool(window.loaded) and args.world_size > 1
         self.may_repeat = self.repeats
-        model.train()  # once, as the mode must be the same in both passes
+        wrapper.train()  # once, as the mode must be the same in both passes
         encoder.eval_frozen_parts()
         with self._announced(repeats=together):
             for extension in self.extensions:
@@ -135,7 +135,7 @@ class WindowStep:
         wrapper.begin_window()
         if self.windows == 0 and self._resumes:
             self._order_buckets(model, window)
-        checks.begin_window(model, of_terms)
+        checks.begin_window(wrapper, of_terms)
         # ---- First pass: the features of all micro-batches ----
         self._phases.enter("the first pass", step)
         micro_batches, self._forwards = [MicroBatch(batch) for batch in window.batches], 0
@@ -147,7 +147,7 @@ class WindowStep:
             retain=self.graphs.graphs(wrapper.most_graphs(count)),
             keep_grad_mode=self._compiled or self.compilation.is_active,
             alike=True,
-            buffers=model.buffers(),
+            buffers=wrapper.buffers(),
         )
         if self._fetcher is not None:  # the inputs arrive in the order in which both passes encode them
             arriving = self._fetcher.fetch(window.batches[index] for index in passes.order)
@@ -227,6 +227,7 @@ class WindowStep:
             wrapper.check_gradients()
         self.windows += 1
         self._term_values, self._has_cycles = window.term_values, False
+        window.gradient_norms = checks.norms
         self.graphs.end_window()
         with self._announced():
             for observer in self._observers:
@@ -242,7 +243,7 @@ class WindowStep:
         would not equal that of an uninterrupted training. The gradients of this backward are dropped.
         """
         self._forwards, device = 0, self.context.args.device
-        with undone(model, device), self._wrapper.gradient_sync(True):
+        with undone(self.wrapper, device), self.wrapper.gradient_sync(True):
             micro_batch = MicroBatch(dict(window.batches[-1]))
             passes = CachedWindow(lambda one: self._encode(model, one, None), [micro_batch], device=device, alike=True)
             passes.encode()
@@ -250,7 +251,7 @@ class WindowStep:
             passes.differentiate(_sum, lambda: parameters)
             if (surrogate := passes.surrogate(0)) is not None:
                 self.context.accelerator.backward(surrogate)
-        self._wrapper.begin_window()
+        self.wrapper.begin_window()
 
     def _now(self) -> Any:
         """A moment of the device, which on a GPU may be later than on the host."""

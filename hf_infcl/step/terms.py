@@ -173,7 +173,9 @@ class TowerNorms(StepObserver):
         for tower, parameters in self._parameters.items():
             gradients = [p.grad for p in parameters if p.grad is not None]
             if gradients:
-                self._norms[tower] = get_total_norm(gradients) / scale
+                norms = window.gradient_norms
+                norm = get_total_norm(gradients) if norms is None else norms.of(parameters)
+                self._norms[tower] = norm / scale
 
     def logs(self) -> dict[str, float]:
         """``grad_norm_image`` and ``grad_norm_text`` of the last window, before clipping; collective under FSDP2."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..loss import contrastive_loss
 from ..models.dual_encoder import NO_MASK, NO_TEXTS, TEXT_INPUTS, images_of
@@ -93,6 +94,36 @@ def widened(tokens: Tensor, length: int, value: int) -> Tensor:
 # ---- The window ----
 
 
+class GradientNorms:
+    """The norms of the gradients of a window, which are read once for those of all and of parts of them.
+
+    Args:
+        parameters: those that have a gradient, on one device and of one dtype.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._gradients = {p: p.grad for p in parameters if p.grad is not None}
+        self._versions = [gradient._version for gradient in self._gradients.values()]
+        self._norms = dict(zip(self._gradients, torch._foreach_norm(list(self._gradients.values())), strict=True))
+        self.total = self.of(self._gradients)
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of these together, to the bit as `torch.nn.utils.get_total_norm` computes it."""
+        return torch.linalg.vector_norm(torch.stack([self._norms[p] for p in parameters if p in self._norms]))
+
+    def clipped(self, most: float) -> Tensor | None:
+        """Scales the gradients so that their norm is at most this, and returns what it was.
+
+        None if they were changed since it was computed: then it does nothing.
+        """
+        found = [gradient._version if p.grad is gradient else -1 for p, gradient in self._gradients.items()]
+        if found != self._versions:
+            return None
+        if most < math.inf:
+            nn.utils.clip_grads_with_norm_(self._gradients, most, self.total)
+        return self.total
+
+
 @dataclass
 class MicroBatch:
     """A batch of the data loader; the outputs of its frozen towers, and for each term what it is compared with."""
@@ -136,6 +167,7 @@ class Window:
         # The numbers of images, and of texts, in each micro-batch as the data loader returned it.
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
         self._text_places = deal_texts(batches, self._padding, self._at_once, last_has_texts=self._last_has_texts)
+        self.gradient_norms: GradientNorms | None = None  # once they are known
         self.term_values: dict[str, Tensor] = {}  # means over the processes, by the names of the terms, once known
 
     def divide(self, largest: int | None) -> None:

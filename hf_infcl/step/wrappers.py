@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +29,27 @@ class Wrapper:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = without_compiler(model)
+
+    # ---- Torch goes through all modules for each of these, which takes the host a millisecond ----
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        return list(self.model.modules())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the model, in its order."""
+        return list(dict.fromkeys(p for one in self._modules for p in one._parameters.values() if p is not None))
+
+    def buffers(self) -> list[Tensor]:
+        """Those of the model, in its order."""
+        return list(dict.fromkeys(b for one in self._modules for b in one._buffers.values() if b is not None))
+
+    def train(self) -> None:
+        """Sets the model to training mode, unless all of it is."""
+        if not all(one.training for one in self._modules):
+            self.model.train()
+
+    # ---- What wrappers exchange ----
 
     def broadcast_buffers(self, wanted: bool) -> None:
         """Called before the first window: whether the buffers of rank 0 reach the other processes in each window."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -306,10 +307,14 @@ class InfCLTrainer(Trainer):
         return self.progress.operations(inputs, super().floating_point_ops)
 
     def _clip_grad_norm(self, model: nn.Module, *args: Any) -> Any:
-        return super()._clip_grad_norm(self._with_terms(model), *args)
+        norms = self.window_step.checks.norms  # that the step has read all gradients for
+        norm = None if norms is None else norms.clipped(self.args.max_grad_norm)
+        return super()._clip_grad_norm(self._with_terms(model), *args) if norm is None else norm
 
-    def _get_grad_norm(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super()._get_grad_norm(self._with_terms(model), *args, **kwargs)
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and (norms := self.window_step.checks.norms) is not None:
+            grad_norm = norms.clipped(math.inf)
+        return super()._get_grad_norm(self._with_terms(model), grad_norm=grad_norm)
 
     def _with_terms(self, model: nn.Module) -> nn.Module:
         """The model with what terms train beside it: the gradients of all have one norm."""

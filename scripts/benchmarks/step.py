@@ -1,7 +1,7 @@
 """Time and memory of a training step of a CLIP: bf16 autocast, sdpa, fused AdamW, random weights.
 
     python scripts/benchmark.py step
-    python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile
+    python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile Trainer
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 16 --text-tokens 24 77 \\
         --implementations 'hf_infcl by default' 'OpenCLIP accumulation' --compile
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile \\
@@ -12,7 +12,8 @@ Without --global-batch-sizes, the benchmark measures the cost of InfCLTrainer ov
 model, micro-batch and accumulation steps. The plain Trainer computes a separate loss for each micro-batch. It also
 measures OpenCLIP's --accum-freq, which like InfCLTrainer computes the loss of the whole batch and, if open_clip_torch
 is installed, OpenCLIP's own model in its own training loop, with and without --accum-freq. With --compile each is
-measured again under torch.compile. Times are quantiles of single steps after a warm-up. ``ratio`` is the rate of images
+measured again under torch.compile, or those that it names. --memory-gib lets the process take no more of the GPU, which
+the note says. Times are quantiles of single steps after a warm-up. ``ratio`` is the rate of images
 relative to that of the plain Trainer, not compiled, in the same run and of the same settings.
 
 With several values of --accumulation-steps, --text-tokens, --patch-dropout and --image-size, everything is measured for
@@ -44,6 +45,7 @@ import gc
 import importlib.util
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ import torch
 from hf_infcl import contrastive_loss
 
 from . import common, inputs, peers, training
-from .common import RESULTS, SCALE, Row
+from .common import RESULTS, SCALE, Row, grouped
 
 COLUMNS = tuple(
     """
@@ -80,6 +82,13 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl by default, uint8": UINT8,
     "hf_infcl by default, uint8, torch_compile false": {**UINT8, "torch_compile": False},
 }
+DRAWN = {  # the implementations of a picture, and their names there
+    "Trainer": "Trainer",
+    "Trainer, compiled": "Trainer, compiled",
+    "OpenCLIP accumulation": "OpenCLIP accumulation",
+    "hf_infcl by default, uint8": "hf_infcl",
+    "hf_infcl by default, uint8, torch_compile false": "hf_infcl, torch_compile false",
+}
 LOSSES: dict[str, Any] = {
     OURS: contrastive_loss,
     OFFLOAD: contrastive_loss,
@@ -95,6 +104,9 @@ def run(args: argparse.Namespace) -> None:
     if args.pixel_dtype == "uint8" and not args.global_batch_sizes:
         raise SystemExit("--pixel-dtype uint8 is for --global-batch-sizes: only InfCLTrainer takes such images.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if args.memory_gib:
+        fraction = args.memory_gib * common.GIB / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(fraction)
     # ---- One run for each combination of settings ----
     sizes = inputs.MODELS[args.model]
     values = {
@@ -113,7 +125,8 @@ def run(args: argparse.Namespace) -> None:
         shape = {"image_size": one.image_size, "tokens": one.text_tokens}
         pool = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **shape)
         if one is settings[0] and not args.global_batch_sizes:  # warms the card up for the rows
-            measured(one, one.accumulation_steps, device, trains(one, pool, training.PlainTrainer))
+            few = argparse.Namespace(**{**vars(one), "warmup": 1, "steps": 1})
+            measured(few, one.accumulation_steps, device, trains(one, pool, training.PlainTrainer))
         same = ("model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
         environment |= {"world_size": common.world_size()} | {name: getattr(one, name) for name in same}
         for row in (table if args.global_batch_sizes else overhead)(one, pool, device):
@@ -129,11 +142,12 @@ def measured(
     """The columns for the steps of ``train(steps, accumulation)``; a note if memory did not suffice."""
     batch = accumulation * args.micro_batch_size * common.world_size()
     row: Row = {"accumulation_steps": accumulation, "batch_size": batch, "steps": args.steps}
+    notes = [f"in {args.memory_gib:g} GiB"] * bool(args.memory_gib)
     try:
         clock, trainer = train(args.warmup + args.steps, accumulation)
     except torch.OutOfMemoryError:
         trainer = None
-        row["note"] = "out of memory"
+        notes.append("out of memory")
     else:
         times = [b - a for a, b in zip(clock.stamps, clock.stamps[1:], strict=False)][args.warmup :]
         row |= common.quantiles(common.over_processes(t, device) for t in times)
@@ -143,10 +157,11 @@ def measured(
             row["loss_gib"] = round(common.over_processes(clock.loss_peak, device) / common.GIB, 3) or ""
         if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.passed[3] in (None, "auto"):
             found = trainer.args
-            row["note"] = f"keeps {found.retain_graphs} graphs"
+            notes.append(f"keeps {trainer.window_step.graphs.kept} graphs")
             if found.divides_by_itself:
-                micro_batches = f"{found.gradient_accumulation_steps} × {found.per_device_train_batch_size}"
-                row["note"] += f", {micro_batches} images, texts of {found.texts_at_once} at once"
+                notes.append(f"{found.gradient_accumulation_steps} × {found.per_device_train_batch_size} images")
+                notes.append(f"texts of {found.texts_at_once} at once")
+    row["note"] = ", ".join(notes)
     del trainer
     torch.compiler.reset()  # compiled code and its memory belong to this row only
     gc.collect()  # trainers and models refer to each other
@@ -169,10 +184,12 @@ def trains(args: argparse.Namespace, pool: list[Any], trainer_class: Any, **opti
 def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
     """Rows of the plain Trainer, InfCLTrainer with its options, and OpenCLIP's accumulation."""
     plain: float | None = None
-    for compiled in (False, True) if args.compile else (False,):
+    for compiled in (False, True) if args.compile is not None else (False,):
         for name, train, accumulation in implementations(args, pool, device, compiled):
             label = name + ", compiled" * compiled
             wanted = not args.implementations or not {name, label}.isdisjoint(args.implementations)
+            if compiled and args.compile:
+                wanted = name in args.compile
             if not wanted and label != PLAIN:
                 continue
             row = measured(args, accumulation, device, train)
@@ -219,7 +236,7 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
     w = common.world_size()
     # This compiles, allocates and times everything once. The peak is that of a step without its window and loss.
     once = argparse.Namespace(**{**vars(args), "warmup": 0, "steps": 1})
-    compiled: dict[str, Any] = {"torch_compile": True} if args.compile else {}
+    compiled: dict[str, Any] = {"torch_compile": True} if args.compile is not None else {}
     small = measured(once, 2, device, trains(args, pool, training.PooledInfCLTrainer, **compiled))
     free = common.free_bytes(device)
     window = sum(value.nbytes for value in pool[0].values())
@@ -233,7 +250,7 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
             rows = batch if name == "CLIP" else batch // w
             logits = 0 if loss is contrastive_loss else peers.MATRICES * 2 * rows * batch
             needed = small.get("peak_gib", 0) * common.GIB + logits + (name != OFFLOAD) * accumulation * window
-            label = name + ", compiled" * args.compile
+            label = name + ", compiled" * bool(compiled)
             row: Row = {"comparison": "table", "implementation": label, "accumulation_steps": accumulation}
             if needed > 0.95 * free:
                 gib = needed / common.GIB
@@ -244,7 +261,7 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
             ours = trains(args, pool, training.PooledInfCLTrainer, loss=loss, offload_inputs=offload, **compiled)
             row |= measured(args, accumulation, device, ours)
             row["note"] = f"inputs repeat from a pool of {len(pool)} micro-batches"
-            if args.compile and not args.warmup:
+            if compiled and not args.warmup:
                 row["note"] += "; with the compilation"
             yield row
 
@@ -257,65 +274,69 @@ def warm_up(loss: Any, rows: int, model: str, device: torch.device) -> None:
 
 
 def plot(table: Path) -> None:
-    """Plots the rates of the trainers relative to the plain one on each device, and memory over the global batch.
+    """Plots the rates of the trainers relative to the plain one, of the newest day, and memory over the global batch.
 
-    Each panel shows the setting that has the most rows.
+    There is a panel for each setting of that day. The one of the memory shows the setting that has the most rows.
     """
 
     def is_overhead(row: Row) -> bool:
-        return row["comparison"] == "overhead" and bool(row["ratio"])
+        return row["comparison"] == "overhead" and bool(row["ratio"]) and row["implementation"] in DRAWN
 
     def is_table(row: Row) -> bool:
         return row["comparison"] == "table" and bool(row["peak_gib"])
 
-    setting = common.STEP_SETTING
-    keys = (*setting, "accumulation_steps", "batch_size", "implementation")
-    devices = dict.fromkeys(row["device"] for row in common.read(table, is_overhead))
-    groups = [common.newest(table, keys, is_overhead, device) for device in devices]
-    groups.append(common.newest(table, keys, is_table))
-    panels: list[tuple[str, list[Row]]] = []
-    for group in filter(None, groups):
-        settings = common.grouped(group, lambda row: tuple(row[key] for key in setting))
-        panels.append((group[0]["comparison"], max(settings.values(), key=len)))
+    def setting_of(row: Row) -> tuple[str, ...]:
+        batch = () if row["comparison"] == "table" else (row["batch_size"], limit_of(row["note"]))
+        return tuple(row[key] for key in common.STEP_SETTING) + batch
+
+    last = next(reversed(common.read(table, is_overhead)), {})
+    of_day = [row for row in common.read(table, is_overhead) if all(row[k] == last[k] for k in ("date", "device"))]
+    settings = grouped(of_day, setting_of).values()
+    panels = [list({row["implementation"]: row for row in rows}.values()) for rows in settings]
+    of_tables = common.newest(table, (*common.STEP_SETTING, "batch_size", "implementation"), is_table)
+    panels += [max(grouped(of_tables, setting_of).values(), key=len)] if of_tables else []
     if not panels:
         return
-    height = max(4.0, 0.33 * max(len(group) for _, group in panels))
+    height = max(3.0, 0.4 * max(map(len, panels)))
     figure, axes = common.panels(len(panels), (7.6, height))
-    for axis, (comparison, group) in zip(axes, panels, strict=True):
-        first = group[-1]
+    for axis, rows in zip(axes, panels, strict=True):
+        first = rows[-1]
         card = first["device"].removeprefix("NVIDIA ").split()[0]
-        several = f"{first['accumulation_steps']} " * (comparison == "overhead")
-        title = (
-            f"{first['model']}, {first['world_size']} × {card}, {several}micro-batches of {first['micro_batch_size']}"
+        details = [first["model"], f"{first['world_size']} × {card}"]
+        details += [f"{float(first['patch_dropout']):.0%} of the patches left out"] * bool(
+            float(first["patch_dropout"])
         )
-        details = [f"{float(first['patch_dropout']):.0%} of the patches left out"] * bool(float(first["patch_dropout"]))
-        details += [f"texts of {first['text_tokens']} tokens"] if comparison == "overhead" else []
-        title = ",\n".join(filter(None, (title, ", ".join(details))))
-        if comparison == "overhead":
-            # OpenCLIP's own loop without --accum-freq has no accumulation steps.
-            group = [row for row in group if row["accumulation_steps"] in ("1", first["accumulation_steps"])]
-            notes = {
-                row["implementation"]: f"{float(row['ratio']):.3g}"
-                + (f", {float(row['peak_gib']):.3g} GiB" if row["peak_gib"] else "")
-                for row in group
-            }
-            common.draw_bars(axis, {row["implementation"]: float(row["ratio"]) for row in group}, notes)
-            axis.set(title=title, xlabel="images per second, Trainer = 1; peak memory")
+        if first["comparison"] == "overhead":
+            details += [f"{int(first['batch_size']):,} pairs", f"texts of {first['text_tokens']} tokens"]
+            details += [limit_of(first["note"])] * bool(limit_of(first["note"]))
+            values = {DRAWN[row["implementation"]]: float(row["ratio"]) for row in rows}
+            common.draw_bars(axis, values, {DRAWN[row["implementation"]]: described(row) for row in rows})
+            axis.set(title=", ".join(details), xlabel="images per second, Trainer = 1; peak memory; micro-batches")
             axis.axvline(1, color="black", lw=0.8, zorder=0)
         else:
-            lines = common.lines_of(group, "batch_size", "peak_gib")
+            details += [f"micro-batches of {first['micro_batch_size']}", f"{first['pixel_dtype']} images"]
+            lines = common.lines_of(rows, "batch_size", "peak_gib")
             common.draw_lines(axis, lines, common.styles(lines))
-            axis.set(
-                title=f"{title},\n{first['pixel_dtype']} images",  # the names of the lines stand to its right
-                xlabel="global batch",
-                ylabel="peak memory of a step per GPU, GiB",
-            )
+            axis.set(title=", ".join(details), xlabel="global batch", ylabel="peak memory of a step per GPU, GiB")
             sizes = sorted({batch for points in lines.values() for batch, _ in points})
             axis.set_xticks(sizes, [f"{batch:,}" for batch in sizes])
             axis.set_xticks([], minor=True)
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}")
-    common.save(figure, table.with_suffix(".png"), [row for _, group in panels for row in group])
+    common.save(figure, table.with_suffix(".png"), [row for rows in panels for row in rows])
+
+
+def limit_of(note: str) -> str:
+    """Of a row's note, the memory that the process was limited to, or nothing."""
+    return note.partition(",")[0] if note.startswith("in ") else ""
+
+
+def described(row: Row) -> str:
+    """Rate, memory and micro-batches of a row."""
+    found = re.search(r"\d+ × \d+(?= images)", row["note"])
+    divided = found[0] if found else f"{row['accumulation_steps']} × {row['micro_batch_size']}"
+    memory = f", {float(row['peak_gib']):.3g} GiB" if row["peak_gib"] else ""
+    return f"{float(row['ratio']):.3g}{memory}, {divided}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -337,5 +358,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="'NAME, compiled' is not measured eager; default: all")
-    parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
+    parser.add_argument("--compile", nargs="*", metavar="NAME", help="measure these, or all, under torch.compile too")
+    parser.add_argument("--memory-gib", type=float, default=0.0, help="that the process may take")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")
