@@ -111,12 +111,14 @@ def test_weights_are_those_of_layers_as_they_are(tmp_path, compiler, options, gr
     assert compiler.calls >= steps * (1 if build is models.siglip else LAYERS), "of one tower at least"
 
 
-def test_constant_shapes_are_compiled_as_such_and_varying_texts_once(tmp_path, compiler):
-    def trimmed(rows: Any) -> Any:
-        batch = default_collate(rows)
-        longest = int(batch["attention_mask"].sum(1).max())
-        return {name: value[:, :longest] if value.ndim == 2 else value for name, value in batch.items()}
+def trimmed(rows: Any) -> Any:
+    """A batch whose texts are as long as its longest one."""
+    batch = default_collate(rows)
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {name: value[:, :longest] if value.ndim == 2 else value for name, value in batch.items()}
 
+
+def test_constant_shapes_are_compiled_as_such_and_varying_texts_once(tmp_path, compiler):
     run(tmp_path)
     assert not any(isinstance(value, torch.SymInt) for graph in compiler.graphs for value in sizes(graph))
     compiler.graphs.clear()
@@ -292,3 +294,19 @@ def test_on_a_gpu_twenty_steps_are_as_near_to_fp32_as_those_of_layers_as_they_ar
         away = {kind: (found[kind] - found["fp32"]).norm().item() for kind in ("eager", "compiled")}
         print("away from fp32", away, "of", found["fp32"].norm().item())
         assert away["compiled"] <= 1.5 * away["eager"] + least
+
+
+@pytest.mark.gpu
+@on_ranks(1, backend="nccl", timeout=300)
+def test_on_a_gpu_a_resume_with_texts_of_varying_lengths_goes_on_to_the_bit(rank, world_size, tmp_path):
+    options: dict[str, Any] = {**SAVING, "data": models.Pairs(64, longest=9), "data_collator": trimmed, "bf16": True}
+    options |= {"use_cpu": False, "learning_rate": 0.1, "optim": "adamw_torch_fused"}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(compilation, "ENOUGH", 0.0)
+        whole = run(tmp_path / "whole", **options)
+        torch._dynamo.reset()  # as in a new process
+        run(tmp_path / "parts", **options, callbacks=[StopAt(2)])
+        torch._dynamo.reset()
+        resumed = run(tmp_path / "parts", **options, resume=str(tmp_path / "parts/checkpoint-2"))
+    assert whole.window_step.compilation.decided == resumed.window_step.compilation.decided == compilation.LAYERS
+    assert torch.equal(parameters(resumed), parameters(whole))

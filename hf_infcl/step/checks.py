@@ -49,7 +49,7 @@ class SkippedWindows:
         self.count = 0 if resumed is None else resumed.skipped_windows
         self.last_loss = 0.0 if resumed is None else resumed.last_loss  # of the last window that was trained
 
-    def begin_window(self, model: nn.Module | Wrapper, others: Iterable[Tensor] = ()) -> None:
+    def begin_window(self, model: Any, others: Iterable[Tensor] = ()) -> None:
         """Begins a window of a model, and of the ``others`` that are trained beside it; see `undoing`."""
         self.skipping = False
         if self._most > 0:

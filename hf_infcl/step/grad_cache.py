@@ -16,11 +16,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..processes.collectives import Processes
 from ..refusals import refuse_second_derivative
-from .wrappers import Wrapper
 
 # Share of the memory that stays free, for texts of other lengths that do not fit into the gaps that earlier ones have
 # left. Where it is not enough, the step is repeated with fewer graphs, or with smaller micro-batches.
@@ -66,10 +65,10 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         yield
 
 
-def undoing(model: nn.Module | Wrapper, others: Iterable[Tensor] = ()) -> Callable[[], None]:
+def undoing(model: Any, others: Iterable[Tensor] = ()) -> Callable[[], None]:
     """Returns a function that undoes a step before the optimizer's: gradients go, buffers become what they are now.
 
-    ``others`` are parameters beside the model's.
+    The model may be a `Wrapper`, which knows them faster. ``others`` are parameters beside the model's.
     """
     parameters, buffers = [*model.parameters(), *others], [(buffer, buffer.clone()) for buffer in model.buffers()]
 
@@ -84,7 +83,7 @@ def undoing(model: nn.Module | Wrapper, others: Iterable[Tensor] = ()) -> Callab
 
 
 @contextmanager
-def undone(model: nn.Module | Wrapper, device: torch.device, others: Iterable[Tensor] = ()) -> Iterator[None]:
+def undone(model: Any, device: torch.device, others: Iterable[Tensor] = ()) -> Iterator[None]:
     """A context after which the random generators continue as before it, too; see `undoing`."""
     undo = undoing(model, others)
     try:
