@@ -219,7 +219,8 @@ def merge_into_start(options: TrainedModelOptions, args: InfCLTrainingArguments)
 
 # ---- The average of the weights before and after a training ----
 
-Weights, Sets = Mapping[str, Tensor], Mapping[str, object]
+Weights = Mapping[str, Tensor]
+Sets = Mapping[str, object]
 
 
 def find_average(

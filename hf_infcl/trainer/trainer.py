@@ -273,8 +273,8 @@ class InfCLTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.
-        source: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
-        self.training_data.fetch(*source, self.window_step.context.equal_ids, self.interruptions)
+        read, equal_ids = super().get_batch_samples, self.window_step.context.equal_ids
+        self.training_data.fetch(read, epoch_iterator, self.state.global_step, equal_ids, self.interruptions)
         return [batch for batch, _ in self.training_data.given], None
 
     def _prepare_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
