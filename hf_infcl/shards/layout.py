@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
@@ -55,6 +56,7 @@ def sample_key(shard: str, name: str) -> int:
 
 
 T = TypeVar("T")  # what is taken of a file
+TarFile = tuple[str, tarfile.TarInfo, int]  # its extension and header, and where the next header begins
 
 
 class DamagedShardError(ValueError):
@@ -80,38 +82,36 @@ def tar_samples(
     Args:
         contents: makes of the file, an extension and a size what a sample has for this extension, or None for nothing.
     """
-    key: str | None = None
-    sample: dict[str, T] = {}
-    seen: set[str] = set()
-    problem, end = "", position
-    for info, following in tar_members(file, url):
-        stem, extension = split_name(info.name)
-        if not stem:
-            continue
-        if stem != key:
-            if key is not None:
-                yield end, key, DamagedShardError(problem) if problem else sample
-            if stop is not None and info.offset >= stop:
+    for key, files in files_of_samples(file, url):
+        sample: dict[str, T] = {}
+        seen, problem, end = set[str](), "", position
+        for extension, info, following in files:
+            if not seen and stop is not None and info.offset >= stop:
                 return
-            key, sample, seen, problem = stem, {}, set(), ""
-        end, has_contents = following, info.isreg() and not info.issparse()
-        if extension in seen:
-            problem = problem or (
-                f"The shard {url!r} holds more than one file {shortened(f'{stem}.{extension}')}. Samples of the same "
-                "name must not follow each other, since they cannot be told apart."
-            )
-        seen.add(extension)
-        if (content := contents(file, extension, info.size if has_contents else 0)) is None:
-            continue
-        if has_contents:
-            sample[extension] = content
-        else:
-            problem = problem or (
-                f"The shard {url!r} holds {shortened(info.name)} as a link or a sparse file, which has no contents of "
-                "its own. GNU tar stores them with --hard-dereference --dereference."
-            )
-    if key is not None:
+            end, has_contents = following, info.isreg() and not info.issparse()
+            if extension in seen:
+                problem = problem or (
+                    f"The shard {url!r} holds more than one file {shortened(f'{key}.{extension}')}. Samples of the "
+                    "same name must not follow each other, since they cannot be told apart."
+                )
+            seen.add(extension)
+            if (content := contents(file, extension, info.size if has_contents else 0)) is None:
+                continue
+            if has_contents:
+                sample[extension] = content
+            else:
+                problem = problem or (
+                    f"The shard {url!r} holds {shortened(info.name)} as a link or a sparse file, which has no contents "
+                    "of its own. GNU tar stores them with --hard-dereference --dereference."
+                )
         yield end, key, DamagedShardError(problem) if problem else sample
+
+
+def files_of_samples(file: io.BufferedReader, url: str) -> Iterator[tuple[str, Iterator[TarFile]]]:
+    """The files of each sample, after its key; those without a key are passed over. As `tar_members`."""
+    named = ((*split_name(info.name), info, end) for info, end in tar_members(file, url))
+    for key, files in itertools.groupby((one for one in named if one[0]), lambda one: one[0]):
+        yield key, (one[1:] for one in files)
 
 
 def tar_members(file: io.BufferedReader, url: str) -> Iterator[tuple[tarfile.TarInfo, int]]:

@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pyarrow.types as types
 
 from ..files.text import counted, lacks_column, listed, shortened
-from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, split_name, tar_members, tar_samples, truncated
+from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, files_of_samples, tar_samples, truncated
 from .opening import open_shard
 from .tar_tables import json_object, tar_table
 
@@ -193,13 +193,9 @@ class TarReader(Pieces):
         return row
 
     def beginnings(self, url: str) -> Iterator[tuple[int, str]]:
-        key = ""
         with open_shard(url, buffer=_TAR_BUFFER) as file:
-            for info, _ in tar_members(file, url):
-                stem = split_name(info.name)[0]
-                if stem and stem != key:
-                    key = stem
-                    yield info.offset, key
+            for key, files in files_of_samples(file, url):
+                yield next(files)[1].offset, key
 
 
 def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
