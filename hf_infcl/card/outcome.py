@@ -74,7 +74,7 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
     """A table of `changes` in lines of text, in per cent; nothing if no set was measured before the training."""
     if not (set_changes := changes(facts)):
         return
-    rows = [("", "before", "after", "change")]
+    rows: list[tuple[str, ...]] = [("", "before", "after", "change")]
     for one in set_changes:
         guard = "  guard" if one.evaluation.guard else ""
         half = " (the half of its rows that did not choose the average)" if one.half else ""

@@ -278,7 +278,8 @@ def to_rgb(image: Image.Image) -> np.ndarray:
     from transformers.image_transforms import convert_to_rgb  # fails with a torchvision of another torch
 
     returns_arrays = "return_numpy" in inspect.signature(convert_to_rgb).parameters
-    return np.array(convert_to_rgb(image, **({"return_numpy": True} if returns_arrays else {})))
+    options: dict[str, Any] = {"return_numpy": True} if returns_arrays else {}
+    return np.array(convert_to_rgb(image, **options))
 
 
 @cache
