@@ -66,10 +66,8 @@ class TableSource(Dataset[Item]):
 
     def read(self, parts: Sequence[int], batch_size: int, load: MakeLoader) -> Iterator[Iterator[Batch]]:
         """Yields the batches of each part; see `collated`, with which ``load`` makes a DataLoader."""
-        ends = [(part * ROWS_OF_PART, min(len(self), (part + 1) * ROWS_OF_PART)) for part in parts]
-        cuts = [
-            [list(range(i, min(i + batch_size, end))) for i in range(begin, end, batch_size)] for begin, end in ends
-        ]
+        rows = [range(len(self))[part * ROWS_OF_PART : (part + 1) * ROWS_OF_PART] for part in parts]
+        cuts = [[part[first : first + batch_size] for first in range(0, len(part), batch_size)] for part in rows]
         # One loader for all parts, whose workers prepare the next part while one is written.
         batches = iter(load(self, batch_sampler=[*itertools.chain(*cuts)]))
         for part in cuts:
