@@ -361,7 +361,7 @@ class DualEncoder:
             if placeholder is not None and placeholder.known():
                 stack.enter_context(placeholder.instead_of_tower())
             elif self.texts_first and not self.has_own_forward and len(towers := self.towers()) == len(TOWERS):
-                stack.enter_context(texts_first(*towers.values(), _select(inputs, TEXT_INPUTS)))
+                stack.enter_context(texts_first(towers["image"], towers["text"], _select(inputs, TEXT_INPUTS)))
             outputs = forward(**inputs, **self._return_dict)
         images, texts = embeds_of(outputs, self.base)
         return images, texts[:0] if no_texts else texts
