@@ -1090,6 +1090,11 @@ def test_names_of_other_programs_lead_to_ours():
         *(("--local-loss", "Omit it: every strategy gives the"), ("--token x", "Omit it: HF_TOKEN in the environment")),
         ("--mini_batch_size 64", "Did you mean --global_batch_size, and the micro-batch that fits is found?"),
         ("--max_train_samples 9", "Did you mean --split 'train[:1000]'?"),
+        *(
+            ("--model_revision r", "Omit it: download that revision"),
+            ("--use-naflex", "Omit it: it has no counterpart"),
+        ),
+        *(("--loss x", "Did you mean --objective?"), ("--image-mean 0.5", "Omit it: that comes with the model")),
     ],
 )
 def test_names_of_peers_are_known_before_similar_ones(theirs, ours, capsys):

@@ -305,3 +305,9 @@ def test_the_command_prints_the_groups_of_any_optimizer(small, capsys):
     infcl(*small, "--image_learning_rate", 0.5, "--freeze_layers", 0, "--max_steps", 1, "--warmup_steps", 1)
     said = capsys.readouterr().out
     assert re.search(r"image tower +AdamW +[0-9,]+ +[0-9,]+ +\S", said), said
+
+
+@pytest.mark.parametrize("value", ["missing.json", '{"unknown": 1}'])
+def test_an_error_in_a_dict_of_options_names_the_option(tmp_path, value):
+    with pytest.raises(ValueError, match=r"accelerator_config: .*(missing\.json|unknown)"):
+        arguments(tmp_path, accelerator_config=value)

@@ -146,7 +146,12 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):  # type: ig
             if self.use_cpu:
                 # On CPUs, TrainingArguments would create the group without the timeout. It reuses an existing group.
                 PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
-            super().__post_init__()
+            try:
+                super().__post_init__()
+            except (OSError, TypeError) as error:  # of a file that one of these names, or of a key in it
+                if not (names := [name for name in self._VALID_DICT_FIELDS if getattr(self, name)]):
+                    raise
+                raise ValueError(f"{' or '.join(names)}: {error}") from error
         if self.lr_scheduler_type in SCHEDULES_BY_METRIC:
             # Otherwise they would take a metric that rises, such as an accuracy, for one that gets worse.
             mode = "max" if self.greater_is_better else "min"
