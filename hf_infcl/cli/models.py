@@ -104,9 +104,8 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
 
 def _check_models(models: Sequence[tuple[str, Any]]) -> None:
     """Raises a ValueError if one of several models, each with its arguments, cannot be measured."""
-    for name, _ in models:
-        check_type_of_config(load_readers(name)[0], name)
     for name, args in models:
+        check_type_of_config(load_readers(name)[0], name)
         if args.dims is not None and args.dims > (width := DualEncoder(load(name).model).width()):
             raise ValueError(
                 f"--dims {args.dims} does not fit the embeddings of {name}, which have {width} dimensions. Take fewer."

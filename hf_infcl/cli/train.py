@@ -34,7 +34,7 @@ from ..data.images import ImageDataset
 from ..data.replay import Replayed
 from ..data.sets import STATED, SetSpec, read_sets
 from ..files.hub import stated_licence
-from ..models.adapters import ADAPTER_FILES, has_adapters, layers_of_adapters, words_of_adapters
+from ..models.adapters import ADAPTER_FILES, describe_adapters, has_adapters
 from ..models.open_clip import compare_formats
 from ..models.pretrained import base_of_adapters
 from ..options.arguments import InfCLTrainingArguments
@@ -241,8 +241,7 @@ def trained_part(model: nn.Module, start: str) -> tuple[dict[str, str], str | No
     """The card's rows on adapters, if only they train; and the model under them, if the start came with them."""
     if not has_adapters(model):
         return {}, None
-    words, base = words_of_adapters(model), base_of_adapters(start)
-    layers, alpha = layers_of_adapters(model)
+    (words, layers, alpha), base = describe_adapters(model), base_of_adapters(start)
     rows = {"trained weights": words if base is None else f"{words}, those of {facts.source_name(start)[0]}"}
     rows["layers with adapters"] = joined(list(map(code, layers))) + (f"; alpha {alpha:g}" if alpha else "")
     return rows, base

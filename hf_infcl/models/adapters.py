@@ -189,18 +189,12 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "get_base_model")
 
 
-def words_of_adapters(model: Any) -> str:
-    """What trains in a model with adapters, for a report: "LoRA adapters of rank 4"."""
+def describe_adapters(model: Any) -> tuple[str, list[str], float | None]:
+    """What trains, such as "LoRA adapters of rank 4", the names of the layers that have adapters, and LoRA's alpha."""
     config = model.peft_config["default"]
-    rank = getattr(config, "r", None)
-    return f"{config.peft_type.value.upper().replace('LORA', 'LoRA')} adapters" + (f" of rank {rank}" if rank else "")
-
-
-def layers_of_adapters(model: Any) -> tuple[list[str], float | None]:
-    """The names of the layers that have adapters, and the alpha of LoRA, if a model has that."""
-    config = model.peft_config["default"]
-    targets = config.target_modules
-    return sorted([targets] if isinstance(targets, str) else targets or []), getattr(config, "lora_alpha", None)
+    rank, targets = getattr(config, "r", None), config.target_modules
+    words = f"{config.peft_type.value.upper().replace('LORA', 'LoRA')} adapters" + (f" of rank {rank}" if rank else "")
+    return words, sorted([targets] if isinstance(targets, str) else targets or []), getattr(config, "lora_alpha", None)
 
 
 def beside_adapters(model: nn.Module) -> dict[str, nn.Parameter]:

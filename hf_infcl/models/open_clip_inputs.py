@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import string
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -39,7 +40,7 @@ def refuse(*rows: tuple[object, str]) -> None:
 # ---- Images ----
 
 
-def image_processor(preprocess: dict[str, object], size: int) -> Any:
+def image_processor(preprocess: Mapping[str, object], size: int) -> Any:
     """transformers' processor with the resizing, crop, mean and standard deviation of OpenCLIP's evaluation.
 
     Args:
@@ -77,7 +78,7 @@ def preprocess_config(processor: Any, size: int) -> dict[str, Any]:
     """
     has = _preparation(processor)
     how = next((name for name, number in _RESAMPLING.items() if number == has["resample"]), "bicubic")
-    stated = {name: list(getattr(processor, f"image_{name}")) for name in ("mean", "std")}
+    stated: dict[str, Any] = {name: list(getattr(processor, f"image_{name}")) for name in ("mean", "std")}
     stated |= {"interpolation": how, "resize_mode": "squash" if "height" in has["size"] else "shortest"}
     would_have = _preparation(image_processor(stated, size))
     for name, value in has.items():
@@ -89,10 +90,13 @@ def preprocess_config(processor: Any, size: int) -> dict[str, Any]:
 def _preparation(processor: Any) -> dict[str, Any]:
     """What decides about the pixels that an image processor makes, but for the mean and the standard deviation."""
     fields = processor.to_dict()
-    steps = {f"do_{step}": bool(fields.get(f"do_{step}", True)) for step in ("resize", "rescale", "normalize")}
-    steps |= {"resample": int(fields["resample"]), "rescale_factor": round(fields.get("rescale_factor") or 1 / 255, 8)}
-    crop = dict(fields["crop_size"]) if fields.get("do_center_crop") else None
-    return steps | {"size": dict(fields["size"]), "crop_size": crop}
+    return {
+        **{f"do_{step}": bool(fields.get(f"do_{step}", True)) for step in ("resize", "rescale", "normalize")},
+        "resample": int(fields["resample"]),
+        "rescale_factor": round(fields.get("rescale_factor") or 1 / 255, 8),
+        "size": dict(fields["size"]),
+        "crop_size": dict(fields["crop_size"]) if fields.get("do_center_crop") else None,
+    }
 
 
 # ---- Texts ----

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -376,19 +375,17 @@ def _shapes(config: Any) -> dict[str, torch.Size]:
 def _rows(config: Any, prefix: str) -> Iterator[tuple[list[str], list[str], Change, Change]]:
     """OpenCLIP's names of tensors, transformers' names of the same, and the change to each of them."""
     siglip = config.model_type == "siglip"
+    as_it_is = (Tensor.contiguous, Tensor.contiguous)
     scalars: tuple[Change, Change] = (lambda one: one.reshape((1,) if siglip else ()), lambda one: one.reshape(()))
     for ours in _shapes(config):
         if ".k_proj." in ours or ".v_proj." in ours:  # which OpenCLIP has in one tensor with q_proj
             continue
-        names = _TIMM_NAMES if siglip and ours.startswith("vision_model") else _NAMES
-        theirs = reduce(lambda name, pair: re.sub(*pair, name), names, ours)
-        change = scalars if ours.startswith("logit") else _CHANGES.get(theirs.removeprefix("$"), (_same, _same))
+        theirs = ours
+        for pattern, in_its_place in _TIMM_NAMES if siglip and ours.startswith("vision_model") else _NAMES:
+            theirs = re.sub(pattern, in_its_place, theirs)
+        change = scalars if ours.startswith("logit") else _CHANGES.get(theirs.removeprefix("$"), as_it_is)
         joined = [ours.replace(".q_proj.", f".{one}_proj.") for one in ("qkv" if ".q_proj." in ours else "q")]
         yield theirs.replace("$", prefix).split(), joined, *change
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _renamed(rows: Sequence[tuple[list[str], list[str], Change]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
