@@ -164,16 +164,11 @@ class EarlyStopping(EarlyStoppingCallback):
         self._first_step = -1  # a resumed training may repeat the evaluation of its first step
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Any = None,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **more: object
     ) -> None:
         is_of_its_set = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}" in metrics
         if is_of_its_set and state.global_step != self._first_step:
-            super().on_evaluate(args, state, control, metrics, **kwargs)
+            super().on_evaluate(args, state, control, metrics, **more)
 
 
 def _count(state: TrainerState) -> int:
