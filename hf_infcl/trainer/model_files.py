@@ -354,11 +354,7 @@ class Pushes:
         return time.monotonic() - begin
 
     def push_checkpoint(
-        self,
-        checkpoint: Path,
-        step: int,
-        push: Callable[[str], Sequence[Future[Any]]],
-        save: Callable[[], None] | None = None,
+        self, checkpoint: Path, push: Callable[[str], Sequence[Future[Any]]], save: Callable[[], None] | None
     ) -> None:
         """Pushes the model of a checkpoint and, if ``hub_strategy`` asks for it, the checkpoint.
 
@@ -366,7 +362,7 @@ class Pushes:
             push: as Trainer's method, which copies transformers' files of the model; returns the jobs of the push.
             save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
         """
-        args = self._args
+        args, step = self._args, checkpoint.name.rpartition("-")[2]
         if args.hub_strategy == HubStrategy.END:
             return
         if args.hub_always_push:
@@ -422,7 +418,7 @@ class Pushes:
             ) from error
 
 
-def _report_failure(step: int, job: Future[Any]) -> None:
+def _report_failure(step: str, job: Future[Any]) -> None:
     if not job.cancelled() and (error := job.exception()) is not None:
         logger.error(f"The push of step {step} has failed: {cause(error)}. The next save pushes again.")
 

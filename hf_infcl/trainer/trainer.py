@@ -441,7 +441,7 @@ class InfCLTrainer(Trainer):
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
         if self.checkpoints.partial_dir is None:  # the checkpoint is complete
             save = partial(self.save_model, _internal_call=True) if files.saves_shards(self.accelerator) else None
-            self._pushes.push_checkpoint(Path(checkpoint_folder), self.state.global_step, self._start_push, save)
+            self._pushes.push_checkpoint(Path(checkpoint_folder), self._start_push, save)
 
     def _start_push(self, checkpoint_folder: str) -> list[Future[Any]]:
         super()._push_from_checkpoint(checkpoint_folder)
