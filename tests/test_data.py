@@ -780,6 +780,10 @@ class TestZeroShot:
             ([0], None, {"class_names": "cat"}, "class_names must list .* got 'cat'"),
             ([0], None, {"class_names": {0: "cat"}}, "class_names must list .* got {0: 'cat'}"),
             ([0], None, {"class_names": pandas.Series([], dtype=str)}, "class_names must list"),
+            ([0], None, {"class_names": ["owl", None]}, r"class_names must list .* got \['owl', None\]"),
+            ([0], None, {"class_names": [1]}, r"class_names must list .* got \[1\]"),
+            ([0], None, {"class_names": {"owl"}}, "class_names must list .* got {'owl'}"),
+            ([0], None, {"templates": str.title}, "templates must be .* got <method"),
             ([0], None, {"templates": None}, "templates must be .* got None"),
             ([0], None, {"templates": [str.title]}, "templates must be a list of texts"),
             (

@@ -5,6 +5,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from helpers import models, processors
@@ -121,3 +122,10 @@ def test_several_sets_are_no_training_set(tmp_path, kind):
     told = rf"train_dataset is a {kind.__name__} of several sets\. Pass one of them, such as train_dataset\['train'\]"
     with pytest.raises(ValueError, match=told):
         trainer_for(tmp_path, data=sets)
+
+
+@pytest.mark.parametrize("data", ["my/images", [models.Pairs(2), models.Pairs(3)], pandas.DataFrame({"a": [1]})])
+def test_what_is_no_dataset_is_no_training_set(tmp_path, data):
+    told = rf"train_dataset is a {type(data).__name__}\. Pass one dataset, such as ImageTextDataset\(load_pairs\("
+    with pytest.raises(ValueError, match=told):
+        trainer_for(tmp_path, data=data)

@@ -6,7 +6,7 @@ import logging
 import re
 import string
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +66,11 @@ class ZeroShotDataset(ImageDataset):
         if not (several or is_integer(feature)):
             raise ValueError(f"The label_column {label_column!r} must hold integers or strings, not {feature}.")
         known = getattr(feature, "names", None)
-        names = known if class_names is None else class_names
-        if names is None or isinstance(names, (str, Mapping)) or not (names := list(names)):
+        given = known if class_names is None else class_names
+        names = list(given) if _is_list(given) else []
+        if not names or not all(isinstance(name, str) for name in names):
             raise ValueError(
-                f"class_names must list the names of the classes, got {names!r}. It can only be omitted if the "
+                f"class_names must list the names of the classes, got {given!r}. It can only be omitted if the "
                 f"label_column {label_column!r} is a ClassLabel, but it is {feature}."
             )
         self.class_names = names
@@ -211,9 +212,13 @@ def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
     return [named[label] for label in range(len(known))]
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, Mapping, Set))
+
+
 def _with_braces(templates: Sequence[str]) -> list[str]:
     """The templates with "{}" for the name of the class, for which "{c}" may also stand."""
-    given = [] if templates is None or isinstance(templates, str) else list(templates)
+    given = list(templates) if _is_list(templates) else []
     plain = [template.replace("{c}", "{}") if isinstance(template, str) else "" for template in given]
     if not plain or any(template.count("{}") != 1 for template in plain):
         raise ValueError(f"templates must be a list of texts with one {{c}} each for the class, got {templates!r}.")

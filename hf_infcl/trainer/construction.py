@@ -215,6 +215,12 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
             f"train_dataset is a {type(pairs).__name__} of several sets. Pass one of them, such as "
             f"train_dataset[{next(iter(pairs), 'train')!r}], or a torch.utils.data.ConcatDataset of them."
         )
+    first = pairs[0] if isinstance(pairs, (list, tuple)) and pairs else None
+    if isinstance(pairs, str) or hasattr(pairs, "iloc") or isinstance(first, torch.utils.data.Dataset):
+        raise ValueError(
+            f"train_dataset is a {type(pairs).__name__}. Pass one dataset, such as ImageTextDataset(load_pairs(folder, "
+            "split='train')), or a torch.utils.data.ConcatDataset of several."
+        )
     sets = list(evaluated.values()) if isinstance(evaluated, Mapping) else [evaluated]
     unprepared = (ImageTextDataset, ImageTextStream, ZeroShotDataset)
     needs_processor = any(isinstance(part, unprepared) for data in [pairs, *sets] for part in all_parts(data))
