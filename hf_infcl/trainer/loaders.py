@@ -384,7 +384,7 @@ class TrainingData:
         self._exhausted = True
         return self.window
 
-    def is_as_fetched(self, inputs: object) -> bool:
+    def is_as_fetched(self, inputs: Any) -> bool:
         """Whether these are a batch of the window in which nothing was changed since."""
         return any(inputs is batch and contents(batch) == before for batch, before in self.given)
 
