@@ -208,7 +208,7 @@ class DualEncoder:
     """
 
     def __init__(self, model: nn.Module, dims: int | None = None) -> None:
-        kind = type_of_model(model)
+        self.kind = type_of_model(model)
         # Only these three attributes reveal a split, one for each of the options below.
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         sharded = getattr(model, "is_distributed_loading_by_transformers", False)
@@ -222,22 +222,20 @@ class DualEncoder:
         self.dims = dims  # how many of their first dimensions `encode_images` and `encode_texts` return; None for all
         # The model without PEFT adapters around it, whose attributes can be set.
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
-        self._kind = kind
         # Whether it may compute a loss of its own. The attribute is the forward before a wrapper of accelerate.
         forward = vars(self.base).get("_original_forward", self.base.forward)
         of_others = not (getattr(forward, "__module__", None) or "").startswith(("transformers.", "hf_infcl."))
         self.has_own_forward = of_others or bool(self.base._forward_hooks)
-        self.objective = kind.objective  # that it was designed for
-        self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
+        self.objective = self.kind.objective  # that it was designed for
         self._return_dict = return_dict_for(self.base)
-        self._divides = kind.temperature == "temperature"
+        self._divides = self.kind.temperature == "temperature"
         text_tower, projection = self.towers().get("text"), getattr(model, TOWERS["text"][1], None)
         self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
         self.pooling = Pooling.of_tower(text_tower)
         self._same_embeddings = SameEmbeddings(self.pooling)
         self.texts_first = False  # whether `embed` runs the text tower first, if the forward is that of transformers
         # That of a tower of transformers that reads no padding.
-        self.reads_to_end = None if kind.texts in (None, AT_END_IF_PADDED) else self.pooling
+        self.reads_to_end = None if self.kind.texts in (None, AT_END_IF_PADDED) else self.pooling
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property
@@ -272,7 +270,7 @@ class DualEncoder:
     @property
     def temperature_parameters(self) -> tuple[nn.Parameter, ...]:
         """The temperature's parameter and, where there is one, the bias's."""
-        scale = getattr(self.model, self.temperature_name)
+        scale = getattr(self.model, self.kind.temperature)
         bias = getattr(self.model, "logit_bias", None)
         return (scale,) if bias is None else (scale, bias)
 
@@ -294,9 +292,9 @@ class DualEncoder:
         scale = self.temperature_parameters[0]
         value = (scale.full_tensor() if isinstance(scale, DTensor) else scale).item()
         # By this config, random weights begin with this temperature; SigLIP's config has none.
-        first = vars(self.base.config).get(f"{self.temperature_name}_init_value", 0.0)
+        first = vars(self.base.config).get(f"{self.kind.temperature}_init_value", 0.0)
         possible = (first, math.log(10)) if self.objective == "sigmoid" else (first,)  # see `initialise_sigmoid`
-        return not self._kind.joined and any(abs(value - one) < 1e-6 for one in possible)
+        return not self.kind.joined and any(abs(value - one) < 1e-6 for one in possible)
 
     @torch.no_grad()
     def clamp_temperature(self, maximum: float) -> None:
@@ -389,7 +387,7 @@ class DualEncoder:
         for module in () if tower is None else self.parts()[tower]:
             module.requires_grad_(False)
         for name, parameter in self.model.named_parameters():
-            if self._kind.unused is not None and self._kind.unused in name:
+            if self.kind.unused is not None and self.kind.unused in name:
                 parameter.requires_grad_(False)
 
     def parts(self, *, named: bool = False) -> dict[str, list[nn.Module]]:

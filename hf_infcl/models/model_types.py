@@ -43,13 +43,15 @@ class ModelType:
     texts: str | None = None  # of its text tower: where that takes the embedding of a text, see above
     pads_texts: bool = False  # whether it reads padding like text, so that all texts are padded to one length
     unused: str | None = None  # a part of the names of parameters on which no embedding depends
+    smooths_labels: bool = False  # whether the loss of its forward has smoothed labels
     joined: bool = False  # whether its towers come from two checkpoints, of which its temperature says nothing
 
 
 # The model types of transformers whose logits are a scaled product of one image vector and one text vector.
 MODEL_TYPES = {
     "aimv2": ModelType(images=ONE_SIZE, texts=AT_END_IF_PADDED),
-    "align": ModelType(temperature="temperature", unused="text_model.pooler."),  # its output is not used
+    # The output of its pooler is not used.
+    "align": ModelType(temperature="temperature", unused="text_model.pooler.", smooths_labels=True),
     "altclip": ModelType(images=ONE_SIZE),
     "blip": ModelType(images=ONE_SIZE, unused=".crossattention."),  # from text to images
     "chinese_clip": ModelType(images=ONE_SIZE),

@@ -77,14 +77,14 @@ def prepare_for_fsdp(encoder: DualEncoder) -> None:
     except NotImplementedError:
         base.get_input_embeddings = lambda: None
     if (scale := encoder.temperature_parameters[0]).ndim == 0:
-        setattr(base, encoder.temperature_name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
+        setattr(base, encoder.kind.temperature, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
 
 
 def stock_shapes(encoder: DualEncoder, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state with the shapes that ``from_pretrained`` of transformers expects, after `prepare_for_fsdp`."""
-    shape = encoder.stock_temperature_shape
+    shape = encoder.kind.temperature_shape
     return {
-        key: value.reshape(shape) if key.rpartition(".")[2] == encoder.temperature_name else value
+        key: value.reshape(shape) if key.rpartition(".")[2] == encoder.kind.temperature else value
         for key, value in state_dict.items()
     }
 

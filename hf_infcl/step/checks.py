@@ -269,7 +269,7 @@ def asked_for_loss(context: Context, forward: Callable[..., object]) -> Callable
     whose labels are smoothed.
     """
     encoder = context.encoder
-    if getattr(getattr(encoder.base, "config", None), "model_type", None) == "align":
+    if encoder.kind.smooths_labels:
         return forward
     kind = type(encoder.base)
     parameters = inspect.signature(encoder.base.forward).parameters.values()

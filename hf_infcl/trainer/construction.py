@@ -86,8 +86,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         value = dual_encoder.scale_and_bias()[0].item()
         cure = ", as with all that peft does not adapt. To train it beside new adapters, pass --lora_logit_scale, or"
         logger.warning(
-            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}"
-            f"{cure if has_adapters(model) else '. To train it,'} call model.{dual_encoder.temperature_name}."
+            f"{dual_encoder.kind.temperature} is frozen, so logit_scale stays {value:.4g}"
+            f"{cure if has_adapters(model) else '. To train it,'} call model.{dual_encoder.kind.temperature}."
             "requires_grad_(True)."
         )
     half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
