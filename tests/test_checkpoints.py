@@ -339,7 +339,7 @@ def test_a_damaged_record_of_an_old_checkpoint_does_not_end_the_training(tmp_pat
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
-    with locked(tmp_path), pytest.raises(ValueError, match=r"Another run is training in .* Choose another output_dir"):
+    with locked(tmp_path), pytest.raises(ValueError, match=r"Another run is training in .*: choose another output_dir"):
         trainer(tmp_path).train()
     trainer(tmp_path).train()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -140,8 +139,6 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):  # type: ig
         self.chosen: dict[str, Any] = {}
         if self.greater_is_better is None and (measured := metric_named(self.metric_for_best_model or "")) is not None:
             self.greater_is_better = measured.greater_is_better
-        if (self.output_dir or "").endswith("."):  # a message would end in "." and its full stop
-            self.output_dir = os.path.abspath(str(self.output_dir))
         with ended_with_launcher():
             if self.use_cpu:
                 # On CPUs, TrainingArguments would create the group without the timeout. It reuses an existing group.
