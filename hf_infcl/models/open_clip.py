@@ -148,11 +148,8 @@ def load(
         return Loaded(*load_pretrained(checkpoint, dtype=torch.float32, **options))
     if new_weights:
         raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
-    told: list[str] = []
-    model, processor = load_open_clip(
-        checkpoint, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
-    )
-    return Loaded(model.float(), processor, told)
+    loaded = _loaded(checkpoint, open_clip_model, tokenizer)
+    return loaded._replace(model=loaded.model.float())
 
 
 @asks_hub_once
@@ -189,6 +186,13 @@ def load_open_clip(
     Raises:
         ValueError: transformers has no such model, the source does not hold a complete one, or the embeddings differ.
     """
+    model, processor, conversion = _loaded(source, open_clip_model, tokenizer)
+    for sentence in conversion:
+        tell(sentence)
+    return model, processor
+
+
+def _loaded(source: str | Path, open_clip_model: str | None, tokenizer: str | None) -> Loaded:
     saved = read(source, open_clip_model)
     model, notes = from_open_clip(saved.tensors, saved.config)
     check_finite(str(source), model.state_dict())
@@ -198,9 +202,7 @@ def load_open_clip(
             "The config says nothing about the preparation of images, so it is OpenCLIP's default: bicubic, the "
             "shortest edge, a centre crop, OpenAI's mean and standard deviation."
         )
-    for sentence in (*notes, UNREPAIRED, _compared(model, saved.tensors, saved.config)):
-        tell(sentence)
-    return model, processor
+    return Loaded(model, processor, (*notes, UNREPAIRED, _compared(model, saved.tensors, saved.config)))
 
 
 def _processor(config: Any, stated: dict[str, Any], folder: Path | None, tokenizer: str | None) -> Any:
@@ -289,15 +291,12 @@ def convert(
 def _to_transformers(
     source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None
 ) -> Iterator[str]:
-    told: list[str] = []
     if base := base_of_adapters(str(source)):
-        model, processor = load_pretrained(str(source))
+        model, processor, conversion = Loaded(*load_pretrained(str(source)))
     else:
-        model, processor = load_open_clip(
-            source, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
-        )
+        model, processor, conversion = _loaded(source, open_clip_model, tokenizer)
         check_ends(model, processor.tokenizer)
-    yield from told
+    yield from conversion
     model.save_pretrained(target)
     give_usual_modes(target)
     processor.save_pretrained(target)

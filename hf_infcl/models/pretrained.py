@@ -69,8 +69,7 @@ def is_of_open_clip(source: str, open_clip_model: str | None = None) -> bool:
         return True
     if path.is_dir():
         names = {file.name for file in path.iterdir()}
-        checkpoints = any(name.endswith(".pt") for name in names) and CONFIG_NAME not in names
-        if not (CONFIG in names or checkpoints):
+        if CONFIG not in names and (CONFIG_NAME in names or not any(name.endswith(".pt") for name in names)):
             return False
     with suppress(Exception):  # of the Hub, or of a damaged file, which raises exceptions of any class
         if "model_type" in transformers.PretrainedConfig.get_config_dict(source)[0]:
@@ -396,7 +395,12 @@ def _complete(
             model, report = AutoModel.from_pretrained(
                 checkpoint, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
-        lacking = _lacking(model, report)
+        state: dict[str, Tensor] = model.state_dict()
+        # What the checkpoint lacks, or in which shape it has it instead. Whole numbers, such as position_ids, are no
+        # weights: the model computes them.
+        lacking = {name: "" for name in sorted(report["missing_keys"]) if state[name].is_floating_point()}
+        for name, shape, wanted in report["mismatched_keys"]:
+            lacking[name] = f" ({tuple(shape)} instead of {tuple(wanted)})"
         new = [name for name in lacking if any(f"{name}.".startswith(f"{asked}.") for asked in new_weights)]
         _check_complete(checkpoint, model, {name: lacking[name] for name in lacking if name not in new}, report)
         for asked in new_weights:
@@ -407,7 +411,6 @@ def _complete(
         if adapters is None:
             raise
         raise ValueError(f"{adapters!r} holds adapters of {checkpoint!r}, which cannot be loaded. {error}") from error
-    state: dict[str, Tensor] = model.state_dict()
     if new:  # as in a model that is created from the config
         with torch.random.fork_rng(devices=()), torch.no_grad():
             torch.default_generator.manual_seed(seed)
@@ -428,18 +431,6 @@ def check_finite(checkpoint: str, tensors: Mapping[str, Tensor]) -> None:
             f"{checkpoint!r} holds weights that are NaN or infinite: {listed(wrong, _SHOWN)} ({count:,} of "
             f"{tensors[wrong[0]].numel():,} values of {wrong[0]}). Name a checkpoint that was saved before."
         )
-
-
-def _lacking(model: nn.Module, report: Mapping[str, Any]) -> dict[str, str]:
-    """What the checkpoint lacks, by name: "", or in which shape it has it instead.
-
-    Whole numbers, such as position_ids, are no weights: the model computes them.
-    """
-    state: dict[str, Tensor] = model.state_dict()
-    lacking = {name: "" for name in sorted(report["missing_keys"]) if state[name].is_floating_point()}
-    for name, shape, wanted in report["mismatched_keys"]:
-        lacking[name] = f" ({tuple(shape)} instead of {tuple(wanted)})"
-    return lacking
 
 
 def _check_complete(checkpoint: str, model: nn.Module, lacking: Mapping[str, str], report: Mapping[str, Any]) -> None:
