@@ -494,3 +494,17 @@ def test_a_worker_s_end_is_not_the_stream_s(tmp_path):
     rows = TrainedRows()
     trainer_for(tmp_path, data=Uneven(110), max_steps=12, dataloader_num_workers=2, callbacks=[rows]).train()
     assert len({text for step in rows.steps for text in step}) == 12 * 8
+
+
+class WithNames(models.Pairs):
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {**super().__getitem__(row), "photographer": None}
+
+
+def test_a_collator_that_fails_on_columns_which_trainer_leaves_out_is_told(tmp_path):
+    told = (
+        r"collator failed: TypeError: default_collate.* and photographer, which Trainer leaves out: with remove_unused"
+    )
+    with pytest.raises(ValueError, match=told):
+        trained(trainer_for(tmp_path, data=WithNames(8)))
+    trained(trainer_for(tmp_path, data=WithNames(8), remove_unused_columns=True))

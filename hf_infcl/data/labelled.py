@@ -66,7 +66,7 @@ class ZeroShotDataset(ImageDataset):
         if not (several or is_integer(feature)):
             raise ValueError(f"The label_column {label_column!r} must hold integers or strings, not {feature}.")
         known = getattr(feature, "names", None)
-        given = known if class_names is None else class_names
+        given: Any = known if class_names is None else class_names
         names = list(given) if _is_list(given) else []
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError(

@@ -6,6 +6,7 @@ The windows are read on all processes or on none. `TrainingData` knows how far t
 from __future__ import annotations
 
 import collections
+import inspect
 import json
 import platform
 import statistics
@@ -37,7 +38,7 @@ from ..data.loader import (
 from ..data.pairs import REPEATED, caption_pair_id
 from ..data.replay import Epochs, Replayed
 from ..data.store import KeyedItem, all_parts, most_captions, negative_caption_columns, set_epoch
-from ..files.text import counted
+from ..files.text import counted, describe_cause
 from ..models.dual_encoder import NO_MASK, images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
@@ -158,11 +159,22 @@ class TrainingCollator:
         self._teachers = [teacher for teacher in of_terms if isinstance(teacher, StoredTeacher)]
         self._collate, self._vocabulary = collate, context.encoder.vocabulary
         self._reads_to_end = context.encoder.reads_to_end if context.args.device.type == "cuda" else None
+        taken = {*inspect.signature(context.encoder.base.forward).parameters, *_OF_TRAINER}
+        is_told = context.args.remove_unused_columns or isinstance(context.collator, ContrastiveCollator)
+        self._taken = None if is_told else taken  # the columns that Trainer would give to a collator of one's own
 
     def __call__(self, items: list[Any]) -> Any:
         keyed = isinstance(items[0], KeyedItem)
         plain = [one.item for one in items] if keyed else items
-        batch = self._collate(plain)
+        try:
+            batch = self._collate(plain)
+        except (TypeError, ValueError) as error:
+            if self._taken is None or not isinstance(plain[0], Mapping) or not (more := plain[0].keys() - self._taken):
+                raise
+            raise ValueError(
+                f"The data collator failed: {describe_cause(error)}. It gets all columns, and {', '.join(sorted(more))}"
+                ", which Trainer leaves out: with remove_unused_columns=True InfCLTrainer does as well."
+            ) from error
         if not isinstance(batch, Mapping):
             return batch  # which is refused later
         if isinstance(tokens := batch.get("input_ids"), Tensor):
