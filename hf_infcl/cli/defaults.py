@@ -39,7 +39,6 @@ def intervals(namespace: argparse.Namespace, user_options: set[str]) -> dict[str
             chosen[names[0]] = value
 
     choose(hundredth, "logging_steps", "logging_strategy")
-    choose(True, "logging_first_step", when="logging_steps" in chosen)  # and the last, see `loop_events.is_logged`
     steps = next((getattr(namespace, name) for name in ("save_steps", "eval_steps") if name in user_options), None)
     steps = tenth if steps is None and limited else steps
     sets = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
@@ -55,6 +54,7 @@ def intervals(namespace: argparse.Namespace, user_options: set[str]) -> dict[str
     name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
     needs_metric = use_of_metric(namespace) and (sets or not evaluated)
     choose(f"{name}_{next(iter(metrics_of_kind(kind)))}", "metric_for_best_model", when=needs_metric)
+    choose(True, "logging_first_step", when="logging_steps" in chosen)  # and the last, see `loop_events.is_logged`
     return chosen
 
 
