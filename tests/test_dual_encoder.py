@@ -40,25 +40,6 @@ def test_embeddings_and_temperature_make_the_model_s_own_logits(kind):
 
 
 @pytest.mark.parametrize("kind", models.BUILD)
-def test_texts_that_are_encoded_first_are_the_same(kind):
-    torch.manual_seed(0)
-    model = models.BUILD[kind]().eval()
-    encoder, batch = DualEncoder(model), models.batch_for(kind)
-    expected, order = encoder.embed(model, batch), []
-    for side, tower in encoder.towers().items():
-        next(tower.children()).register_forward_pre_hook(lambda *_, side=side: order.append(side))
-    encoder.texts_first = True
-    found = encoder.embed(model, batch)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-    assert set(order) == {"image", "text"}
-    assert order[0] == "text"
-    order.clear()
-    encoder.embed(model, batch)
-    assert order.count("text") == 1
-
-
-@pytest.mark.parametrize("kind", models.BUILD)
 def test_what_trains_takes_part_in_the_loss(kind):
     model = models.BUILD[kind]().train()
     encoder = DualEncoder(model)

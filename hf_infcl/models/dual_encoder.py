@@ -109,26 +109,6 @@ def remembered(tower: nn.Module, outputs: dict[str, object], name: str) -> Itera
         yield
 
 
-@contextlib.contextmanager
-def texts_first(images: nn.Module, texts: nn.Module, inputs: dict[str, Tensor]) -> Iterator[None]:
-    """Within the context a model's forward runs the text tower before the image tower, its backward after that.
-
-    Kernels of texts are short: to launch them takes the host longer than the device needs for them. Behind the kernels
-    of images, which the device has still to compute then, nobody waits for that.
-
-    Args:
-        inputs: of the text tower, which the model's forward gives to it.
-    """
-    of_images, of_texts, outputs = images.forward, texts.forward, list[object]()
-
-    def first(*args: object, **kwargs: object) -> object:
-        outputs.append(of_texts(**inputs, **return_dict_for(texts)))
-        return of_images(*args, **kwargs)
-
-    with patch.object(images, "forward", first), patch.object(texts, "forward", lambda *_, **__: outputs.pop()):
-        yield
-
-
 class PlaceholderText:
     """The text tower's output for a placeholder, which stands in for the texts of micro-batches that have none.
 
@@ -233,7 +213,6 @@ class DualEncoder:
         self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
         self.pooling = Pooling.of_tower(text_tower)
         self._same_embeddings = SameEmbeddings(self.pooling)
-        self.texts_first = False  # whether `embed` runs the text tower first, if the forward is that of transformers
         # That of a tower of transformers that reads no padding.
         self.reads_to_end = None if self.kind.texts in (None, AT_END_IF_PADDED) else self.pooling
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
@@ -358,8 +337,6 @@ class DualEncoder:
                     stack.enter_context(remembered(tower, frozen_outputs, name))
             if placeholder is not None and placeholder.known():
                 stack.enter_context(placeholder.instead_of_tower())
-            elif self.texts_first and not self.has_own_forward and len(towers := self.towers()) == len(TOWERS):
-                stack.enter_context(texts_first(towers["image"], towers["text"], _select(inputs, TEXT_INPUTS)))
             outputs = forward(**inputs, **self._return_dict)
         images, texts = embeds_of(outputs, self.base)
         return images, texts[:0] if no_texts else texts

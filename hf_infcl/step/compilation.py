@@ -84,7 +84,7 @@ class LayerCompilation:
     @contextmanager
     def _called(self, window: Window) -> Iterator[None]:
         """The context in which the layers call their compiled functions."""
-        self.is_active = self._context.encoder.texts_first = bool(self._functions)
+        self.is_active = bool(self._functions)
         for layer, function in self._functions.items():
             layer._compiled_call_impl = function
         competes = self.is_active and len(window) > 1
@@ -92,7 +92,7 @@ class LayerCompilation:
             with torch._functorch.config.patch(activation_memory_budget=_KEPT) if competes else nullcontext():
                 yield
         finally:
-            self.is_active = self._context.encoder.texts_first = False
+            self.is_active = False
             for layer in self._functions:
                 layer._compiled_call_impl = None
 

@@ -82,6 +82,7 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl by default, uint8": UINT8,
     "hf_infcl by default, uint8, torch_compile false": {**UINT8, "torch_compile": False},
 }
+TOGETHER = "two runs at once on one host"  # in the note of a row
 DRAWN = {  # the implementations of a picture, and their names there
     "Trainer": "Trainer",
     "Trainer, compiled": "Trainer, compiled",
@@ -276,7 +277,8 @@ def warm_up(loss: Any, rows: int, model: str, device: torch.device) -> None:
 def plot(table: Path) -> None:
     """Plots the rates of the trainers relative to the plain one, of the newest day, and memory over the global batch.
 
-    There is a panel for each setting of that day. The one of the memory shows the setting that has the most rows.
+    There is a panel for each setting of that day, with its run of the most implementations. The one of the memory shows
+    the setting that has the most rows.
     """
 
     def is_overhead(row: Row) -> bool:
@@ -291,8 +293,8 @@ def plot(table: Path) -> None:
 
     last = next(reversed(common.read(table, is_overhead)), {})
     of_day = [row for row in common.read(table, is_overhead) if all(row[k] == last[k] for k in ("date", "device"))]
-    settings = grouped(of_day, setting_of).values()
-    panels = [list({row["implementation"]: row for row in rows}.values()) for rows in settings]
+    runs = [grouped(rows, lambda row: row["commit"]).values() for rows in grouped(of_day, setting_of).values()]
+    panels = [rows for rows in (max(reversed(one), key=len) for one in runs) if len(rows) > 1]
     of_tables = common.newest(table, (*common.STEP_SETTING, "batch_size", "implementation"), is_table)
     panels += [max(grouped(of_tables, setting_of).values(), key=len)] if of_tables else []
     if not panels:
@@ -309,6 +311,7 @@ def plot(table: Path) -> None:
         if first["comparison"] == "overhead":
             details += [f"{int(first['batch_size']):,} pairs", f"texts of {first['text_tokens']} tokens"]
             details += [limit_of(first["note"])] * bool(limit_of(first["note"]))
+            details += [TOGETHER] * (TOGETHER in first["note"])
             values = {DRAWN[row["implementation"]]: float(row["ratio"]) for row in rows}
             common.draw_bars(axis, values, {DRAWN[row["implementation"]]: described(row) for row in rows})
             axis.set(title=", ".join(details), xlabel="images per second, Trainer = 1; peak memory; micro-batches")
