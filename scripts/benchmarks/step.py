@@ -314,18 +314,19 @@ def plot(table: Path) -> None:
             details += [TOGETHER] * (TOGETHER in first["note"])
             values = {DRAWN[row["implementation"]]: float(row["ratio"]) for row in rows}
             common.draw_bars(axis, values, {DRAWN[row["implementation"]]: described(row) for row in rows})
-            axis.set(title=", ".join(details), xlabel="images per second, Trainer = 1; peak memory; micro-batches")
+            axis.set(xlabel="images per second, Trainer = 1; peak memory; micro-batches")
             axis.axvline(1, color="black", lw=0.8, zorder=0)
         else:
             details += [f"micro-batches of {first['micro_batch_size']}", f"{first['pixel_dtype']} images"]
             lines = common.lines_of(rows, "batch_size", "peak_gib")
             common.draw_lines(axis, lines, common.styles(lines))
-            axis.set(title=", ".join(details), xlabel="global batch", ylabel="peak memory of a step per GPU, GiB")
+            axis.set(xlabel="global batch", ylabel="peak memory of a step per GPU, GiB")
             sizes = sorted({batch for points in lines.values() for batch, _ in points})
             axis.set_xticks(sizes, [f"{batch:,}" for batch in sizes])
             axis.set_xticks([], minor=True)
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}")
+        axis.set_title(", ".join(details[:2]) + ",\n" + ", ".join(details[2:]))
     common.save(figure, table.with_suffix(".png"), [row for rows in panels for row in rows])
 
 
