@@ -40,7 +40,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("command", "size"), [("convert", 20_000), ("average", 20_000), ("embed", 512), ("score", 512), ("train", 20_000)]
+    ("command", "size"),
+    [
+        *(("convert", 20_000), ("average", 20_000), ("embed", 512), ("score", 512), ("train", 20_000)),
+        *(("evaluate", 128), ("check", 64)),
+    ],
 )
 def test_a_file_that_may_not_grow_is_told_in_one_line_and_nothing_half_is_left(folder, tmp_path, capsys, command, size):
     out, data, model = tmp_path / "out", folder / "pictures", folder / "model"
@@ -49,13 +53,15 @@ def test_a_file_that_may_not_grow_is_told_in_one_line_and_nothing_half_is_left(f
         "average": [model, model, "--output_dir", out, "--use_cpu"],
         "embed": [model, data, "--output_dir", out, "--use_cpu"],
         "score": [model, data, "--output_dir", out, "--use_cpu"],
+        "evaluate": ["--model", model, "--eval_dataset", f"{data}?split=train", "--output_dir", out, "--use_cpu"],
+        "check": ["--model", model, "--dataset", data, "--output_dir", out],
         "train": ["--model", model, "--dataset", data, "--output_dir", out, "--use_cpu", "--bf16", "false"],
     }
     words["train"] += ["--per_device_train_batch_size", 4, "--max_steps", 1, "--save_strategy", "no"]
     with files_of_at_most(size):
         said = mistake(capsys, command, *words[command])
     assert f"The results could not be written into {out}" in said
-    assert "Allow larger files, and run the same command" in said
+    assert "Allow larger files, and run the same command again" in said, "there is no checkpoint to go on from"
     left = {path.name for path in out.rglob("*") if path.is_file()} - {"training_record.json"}  # of the beginning
     assert not {name for name in left if name[:2] in {f"_{digit}" for digit in range(10)}}
     assert not {name for name in left if name.endswith((".safetensors", ".json", ".npy", ".parquet", ".bin"))}

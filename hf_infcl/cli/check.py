@@ -19,6 +19,7 @@ from ..options.commands import DataOptions
 from ..processes.lock import check_writable
 from ..quality.selection import tell_if_too_short
 from ..quality.teachers import StoredTeacher, embedding_folders
+from ..trainer.checkpoints import full_disk_explained
 from ..trainer.loaders import set_sizes
 from ..trainer.trainer import InfCLTrainer
 from .checking import REPLAYED, TRAINED, Finding, Inspector, SetFacts, find
@@ -88,7 +89,8 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             key: {"read": len(facts.pairs), "whole": facts.is_whole, "findings": list(map(asdict, findings))}
             for key, (facts, findings) in results.items()
         }
-        path.write_text(json.dumps({"options": to_add, "sets": of_sets}, indent=1), encoding="utf-8")
+        with full_disk_explained(path.parent, "again"):
+            path.write_text(json.dumps({"options": to_add, "sets": of_sets}, indent=1), encoding="utf-8")
     print(f"All rows of each finding are in {path}." if is_written else "With --output_dir, it also writes all rows.")
     if to_add:
         print(f"Add to `infcl train`: {to_add}")

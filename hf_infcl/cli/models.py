@@ -95,10 +95,11 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
         with mistakes_in_one_line(parser.prog, of_libraries=False):
             metrics = trainer.evaluate()
         found.append({key: trainer.found[f"eval_{key}"] for key in datasets})
-    if len(models) == 1:
-        _write_metrics(trainer, metrics, datasets, evaluation)
-    elif trainer.is_world_process_zero():
-        _write_differences(models, found, datasets)
+    with full_disk_explained(Path(trainer.args.output_dir), "again"):
+        if len(models) == 1:
+            _write_metrics(trainer, metrics, datasets, evaluation)
+        elif trainer.is_world_process_zero():
+            _write_differences(models, found, datasets)
     leave(trainer)
 
 

@@ -459,7 +459,7 @@ def full_disk_explained(folder: Path, again: str = GOES_ON, *, keeps: bool = Fal
         cure = "Allow larger files" if os.strerror(errno.EFBIG) in str(error) else "Free some space"
         raise ValueError(
             f"The results could not be written into {folder}{_free_space(folder)}: {error}. {cure}, and run the same "
-            f"command {again}."
+            f"command {'again' if again == GOES_ON and not _folders(folder) else again}."
         ) from error
 
 
