@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 _lock = threading.Lock()  # no other thread may overwrite the inputs of a recording before its replay reads them
 
 
-class Exchange(Protocol):
+class Collectives(Protocol):
     """The processes that run the collectives of a computation: `hf_infcl.processes.collectives.Processes`."""
 
     def perform(self, collective: Collective) -> None:
@@ -39,7 +39,7 @@ class Exchange(Protocol):
         """A context in which collectives are handed to ``instead`` and do not run."""
 
 
-def run(name: Hashable, exchange: Exchange, function: Callable[..., Tensors], *tensors: Tensor | None) -> Tensors:
+def run(name: Hashable, exchange: Collectives, function: Callable[..., Tensors], *tensors: Tensor | None) -> Tensors:
     """Computes ``function(*tensors)``; from the third call with the same name and shapes on it replays a recording.
 
     Args:
@@ -92,7 +92,7 @@ class Recording:
         self._inputs: Tensors = ()
         self._outputs: Tensors = ()
 
-    def __call__(self, exchange: Exchange, function: Callable[..., Tensors], tensors: Tensors) -> Tensors:
+    def __call__(self, exchange: Collectives, function: Callable[..., Tensors], tensors: Tensors) -> Tensors:
         self._calls += 1
         if self._calls == PATIENCE + 1:
             try:
@@ -110,7 +110,7 @@ class Recording:
                 exchange.perform(collective)
         return tuple(None if t is None else t.clone() for t in self._outputs)
 
-    def record(self, exchange: Exchange, function: Callable[..., Tensors], tensors: Tensors) -> None:
+    def record(self, exchange: Collectives, function: Callable[..., Tensors], tensors: Tensors) -> None:
         """Records the computation of ``function(*tensors)``."""
         self._inputs = tuple(None if t is None else t.new_empty(t.shape) for t in tensors)
         self._fill(tensors)
