@@ -243,6 +243,13 @@ def test_a_checkpoint_stays_until_it_has_arrived(slow_hub, tmp_path, caplog):
     assert b'"step": 3' in slow_hub.files("me/mine")["last-checkpoint/trainer_state.json"]
 
 
+def test_a_copy_into_a_store_hinders_no_push(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(pushes.CheckpointStore, "copying", lambda store: [tmp_path / "checkpoint-1"])
+    options = {**PUSHING, "hub_strategy": "all_checkpoints", "checkpoint_store": f"memory://{tmp_path.name}"}
+    trainer_for(tmp_path, **options).train()
+    assert folders(hub.files("me/mine")) == {"checkpoint-1", "checkpoint-2"}
+
+
 def test_a_final_push_that_fails_is_raised(hub, tmp_path):
     trainer = trainer_for(tmp_path, **{**PUSHING, "hub_always_push": False}, hub_strategy="checkpoint")
     hub.failures = 100

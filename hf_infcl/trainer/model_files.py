@@ -366,8 +366,8 @@ class Pushes:
         if args.hub_strategy == HubStrategy.END:
             return
         if args.hub_always_push:
-            self.finish()
-        starts = not self.uploading()
+            wait(self._jobs)
+        starts = all(job.done() for job in self._jobs)  # a copy into checkpoint_store reads nothing that a push writes
         if save is not None:
             starts = bool(Processes().agree([starts])[0][0])  # only the main process knows
             if starts:
