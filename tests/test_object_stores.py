@@ -80,6 +80,13 @@ def test_the_shards_used_longest_ago_are_removed(tmp_path, fetched, monkeypatch)
     assert fetched == ["0.tar", "1.tar", "2.tar", "3.tar", "1.tar"]
 
 
+def test_a_shard_larger_than_the_cache_stays_until_the_next(tmp_path, fetched, monkeypatch):
+    monkeypatch.setenv("INFCL_SHARD_CACHE_GB", "5e-8")  # 50 bytes
+    (shard := tmp_path / "0.tar").write_bytes(b"x" * 100)
+    assert read(shard) == read(shard) == shard.read_bytes()
+    assert fetched == ["0.tar"]
+
+
 def test_a_shard_that_came_in_part_is_fetched_again_and_never_read(tmp_path, fetched, monkeypatch, caplog):
     (shard := tmp_path / "0.tar").write_bytes(b"x" * 100)
     noting, parts = LocalFileSystem.get_file, iter([b"half", None])

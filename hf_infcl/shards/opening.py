@@ -1,4 +1,4 @@
-"""Finds shards by name, locally or on the Hub, and reads their bytes, with retries if the network fails."""
+"""Finds shards by name, locally or on the Hub, and reads their bytes, with retries and a cache on a local disk."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def dataset_builder(source: str, name: str | None, **options: Any) -> Any:
 
 
 def image_folder_builder(source: str, name: str | None) -> Any:
-    """That of a folder of images, which reads "None" and "NA" in a metadata.csv as texts."""
+    """The builder of a folder of images, which reads "None" and "NA" in a metadata.csv as texts."""
     import datasets
 
     # Without any effect on the rows, the option parts what it stores from what its own method would read.
@@ -374,12 +374,12 @@ def _remove_oldest(folder: Path, limit: float) -> None:
     """Removes the shards that were used longest ago until all have at most so many bytes, but for the last one."""
     with FileLock(folder / "_remove.lock"):
         used = []
-        for path in folder.iterdir():
+        for path in {*folder.iterdir()} - {*folder.glob("*.lock")}:
             with suppress(FileNotFoundError):  # it has just got its name
                 used.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in used)
         for seconds, size, path in sorted(used)[:-1]:
             # What begins with an underscore is being written, unless its process was killed.
             if total > limit and (not path.name.startswith("_") or time.time() - seconds > 3600):
-                path.unlink()
+                path.unlink(missing_ok=True)
                 total -= size
