@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..card.telling import quieten
 from ..files.text import counted
-from ..loss import strategies
+from ..loss.strategies import machines_of
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..trainer.trainer import InfCLTrainer
@@ -90,7 +90,7 @@ def lines_of_steps(trainer: InfCLTrainer, memory: float) -> Iterator[str]:
         f"Speed: {args.global_batch_size / step:,.1f} images a second; a step of {args.global_batch_size:,} pairs "
         f"takes {step:.3g} s, of which it waits {wait:.2g} s for data{of_peak}."
     )
-    if Processes().world_size > 1 and (exchange := strategies.chosen) is not None:
+    if args.world_size > 1 and (exchange := machines_of(Processes(), args.device).chosen) is not None:
         yield f"Loss: {exchange}; on H100s it is predicted to take {exchange.seconds:.2g} s of a step."
     whole = timedelta(seconds=round(step * state.max_steps))
     yield f"The whole training takes {whole}, with equally fast loading, and without evaluations and checkpoints."

@@ -1,10 +1,4 @@
-"""The strategies by which processes share the logits of a batch, and the ring in which blocks travel around them.
-
-Transfers of the ring are point-to-point. Each one starts before the computation that hides it and is waited for
-afterwards. With NCCL, waiting only orders streams and never blocks the host. A single process is a ring of one, without
-transfers.
-
-How processes share the logits of a batch: which logits each process computes and what the processes exchange.
+"""The strategies by which processes share the logits of a batch: which each computes, and what they exchange.
 
 Each of W processes holds some of the images and some of the texts of the batch, its `Side`s. Every strategy computes
 the same statistics and gradients for them; strategies differ in memory and traffic. With b images and b texts on each
@@ -21,6 +15,10 @@ process and B = W·b:
 `choose_exchange` decides which of the first three computes a ring. The words block, diagonal and log-odds are
 explained in `hf_infcl.kernels`. The losses in `hf_infcl.loss.one_positive` and `hf_infcl.loss.several_positives` pass
 the function that computes a block.
+
+Transfers of the ring are point-to-point. Each one starts before the computation that hides it and is waited for
+afterwards. With NCCL, waiting only orders streams and never blocks the host. A single process is a ring of one, without
+transfers.
 """
 
 from __future__ import annotations
@@ -506,7 +504,10 @@ class Machines:
     Attributes:
         processes: the number of processes of each machine; 1 if the machines cannot form a ring.
         memory: the bytes of the smallest GPU; 0 on CPUs.
+        chosen: how the last ring of these processes exchanged texts; None before the first.
     """
+
+    chosen: Exchange | None = None
 
     def __init__(self, all_processes: Processes, group: dist.ProcessGroup, device: torch.device) -> None:
         told = os.environ.get("HF_INFCL_RING_GROUP") or os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -533,10 +534,10 @@ class Machines:
 
 
 _machines: WeakKeyDictionary[dist.ProcessGroup, Machines] = WeakKeyDictionary()
-chosen: Exchange | None = None  # by the last ring of several processes
 
 
 def machines_of(processes: Processes, device: torch.device) -> Machines:
+    """The machines of several processes, which exchange their numbers in the first call; collective."""
     group = processes.group or dist.group.WORLD
     assert group is not None
     if group not in _machines:
@@ -549,19 +550,16 @@ def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor
 
     Args:
         texts: the texts of this process, in the form in which they are exchanged.
-        rows: the number of rows on all processes, and columns: of columns, which are exchanged.
+        rows, columns: their numbers on all processes. The columns are exchanged.
     """
     if name != "ring" or processes.world_size == 1:
         return STRATEGIES[name](processes, backend)
-    global chosen
-    machines = machines_of(processes, texts.device)
-    chosen = choose_exchange(
-        *(processes.world_size, machines.processes, machines.memory, rows, columns),
-        *(texts.shape[1], texts.element_size()),
-    )
-    if chosen.blocks == 1:
+    machines, sizes = machines_of(processes, texts.device), (rows, columns, texts.shape[1], texts.element_size())
+    exchange = choose_exchange(processes.world_size, machines.processes, machines.memory, *sizes)
+    machines.chosen = exchange
+    if exchange.blocks == 1:
         return DiscoStrategy(processes, backend)
-    return RingStrategy(processes, backend, machines.of_this_process(processes) if chosen.gathered > 1 else None)
+    return RingStrategy(processes, backend, machines.of_this_process(processes) if exchange.gathered > 1 else None)
 
 
 def choose_exchange(
