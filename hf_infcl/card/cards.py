@@ -1,4 +1,4 @@
-"""Writes the model card of a training run by `template.jinja`, which reads `TrainingFacts`, and what goes with it.
+"""Writes the model card of a run from its `TrainingFacts` by `template.jinja`, with its curves and results.
 
 `CardCallback` keeps it up to date while the model trains, so that every push to the Hub includes it.
 """

@@ -1,4 +1,4 @@
-"""Files that are written whole, with a checksum and the usual modes, and that are there as a whole."""
+"""Files that are written whole, with a checksum and the usual modes; pointers of Git LFS are refused."""
 
 from __future__ import annotations
 

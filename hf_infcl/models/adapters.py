@@ -190,7 +190,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def describe_adapters(model: Any) -> tuple[str, list[str], float | None]:
-    """What trains, such as "LoRA adapters of rank 4", the names of the layers that have adapters, and LoRA's alpha."""
+    """The words for what trains ("LoRA adapters of rank 4"), the layers that have adapters, and LoRA's alpha."""
     config = model.peft_config["default"]
     rank, targets = getattr(config, "r", None), config.target_modules
     words = f"{config.peft_type.value.upper().replace('LORA', 'LoRA')} adapters" + (f" of rank {rank}" if rank else "")

@@ -107,7 +107,7 @@ def option(
 
 
 def documented(kind: type) -> tuple[str, dict[str, str]]:
-    """What the docstring of a class says of it, and below "Attributes:" or "Args:" of each name, for argparse.
+    """The text of a class's docstring and, by name, the texts below "Attributes:" or "Args:" in it, for argparse.
 
     Both are empty with ``python -OO``.
     """

@@ -1,3 +1,3 @@
-"""What is computed over whole sets: embeddings, stored teachers, ledgers of pairs, averages of weights."""
+"""What is computed over whole sets: embeddings, teachers, ledgers, averages of weights, and which pairs are noisy."""
 
 WINDOW = 4096  # pairs that are compared with each other, unless another number is asked for

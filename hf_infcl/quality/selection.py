@@ -48,7 +48,7 @@ def tell_if_too_short(visits: float) -> None:
 
 
 def make_selections(context: Context, steps: int) -> tuple[PairSelection, ...]:
-    """The selection that the arguments of a training with so many steps ask for; 0 steps before it begins."""
+    """The selection that the arguments of a training with so many steps ask for."""
     args, rows = context.args, context.rows
     if args.leave_out is None or rows is None:
         return ()

@@ -142,9 +142,7 @@ class NumberChecks:
             cause = f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
             self.skipped.refuse(f"The loss of the global batch after step {step} is {value}, because {cause}.")
 
-    def check_gradient(
-        self, model: Any, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool
-    ) -> None:
+    def check_gradient(self, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool) -> None:
         """Refuses or skips the window if its gradient is not finite.
 
         Call it after the backward of each micro-batch; the gradient is complete after the ``last``. A message can name

@@ -208,7 +208,7 @@ class WindowStep:
                     if (surrogate := passes.surrogate(index)) is not None:
                         accelerator.backward(surrogate)
                     del surrogate  # and its graph
-                checks.check_gradient(model, passes, window, step, last=last)
+                checks.check_gradient(passes, window, step, last=last)
             with self._announced(repeats=repeats):
                 for observer in () if checks.skipped.skipping else self._observers:
                     observer.after_backward(index, scale)
@@ -262,7 +262,7 @@ class WindowStep:
         return event
 
     def seconds_of_first_pass(self) -> float:
-        """Of the last step: what this process computes before it needs others; under FSDP, which needs them, 0."""
+        """How long this process computed in the last step before it needed others; 0 under FSDP, which always does."""
         began, ended = self._first_pass
         if not self.repeats:
             return 0.0
@@ -390,7 +390,7 @@ class WindowStep:
             encoder.clamp_temperature(self._largest_scale)
 
     def logs(self, logs: dict[str, float]) -> dict[str, float]:
-        """Those of the extensions and of the checks, which read Trainer's; terms, logit_scale and bias; collective."""
+        """The logs of extensions and checks, which read Trainer's; terms, logit_scale and bias; collective."""
         metrics: dict[str, float] = {}
         for extension in self.extensions:
             with self._announced():

@@ -37,11 +37,11 @@ class Wrapper:
         return list(self.model.modules())
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the model, in its order."""
+        """The parameters of the model, in its order."""
         return list(dict.fromkeys(p for one in self._modules for p in one._parameters.values() if p is not None))
 
     def buffers(self) -> list[Tensor]:
-        """Those of the model, in its order."""
+        """The buffers of the model, in its order."""
         return list(dict.fromkeys(b for one in self._modules for b in one._buffers.values() if b is not None))
 
     def train(self) -> None:

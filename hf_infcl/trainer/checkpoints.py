@@ -1,4 +1,4 @@
-"""Checkpoints that count only if they are complete: how they are written, chosen and removed.
+"""Checkpoints that count only if they are complete: how they are written, chosen, removed and copied to a store.
 
 A checkpoint is written into a folder ``_partial-checkpoint-N``. Once all processes have written and flushed their part,
 a manifest of all files is added and the folder is renamed to ``checkpoint-N``. Whenever a process or a machine stops,
