@@ -71,7 +71,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
             else:
                 continue
             if value is not None:
-                curve = panels[axis].setdefault(name, _Curve())
+                curve = panels.setdefault(axis, {}).setdefault(name, _Curve())
                 curve.points.setdefault(entry["step"], value)
                 curve.ceiling = entry.get(key + CEILING, 1)
                 if key + LOW in entry:

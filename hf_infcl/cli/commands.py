@@ -46,7 +46,7 @@ class Train(Parser):
         "Evaluation": "eval_dataset zero_shot_dataset class_names templates eval_benchmark guard_dataset eval_strategy "
         "eval_steps eval_pictures metric_for_best_model",
         "Logging and saving": "output_dir overwrite_output_dir logging_steps report_to save_steps save_formats "
-        "average_with_start resume_from_checkpoint checkpoint_store push_to_hub",
+        "average_with_start resume_from_checkpoint push_to_hub",
     }
     recipes = True
 

@@ -81,6 +81,15 @@ def mistake(capsys: pytest.CaptureFixture[str], *words: Any, code: int | None = 
     return line
 
 
+def exit_code(*words: Any) -> int:
+    """Runs a command in this process, which ends without an exit if its code is 0."""
+    try:
+        infcl(*words)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
 def infcl_launched(*words: Any) -> None:
     """Runs a command in this process, which `launched` has started."""
     with without_os_exit():
