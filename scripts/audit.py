@@ -4,8 +4,6 @@ The exit code is 1 if a package has a known vulnerability. pip-audit by itself r
 advisory; this script then says that nothing was audited.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

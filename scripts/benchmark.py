@@ -10,8 +10,6 @@
 and pictures are in scripts/benchmarks/results/.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

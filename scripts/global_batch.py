@@ -5,20 +5,17 @@
 
 Data: pictures of four of scikit-learn's handwritten digits in a square, captioned "the digits four seven one nine".
 Each of the 10,000 numbers occurs once, so retrieval has one right answer. Neither the numbers of the validation and
-test sets nor the handwritten digits in their pictures occur in training. Hard negatives are numbers with the same
-digits in another order; 16 random pairs hardly ever contain one.
+test sets nor the handwritten digits in their pictures occur in training.
 
 All methods see the same pairs equally often, in micro-batches of 16, starting from the same weights, with AdamW, a
-warm-up over a tenth of the steps and cosine decay to 0. For each method, three learning rates are tried and the best
-one on the validation set is kept (recall@1 of the first seed). Results are those on the test set, with three seeds.
+warm-up over a tenth of the steps and cosine decay to 0. Of three learning rates the best one on the validation set is
+kept (recall@1 of the first seed). Results are those on the test set, with three seeds.
 
-The script appends to global_batch.csv (each run after every second epoch), draws global_batch.png and prints a table.
-There are 45 runs of one to three minutes, as many at a time as there are cores. No GPU is used. --methods runs those
-whose names hold one of the given words, beside the rows that are there.
+There are 45 runs of one to three minutes, as many at a time as there are cores, without a GPU. They append to
+global_batch.csv after every second epoch; then global_batch.png is drawn and a table printed.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -84,10 +81,8 @@ def main() -> None:
 
 def rows_of(path: Path) -> list[Row]:
     """The rows with numbers as numbers, the newest of each run and epoch."""
-    words = {"method", "date", "commit", "torch", "transformers"}
-    found = [{k: v if k in words else json.loads(v) for k, v in row.items()} for row in common.read(path, bool)]
     keys = ("method", "learning_rate", "seed", "epoch")
-    return list({tuple(row[key] for key in keys): row for row in found}.values())
+    return list({tuple(row[key] for key in keys): row for row in common.read_numbers(path)}.values())
 
 
 def train(method: str, learning_rate: float, seed: int) -> list[Row]:
@@ -187,15 +182,15 @@ def best_rates(rows: list[Row]) -> dict[str, float]:
 
 def table(rows: list[Row], best: dict[str, float]) -> str:
     """A table in Markdown: mean and standard deviation over the seeds at the end of training."""
-    lines = ["| method | learning rate | steps | test loss | recall@1 | recall@5 |", "|---" * 6 + "|"]
+    lines = []
     for method, rate in best.items():
         last = [row for row in rows if row["method"] == method and row["epoch"] == EPOCHS]
         cells = [method, f"{rate:g}", f"{last[0]['optimizer_steps']:,.0f}"]
         for column in ("test_loss", "test_recall@1", "test_recall@5"):
             values = [row[column] for row in last]
             cells.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return common.markdown(["method", "learning rate", "steps", "test loss", "recall@1", "recall@5"], lines)
 
 
 def plot(rows: list[Row], path: Path) -> None:

@@ -348,7 +348,8 @@ def test_the_committed_tables_are_those_of_the_committed_rows(module, tmp_path, 
     tables.main()
     assert (tmp_path / "TABLES.md").read_text() == (tables.RESULTS / "TABLES.md").read_text()
 
-    rows = [row for row in tables.read(tmp_path / "results.csv") if row["experiment"] != tables.COST_OF_OPTIMIZERS]
+    rows = tables.read_numbers(tmp_path / "results.csv")
+    rows = [row for row in rows if row["experiment"] != tables.COST_OF_OPTIMIZERS]
     pictures.draw_optimizers(rows, tmp_path / "one.png")
     one, two = (Image.open(tmp_path / f"{name}.png").width for name in ("one", "optimizers"))
     assert two == 2 * one, "the time has a panel of its own"
@@ -555,7 +556,7 @@ def test_repeated_pictures_are_those_like_an_earlier_one_that_stays(module):
 
 @pytest.mark.parametrize("side", ["image", "text"])
 def test_a_side_is_taught_by_the_teacher_s_embeddings_of_it(module, side):
-    term = TeacherDistance(module("wrong_and_taught").stored_teacher([side]), 1.0)
+    term = TeacherDistance(module("runs").stored_teacher([side]), 1.0)
     features = F.normalize(torch.randn(2, 6, 8), dim=-1)
     known = features.roll(1, dims=-1)
     references = term.reference({"teacher_images": known[0], "teacher_texts": known[1]}, {})

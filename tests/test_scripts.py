@@ -488,7 +488,7 @@ def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path, name):
     table.write_bytes((SCRIPTS / f"benchmarks/results/{name}.csv").read_bytes())
     benchmark.plot(table)
     assert table.with_suffix(".png").stat().st_size > 10_000
-    assert tuple(rows_of(table)[0]) == benchmark.COLUMNS
+    assert list(rows_of(table)[0]) == benchmark.COLUMNS
 
 
 # ---- Launching ----

@@ -1,7 +1,5 @@
 """Helpers that several benchmarks share: processes, inputs, timing, rows of a CSV, and the style of plots."""
 
-from __future__ import annotations
-
 import collections
 import csv
 import datetime
@@ -10,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,7 +186,7 @@ def commit() -> str:
     return "unknown"
 
 
-def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
+def append(table: Path, columns: Sequence[str], row: Row) -> None:
     """Appends a row to the CSV and prints it, on rank 0 only."""
     if rank() != 0:
         return
@@ -198,9 +196,7 @@ def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
         with table.open(newline="") as file:
             header = next(csv.reader(file))
         if header != list(columns):
-            raise SystemExit(
-                f"{table} has other columns than this benchmark writes: move it, or pass another --output."
-            )
+            raise SystemExit(f"{table} has other columns than are written: move it, or pass another --output.")
     with table.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="")
         if not begun:
@@ -216,6 +212,20 @@ def read(table: Path, wanted: Callable[[Row], Any]) -> list[Row]:
         return []
     with table.open(newline="", encoding="utf-8") as file:
         return [row for row in csv.DictReader(file) if wanted(row)]
+
+
+def read_numbers(table: Path) -> list[Row]:
+    """The rows with numbers as numbers; text and empty cells stay as they are."""
+    return [{name: _number(text) for name, text in row.items()} for row in read(table, bool)]
+
+
+def _number(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 # The columns of `step` that hold for all implementations of a run.
@@ -239,6 +249,12 @@ def grouped(rows: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; empty without rows."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 # ---- Plots ----

@@ -2,18 +2,12 @@
 
     python scripts/benchmark.py data
 
-The parts:
-
-``worker``: a DataLoader worker turns JPEGs of 500 × 375 pixels into a batch of 224 × 224, or of the smaller images of
-the first steps of a training, for which a JPEG may be decoded at half its size. ``ms`` is the worker's CPU
-time per image, including its share of passing on the batch. Quantiles are over rounds in which all implementations take
-turns, so that other load on the machine affects all of them. ``per_second`` is 1000 / ms, the images per second of one
-core. OpenCLIP's transforms are taken from open_clip_torch if it can be imported, which needs a torchvision that matches
-torch; otherwise they are written out with PIL.
+``worker``: a DataLoader worker turns JPEGs of 500 × 375 pixels into a batch of 224 × 224. ``ms`` is its CPU time per
+image, including its share of passing on the batch, ``per_second`` 1000 / ms. Quantiles are over rounds in which all
+implementations take turns, so that other load affects all of them. OpenCLIP's transforms are those of open_clip_torch
+if it can be imported, which needs a torchvision that matches torch; otherwise they are written out with PIL.
 ``tar``: samples with an image, a text and a JSON file are read from a tar shard. ``ms`` is the CPU time per sample.
 """
-
-from __future__ import annotations
 
 import argparse
 import io
@@ -36,12 +30,10 @@ from hf_infcl.data import images as decoding
 from . import common
 from .common import RESULTS, Row
 
-COLUMNS = tuple(
-    """
+COLUMNS = """
     date commit device torch torchvision transformers pillow simplejpeg open_clip_torch part implementation rounds ms
     ms_p10 ms_p90 per_second ratio ratio_to peak_gib note
-    """.split()
-)
+""".split()
 OPEN_CLIP = "OpenCLIP, training"
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 

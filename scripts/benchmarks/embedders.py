@@ -14,8 +14,6 @@ text, or as many tokens as these rows have on average (with equal lengths the sa
 cuDNN, which would take a second for each new shape; theirs would take it in each step with other lengths.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,12 +28,10 @@ from hf_infcl import ExactContrastiveLoss
 from . import common
 from .common import GIB, RESULTS, Row
 
-COLUMNS = tuple(
-    """
+COLUMNS = """
     date commit device torch transformers sentence-transformers world_size model lengths batch_size tokens
     implementation ms ms_p10 ms_p90 peak_gib ratio note
-    """.split()
-)
+""".split()
 VOCABULARY, LONGEST = 30_000, 128
 WARM = 3  # steps of a quarter of the rows before the timed ones: graphs that fit are counted in the second and third
 

@@ -9,16 +9,12 @@ decode JPEGs of 500 × 375 pixels, and nothing else happens. ``evaluate, jpeg``:
 
 ``per_second`` are images per second of the whole evaluation, with its prompts (--classes × --templates), workers and
 metrics. ``start_s`` is the time until the first batch is encoded, and ``loop_per_second`` the rate from then until the
-last one is. ``ratio`` is that rate relative to ``forward``: of ``pool``, where batches always lie ready, it is what the
-main process allows; of ``jpeg``, the workers load up to four batches each within ``start_s``, so it falls if that gets
-shorter, until the workers' rate is left, which sets of many images have. The note has the seconds for the prompts while
-no worker loads, those after the last batch, and those in which blocks of pinned memory were allocated. ``error`` is the
-largest difference of a cosine between bf16 and fp32, for random weights.
-
+last one is. ``ratio`` is that rate relative to ``forward``: of ``pool`` it is what the main process allows; of ``jpeg``
+it is higher than the workers' rate for few images, as up to four batches for each worker load within ``start_s``. The
+note has the seconds for the prompts while no worker loads, those after the last batch, and those in which blocks of
+pinned memory were allocated. ``error`` is the largest difference of a cosine between bf16 and fp32, for random weights.
 In rows before 2026-11-26, ``start_s`` is that of an evaluation of one batch, and ``loop_per_second`` counts the rest.
 """
-
-from __future__ import annotations
 
 import argparse
 import tempfile
@@ -43,12 +39,10 @@ from hf_infcl.trainer.evaluating import class_vectors
 from . import common, data, inputs
 from .common import RESULTS, Row, now
 
-COLUMNS = tuple(
-    """
+COLUMNS = """
     date commit device torch transformers model dtype images batch classes templates implementation per_second
     loop_per_second ratio start_s peak_gib error note
-    """.split()
-)
+""".split()
 
 
 class Images(ZeroShotDataset):

@@ -1,11 +1,10 @@
 """Models and batches for the benchmarks: CLIPs whose random weights are always the same, and random inputs."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import transformers
@@ -41,11 +40,6 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["vit-b-32"] = MODELS["vit-b-16"] | {"vision_config": MODELS["vit-b-16"]["vision_config"] | {"patch_size": 32}}
 
 Batch = dict[str, Tensor]
-
-
-def prefixes(name: str) -> list[int]:
-    """An eighth, a quarter and half of the dimensions of a model's embeddings, at which these may be cut."""
-    return [MODELS[name]["projection_dim"] // part for part in (8, 4, 2)]
 
 
 def sizes_of(name: str, image_size: int | None = None) -> dict[str, Any]:
@@ -147,18 +141,14 @@ class Loader:
             yield {**batch, **self._more}  # trainers remove what they have used from the batch
 
 
-class Normaliser:
-    """The part of `ContrastiveCollator` that InfCLTrainer needs: it converts uint8 images to fp32 on the device."""
-
-    def normalise(self, pixel_values: Tensor) -> Tensor:
-        return pixel_values.float().div_(127.5).sub_(1)
+def stored_teacher(sides: Sequence[str]) -> Any:
+    """A teacher whose embeddings of these sides are in the batch."""
+    return SimpleNamespace(sides=sides, partial=False, width=None, options={}, words="stored")
 
 
-class Padded:
-    """The part of `ContrastiveCollator` that says that all texts have one length."""
-
-    text_options: ClassVar = {"padding": "max_length"}
-
-
-class PaddedNormaliser(Padded, Normaliser):
-    """Both parts, as InfCLTrainer's own collator has them."""
+def collator(*, in_uint8: bool, padded: bool) -> Any:
+    """What InfCLTrainer needs of `ContrastiveCollator`, for uint8 images, and for texts of one length."""
+    parts: dict[str, Any] = {"text_options": {"padding": "max_length"}} if padded else {}
+    if in_uint8:
+        parts["normalise"] = lambda pixel_values: pixel_values.float().div_(127.5).sub_(1)
+    return SimpleNamespace(**parts)

@@ -19,8 +19,6 @@ torch backend:
 - ``negatives``: additional texts that belong to no image, a quarter as many as images.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc
@@ -45,12 +43,10 @@ from .peers import Loss
 COMPILED_UP_TO = 16384  # for larger batches our kernels take longer than their launches
 FORMS = {"pairs": "", "repeated": ", 1% repeated", "captions": ", 4 captions", "negatives": ", b/4 negatives"}
 REPLAYED = ("hf_infcl compiled", "vanilla compiled, graphs")
-COLUMNS = tuple(
-    """
+COLUMNS = """
     date commit device torch triton objective dtype dim batch_size implementation ms ms_p10 ms_p90 floor_fraction
     matmul_tflops peak_mib loss_error gradient_error first_call_s note
-    """.split()
-)
+""".split()
 
 
 def implementations(objective: str, batch: int) -> dict[str, Loss]:
@@ -134,12 +130,7 @@ def milliseconds_of(step: Callable[[], Any], milliseconds: int) -> tuple[float, 
     """Median, first and last decile of the time in ms, from a single run if that takes longer than a second."""
     from triton.testing import do_bench
 
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    if (once := start.elapsed_time(end)) > 1000:
+    if (once := 1000 * common.seconds(step, torch.device("cuda"))) > 1000:
         return once, once, once
     median, low, high = do_bench(step, warmup=milliseconds // 4, rep=milliseconds, quantiles=[0.5, 0.1, 0.9])
     return median, low, high
@@ -163,17 +154,13 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
     row: dict[str, Any] = {"first_call_s": round(time.perf_counter() - begin, 3)}
     x.grad = y.grad = scale.grad = bias.grad = None
     gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(cuda_graphs.PATIENCE):  # the last of these calls is recorded; the memory that it keeps counts
-        value = step()
-    torch.cuda.synchronize()
-    row["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
+    values: list[Tensor] = []  # the last of these calls is recorded; the memory that it keeps counts
+    peak = common.peak_bytes(lambda: values.extend(step() for _ in range(cuda_graphs.PATIENCE)), x.device)
+    row["peak_mib"] = round((peak or 0) / common.MIB)
     if true is not None:
         assert x.grad is not None
         assert y.grad is not None
-        row["loss_error"] = f"{relative(value, true[0]):.1e}"
+        row["loss_error"] = f"{relative(values[-1], true[0]):.1e}"
         row["gradient_error"] = f"{max(relative(x.grad, true[1]), relative(y.grad, true[2])):.1e}"
     row["ms"], row["ms_p10"], row["ms_p90"] = (round(t, 4) for t in milliseconds_of(step, milliseconds))
     return row

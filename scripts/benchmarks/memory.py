@@ -9,24 +9,18 @@ implementation must return. A loss is not tried if its logits alone would not fi
 NCCL's buffers and the models are not included; see `step` for a whole training step.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
 import torch
 
-from hf_infcl.loss import OBJECTIVES
-
 from . import common, ring
 from .common import RESULTS, Row
 
-COLUMNS = tuple(
-    """
+COLUMNS = """
     date commit device torch triton world_size objective dtype dim per_gpu_batch_size batch_size implementation peak_mib
     inputs_mib gradients_mib note
-    """.split()
-)
+""".split()
 SMALL = 256  # pairs of a first step, so that libraries and workspaces are not counted as memory of the loss
 
 
@@ -91,12 +85,6 @@ def plot(table: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--per-gpu-batch-sizes", type=int, nargs="*", default=[65536], help="b of each GPU")
-    parser.add_argument(
-        "--global-batch-sizes", type=int, nargs="*", default=[2**n for n in range(15, 21)], help="W·b, besides"
-    )
+    ring.add_shared_arguments(parser, global_batches=[2**n for n in range(15, 21)])
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--objectives", nargs="+", default=["softmax"], choices=OBJECTIVES)
-    parser.add_argument("--implementations", nargs="+", help="by name, default: all that are installed")
     parser.add_argument("--output", type=Path, default=RESULTS / "memory.csv", help="appended to; plot beside it")

@@ -11,8 +11,6 @@ torch.compile. ``state_mib`` is the optimizer's state, ``peak_mib`` the memory o
 state, ``difference`` the largest relative difference of a matrix's first update from that of `torch.optim.Muon`.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +28,10 @@ from hf_infcl.processes.collectives import Processes
 from . import common, inputs
 from .common import RESULTS, Row
 
-COLUMNS = tuple(
-    """
+COLUMNS = """
     date commit device torch world_size model matrices matrix_values values implementation steps ms ms_p10 ms_p90
     state_mib peak_mib difference note
-    """.split()
-)
+""".split()
 IMPLEMENTATIONS = ("AdamW", "torch Muon", "hf_infcl", "hf_infcl redundant", "hf_infcl compiled")
 RATE, DECAY = 0.02, 0.1
 SO400M = {

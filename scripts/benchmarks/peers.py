@@ -4,8 +4,6 @@ All take image_embeds and text_embeds [b, D], logit_scale and logit_bias, and re
 have the features' dtype; under autocast, cross_entropy would convert them to fp32 and double their memory.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

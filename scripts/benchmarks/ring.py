@@ -6,10 +6,9 @@ A row is a forward and backward of one implementation on W GPUs with b pairs eac
 start a repetition together, and its time is that of the slowest process. Times are quantiles in milliseconds.
 
 The yardstick is the row "no communication": W losses of b pairs, one after another on each GPU, on all GPUs at the same
-time. That is the work of a GPU for a batch of W·b pairs, W blocks of b×b, without any exchange, and at the clock to
-which the cards settle under that load. ``efficiency`` is the time of the yardstick divided by that of the row, which
-equals the ratio of their rates (``gpairs_per_s``: W·b² combinations of an image and a text over the time, in 1e9). It
-measures communication only if kernels take longer than their launches, of which the yardstick has as many as
+time. That is the work of a GPU for a batch of W·b pairs without any exchange. ``efficiency`` is the time of the
+yardstick divided by that of the row (``gpairs_per_s``: W·b² combinations of an image and a text over the time, in 1e9).
+It measures communication only if kernels take longer than their launches, of which the yardstick has as many as
 "hf_infcl ring". Otherwise, as with 8 × 4,096 pairs, it can exceed 100%, and the picture leaves it out.
 
 ``peak_mib`` is the most that a process allocates beyond its inputs, including gradients but not NCCL's buffers.
@@ -18,9 +17,8 @@ uses the ring even for texts that are small enough to be gathered by default; fo
 "hf_infcl". "ring untiled" is the paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a
 GPU. inf_cl and siglip-kernel are measured if they are installed. inf_cl requires a conversion to fp32.
 
-With --captions k the batch size counts images. Each image has k texts on its own GPU, all of them positives, and the
-names of the implementations end in k. SigLIP+ of siglip-kernel weights the positives, so its gradient is that of a
-different loss. The picture leaves these rows out.
+With --captions k the batch size counts images, each with k texts on its own GPU, all of them positives. SigLIP+ of
+siglip-kernel weights them, so its gradient is that of a different loss. The picture leaves these rows out.
 
     python scripts/benchmark.py ring --blocks 256 --per-gpu-batch-sizes 512
 
@@ -30,8 +28,6 @@ host queues a forward and backward, ``device_us`` the time until the GPU has don
 ``graphs_mib`` is the memory of the recording. ``--predict`` writes exchange.csv: the exchange that is chosen for H100s,
 eight to a machine, beside the newest measurement of ring.csv. Rows without one are simulated.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -60,18 +56,14 @@ from . import common, peers
 from .common import BIAS, RESULTS, SCALE, Row
 from .peers import Loss
 
-COLUMNS = tuple(
-    """
+COLUMNS = """
     date commit device torch triton world_size objective dtype dim per_gpu_batch_size batch_size implementation ms
     ms_p10 ms_p90 gpairs_per_s efficiency peak_mib gradient_difference note
-    """.split()
-)
-COLUMNS_OF_BLOCKS = tuple(
-    """
+""".split()
+COLUMNS_OF_BLOCKS = """
     date commit device torch triton objective dtype dim blocks gathered per_gpu_batch_size implementation host_us
     device_us graphs_mib
-    """.split()
-)
+""".split()
 SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
 ALONE, OURS = "no communication", "hf_infcl"
 LARGEST_BATCH = 1 << 22  # of predictions
@@ -356,13 +348,18 @@ def yardstick(rows: list[Row], group: list[Row]) -> float | None:
     return float(alone["ms"]) if float(alone["gpairs_per_s"]) > 0.5 * max(rates) else None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_shared_arguments(parser: argparse.ArgumentParser, global_batches: Sequence[int]) -> None:
+    """The arguments of this benchmark and of `memory`."""
     parser.add_argument("--per-gpu-batch-sizes", type=int, nargs="*", default=[65536], help="b of each GPU")
-    parser.add_argument("--global-batch-sizes", type=int, nargs="*", default=[], help="W·b, besides")
-    parser.add_argument("--dims", type=int, nargs="+", default=[512])
+    parser.add_argument("--global-batch-sizes", type=int, nargs="*", default=global_batches, help="W·b, besides")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--objectives", nargs="+", default=["softmax"], choices=OBJECTIVES)
-    parser.add_argument("--implementations", nargs="+", help="by name, default: all; 'no communication' always")
+    parser.add_argument("--implementations", nargs="+", help="by name, default: all; 'no communication' of ring always")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_shared_arguments(parser, global_batches=[])
+    parser.add_argument("--dims", type=int, nargs="+", default=[512])
     parser.add_argument("--milliseconds", type=int, default=1000, help="of repetitions per row")
     parser.add_argument("--captions", type=int, default=1, help="texts of each image")
     parser.add_argument("--blocks", type=int, help="of a ring of which this is the only process; measures the host")

@@ -8,37 +8,31 @@
         --patch-dropout 0 0.5 0.75 --image-size 112 160 224
     torchrun --nproc-per-node 4 scripts/benchmark.py step --global-batch-sizes 32768 131072 --micro-batch-size 256
 
-Without --global-batch-sizes, the benchmark measures the cost of InfCLTrainer over the plain Trainer with the same
-model, micro-batch and accumulation steps. The plain Trainer computes a separate loss for each micro-batch. It also
-measures OpenCLIP's --accum-freq, which like InfCLTrainer computes the loss of the whole batch and, if open_clip_torch
-is installed, OpenCLIP's own model in its own training loop, with and without --accum-freq. With --compile each is
-measured again under torch.compile, or those that it names. --memory-gib lets the process take no more of the GPU, which
-the note says. Times are quantiles of single steps after a warm-up. ``ratio`` is the rate of images
-relative to that of the plain Trainer, not compiled, in the same run and of the same settings.
+Without --global-batch-sizes, InfCLTrainer is measured beside the plain Trainer, which computes a loss for each
+micro-batch, with the same model, micro-batch and accumulation steps; beside OpenCLIP's --accum-freq, whose loss is that
+of the whole batch, too; and, if open_clip_torch is installed, beside OpenCLIP's own model in its own loop, with and
+without --accum-freq. With --compile all, or those that it names, are measured again under torch.compile. --memory-gib
+lets the process take no more of the GPU, which the note says. Times are quantiles of single steps after a warm-up.
+``ratio`` is the rate of images relative to that of the plain Trainer, not compiled, in the same run and settings.
 
 With several values of --accumulation-steps, --text-tokens, --patch-dropout and --image-size, everything is measured for
-each combination. OpenCLIP's own model drops patches in its own way. In both of its accumulations the second forward
-drops other patches than the first, so that their gradient belongs to no batch. A model for another image size has as
-many positions as that needs.
+each combination. In both of OpenCLIP's accumulations the second forward drops other patches than the first, so that
+their gradient belongs to no batch. A model for another image size has as many positions as that needs.
 
 With --global-batch-sizes there is a row per global batch and loss, as in the first table of the Inf-CL paper:
-``loss_gib`` is the memory that the loss allocates from its call to its gradients and ``peak_gib`` that of the whole
-step, each on the GPU with the most, and there is the time of a step. The losses of CLIP, OpenCLIP and DisCo replace
-ours in InfCLTrainer's window, with logits in bf16. With --warmup 0 a single step is measured, after a window of two
-micro-batches has warmed up model and libraries, and after each loss has been called once at its full size. Adam's state
-exists before that step. A batch that does not fit by computation (the peak of that window, the inputs of the full
-window, the logits) gets a row with a note. With --compile everything is compiled. A single step then includes the
-compilation, whose results the window before it has cached on disk.
+``loss_gib`` is what the loss allocates from its call to its gradients, ``peak_gib`` the memory of the whole step, each
+on the GPU with the most. The losses of CLIP, OpenCLIP and DisCo replace ours in InfCLTrainer's window, with logits in
+bf16. With --warmup 0 a single step is measured, with Adam's state, after a window of two micro-batches and one call of
+each loss at its full size; with --compile it includes the compilation, which that window has cached on disk. A batch
+that does not fit by computation (the peak of that window, the inputs of the full window, the logits) gets a row with a
+note.
 
-Inputs come from a pool of a few micro-batches of random images in pinned memory, which is used over and over: data
-loading is not measured, and host memory need not hold a window of a million images. On the device every micro-batch is
-a separate tensor, except with offload_inputs, which holds two at a time. Images are fp32, as processors return them,
-unless --pixel-dtype is given. "hf_infcl by default, uint8" has images as InfCLTrainer's own collator returns them, in
-uint8, which it normalises on the device; --pixel-dtype uint8 is only for rows of --global-batch-sizes. InfCLTrainer
-compiles each layer, as it does in a long training, unless the whole model is compiled or "torch_compile false" is said.
+Inputs come from a pool of a few micro-batches of random images in pinned memory: data loading is not measured. On the
+device every micro-batch is a tensor of its own, except with offload_inputs, which holds two at a time. Images are fp32,
+as processors return them, unless --pixel-dtype (of --global-batch-sizes) is given; those of "hf_infcl by default,
+uint8" are uint8, as of InfCLTrainer's own collator. InfCLTrainer compiles each layer, as it does in a long training,
+unless the whole model is compiled or "torch_compile false" is said.
 """
-
-from __future__ import annotations
 
 import argparse
 import gc
@@ -57,13 +51,11 @@ from hf_infcl import contrastive_loss
 from . import common, inputs, peers, training
 from .common import RESULTS, SCALE, Row, grouped
 
-COLUMNS = tuple(
-    """
+COLUMNS = """
     date commit device torch transformers world_size model pixel_dtype image_size patch_dropout text_tokens
     micro_batch_size accumulation_steps batch_size comparison implementation steps ms ms_p10 ms_p90 images_per_s ratio
     loss_gib peak_gib note
-    """.split()
-)
+""".split()
 PLAIN, OURS, OFFLOAD = "Trainer", "hf_infcl", "hf_infcl offload"
 UINT8 = {"global_batch_size": "all", "pixels": torch.uint8}  # images as its own collator returns them
 # Our options by implementation; all is replaced by the number of accumulation steps.
@@ -211,7 +203,7 @@ def implementations(
         if args.patch_dropout and options.get("freeze") == "image":
             continue  # a frozen image tower sees all patches
         all_of: dict[str, Any] = {"global_batch_size": steps * args.micro_batch_size * common.world_size()}
-        all_of["matryoshka_dims"] = inputs.prefixes(args.model)
+        all_of["matryoshka_dims"] = [inputs.MODELS[args.model]["projection_dim"] // part for part in (8, 4, 2)]
         numbers = {name: all_of.get(name, steps) if value == "all" else value for name, value in options.items()}
         options = ({} if "global_batch_size" in numbers else {"texts_at_once": 1}) | numbers
         options |= common_options

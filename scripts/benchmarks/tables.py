@@ -5,12 +5,10 @@ figures are taken from rows of the CSVs. ✗ means that it does not fit, – tha
 we give GiB of torch's allocator.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
-from .common import RESULTS, Row, grouped, newest
+from .common import RESULTS, Row, grouped, markdown, newest
 
 K = 1024
 PAPER_SIZES = (32, 64, 128, 256, 1024)
@@ -49,10 +47,6 @@ def by_hardware(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows by model, number of devices and dtype of images, with the fewest devices first."""
     in_order = sorted(rows, key=lambda row: int(row["world_size"]))
     return grouped(in_order, lambda row: f"{row['model']}, {hardware_of(row)}, {row['pixel_dtype']} images")
-
-
-def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows))
 
 
 def thousands(batch: int) -> str:

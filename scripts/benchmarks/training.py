@@ -1,7 +1,5 @@
 """The trainers that the benchmarks compare, with the time of their steps and their peak memory."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time
@@ -22,7 +20,7 @@ from hf_infcl.models.dual_encoder import NO_MASK, DualEncoder, PatchDropout
 from hf_infcl.step.terms import SIDES, TeacherDistance
 
 from . import peers
-from .inputs import Batch, Loader, Normaliser, Padded, PaddedNormaliser, sizes_of
+from .inputs import Batch, Loader, collator, sizes_of, stored_teacher
 
 # Options of all trainers, which do nothing but steps, and hardly change the weights.
 ONLY_STEPS: dict[str, Any] = {
@@ -199,14 +197,12 @@ def train(
             **options,
         )
         clock = Clock(args.device)
-        teacher = SimpleNamespace(sides=SIDES, partial=False, width=None, options={}, words="stored")
-        term: dict[str, Any] = {"extensions": [TeacherDistance(teacher, 1.0)]} if taught else {}
+        term: dict[str, Any] = {"extensions": [TeacherDistance(stored_teacher(SIDES), 1.0)]} if taught else {}
         trainer = trainer_class(model, args, callbacks=[clock], **term)
         trainer.pool = pool
         in_uint8, by_default = pool[0]["pixel_values"].dtype == torch.uint8, "global_batch_size" in options
         if in_uint8 or by_default:
-            parts = {(True, False): Normaliser, (False, True): Padded, (True, True): PaddedNormaliser}
-            trainer.data_collator = parts[in_uint8, by_default]()
+            trainer.data_collator = collator(in_uint8=in_uint8, padded=by_default)
         trainer.remove_callback(transformers.PrinterCallback)
         stack.enter_context(mock.patch.object(hf_infcl.step.compilation, "ENOUGH", 0.0))  # as in a long training
         if loss is not None:

@@ -1,7 +1,5 @@
 """Writes the corpus: tar shards to train on, and fixed evaluation sets as folders of images."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import concurrent.futures

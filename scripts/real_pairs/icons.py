@@ -4,8 +4,6 @@ Left out are logos and brands, emoji and flags (the corpus has them, or their na
 and those whose licence excludes commercial use or is the GPL.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

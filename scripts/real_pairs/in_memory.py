@@ -1,7 +1,5 @@
 """The corpus in memory: images and tokens as tensors, and the training pairs drawn and augmented on the device."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import io
 import json

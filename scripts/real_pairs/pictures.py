@@ -1,7 +1,5 @@
 """The pictures of the experiments' rows."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import textwrap
@@ -62,37 +60,28 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
     """
     if not any(at_fixed_samples(rows, samples, "muon") for samples in FIXED_SAMPLES):
         return
-    step_seconds = {
-        (row.get("optimizer") or "adamw", row["batch"]): row["seconds"] / row["steps"]
-        for row in rows
-        if row["experiment"] == tables.COST_OF_OPTIMIZERS
-    }
-    figure, (axes,) = panels(1, 2 if step_seconds else 1)
+    were_timed = any(row["experiment"] == tables.COST_OF_OPTIMIZERS for row in rows)
+    figure, (axes,) = panels(1, 2 if were_timed else 1)
+    words = {"textcoords": "offset points", "fontsize": 8}
     for optimizer, colour in (("muon", VERMILION), ("adamw", BLUE)):
         for samples, form in zip(reversed(FIXED_SAMPLES), ("D--", "o-"), strict=True):
             of_these = at_fixed_samples(rows, samples, optimizer)
             found = {s: c for s, c in of_these.items() if c.batch in BATCHES_SHOWN}
             name = f"{OPTIMIZERS[optimizer]}, {samples / 1e6:.1f} million samples"
             draw_batches(axes[0], found, STYLE, "InfCLTrainer", (name, colour, form))
-            timed = [c for s, c in found.items() if s.method == "InfCLTrainer" and (optimizer, c.batch) in step_seconds]
-            x = [c.steps * step_seconds[optimizer, c.batch] for c in timed]
-            y = [100 * statistics.mean(c.values(STYLE)) for c in timed]
-            if timed:
-                axes[1].plot(x, y, form, color=colour)
-            for c, place in zip(timed, zip(x, y, strict=True), strict=True):
+            points = timed(rows, {s: c for s, c in found.items() if s.method == "InfCLTrainer"}, samples)
+            if points:
+                axes[1].plot(*zip(*points, strict=True), form, color=colour)
+            for place, (_, c) in points.items():
                 if len(c.ended) == 1:
                     axes[1].plot(*place, form[0], color=colour, mfc="white", zorder=3)
-                many = samples == max(FIXED_SAMPLES)
-                side, offset = ("right", (-5, 7)) if many else ("left", (4, -11))
-                text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
-                axes[1].annotate(f"{c.batch:,}", place, offset, **text)
-        for setting, c in tables.configurations(rows, tables.GROWING_BATCH, optimizer=optimizer).items():
-            if step_seconds and (seconds := tables.seconds_alone(rows, setting, FIXED_SAMPLES[0])) is not None:
-                sizes = list(tables.stages_of(setting))
-                place = seconds, 100 * statistics.mean(c.values(STYLE))
-                axes[1].plot(*place, "*", color=colour, ms=10, zorder=4)
-                text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": "right"}
-                axes[1].annotate(f"{sizes[0]:,} to {sizes[-1]:,}", place, (-16, 2), **text)
+                side, offset = ("right", (-5, 7)) if samples == max(FIXED_SAMPLES) else ("left", (4, -11))
+                axes[1].annotate(f"{c.batch:,}", place, offset, **words, color=colour, ha=side)
+        grown = tables.configurations(rows, tables.GROWING_BATCH, optimizer=optimizer)
+        for place, (setting, _) in timed(rows, grown, FIXED_SAMPLES[0]).items():
+            sizes = list(tables.stages_of(setting))
+            axes[1].plot(*place, "*", color=colour, ms=10, zorder=4)
+            axes[1].annotate(f"{sizes[0]:,} to {sizes[-1]:,}", place, (-16, 2), **words, color=colour, ha="right")
         of_parts = {s: c for s, c in at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer).items() if s.batch == 1024}
         name = f"{OPTIMIZERS[optimizer]}, 0.6 million, four losses over 256"
         draw_batches(axes[0], of_parts, STYLE, "Trainer", (name, colour, "s"))
@@ -101,7 +90,7 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
     axes[0].set(xlabel="pairs in a step", ylabel="recall@1, known concepts in another style, %", ylim=(-3, None))
     axes[0].legend(frameon=False, fontsize=8)
     axes[0].set_title("the same samples")
-    if step_seconds:
+    if were_timed:
         axes[1].set_xscale("log")
         axes[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes[1].xaxis.set_major_formatter("{x:,.0f}")
@@ -109,6 +98,14 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
         axes[1].set(xlabel="seconds on one GPU (at the points: pairs in a step)", ylim=axes[0].get_ylim())
         axes[1].set_title("the same against time")
     figure.savefig(path)
+
+
+def timed(
+    rows: list[Row], found: dict[Setting, tables.Configuration], samples: float
+) -> dict[tuple[float, float], tuple[Setting, tables.Configuration]]:
+    """The trainings whose steps were timed, by their seconds and their mean recall in another style in per cent."""
+    times = ((tables.seconds_alone(rows, setting, samples), setting, c) for setting, c in found.items())
+    return {(time, 100 * statistics.mean(c.values(STYLE))): (s, c) for time, s, c in times if time is not None}
 
 
 def draw_batches(
@@ -201,7 +198,8 @@ def draw_fronts(rows: list[Row], path: Path) -> None:
     for axis, (base, of_base) in zip(axes, found.items(), strict=True):
         for way, (name, colour, marker) in styles.items():
             if way in of_base:
-                kept, gained = zip(*of_base[way].line.values(), strict=True)
+                line = [point for (path, _), point in of_base[way].points.items() if path == "line"]
+                kept, gained = zip(*line, strict=True)
                 axis.plot(kept[1:-1], gained[1:-1], marker, color=colour, ms=4, mfc="white")
                 axis.plot(kept[-1:], gained[-1:], marker, color=colour, ms=7, label=name)
                 axis.plot(kept, gained, "-", color=colour, lw=1)

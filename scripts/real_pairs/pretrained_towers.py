@@ -5,8 +5,6 @@
 Both are Apache-2.0. An MLP follows on the images, which are enlarged to 96 pixels, and a linear map on the texts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -11,8 +11,6 @@ rows are added to the table's CSV there, where the same command finds what is do
 whose options the package does not have any more is history: its ``commit`` has the code that trained it.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import csv
@@ -29,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks a
 import torch
 import torch.nn.functional as F
 from benchmarks import common
+from benchmarks.inputs import stored_teacher
 from torch import Tensor
 
 from hf_infcl import InfCLTrainingArguments
@@ -46,7 +45,6 @@ from real_pairs.wrong_and_taught import (
     of_selection,
     scores_of,
     stored,
-    stored_teacher,
     with_wrong_captions,
 )
 

@@ -4,8 +4,6 @@ The packages are fetched by name with the ordinary clients (`apt-get download`, 
 choice and unpacked there. Nothing of theirs is part of this repository.
 """
 
-from __future__ import annotations
-
 import collections
 import html
 import io

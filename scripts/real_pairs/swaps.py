@@ -3,8 +3,6 @@
 The kinds are those of SugarCrepe (arXiv 2306.14610) that such short captions have: attribute, number and relation.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks and real_pairs
 
 from benchmarks import common
-from benchmarks.common import Row, grouped
+from benchmarks.common import Row, grouped, markdown, read_numbers
 
 RESULTS = Path(__file__).parent / "results"
 # The figures of the tables: a name, and the columns whose mean it is.
@@ -80,20 +80,6 @@ class Setting(NamedTuple):
     @classmethod
     def of(cls, row: Row) -> Setting:
         return cls(**{name: row[name] for name in cls._fields if row.get(name, "") != ""})
-
-
-def read(table: Path) -> list[Row]:
-    """The rows with numbers as numbers; text and empty cells stay as they are."""
-    return [{name: _number(text) for name, text in row.items()} for row in common.read(table, bool)]
-
-
-def _number(text: str) -> Any:
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def score(row: Row) -> float:
@@ -222,10 +208,9 @@ def tunings(rows: list[Row], base: str) -> dict[Setting, Configuration]:
 
 
 class Front(NamedTuple):
-    """What is kept and gained on the line between the start and the end of a fine-tuning, by α; and by depth."""
+    """What is kept and gained between the start and the end of a fine-tuning, by the path, "line" or "depth", and α."""
 
-    line: dict[float, tuple[float, float]]
-    by_depth: dict[float, tuple[float, float]]
+    points: dict[tuple[str, float], tuple[float, float]]
     seeds: int
 
 
@@ -242,13 +227,10 @@ def fronts(rows: list[Row], base: str) -> dict[Setting, Front]:
         if not mine:
             continue
         seeds = {row["seed"] for row in ends}
-        front = Front({0.0: _kept_and_gained([r for r in starts if r["seed"] in seeds])}, {}, len(seeds))
-        for row in sorted(mine, key=lambda row: row["alpha"]):
-            same = [r for r in mine if (r["path"], r["alpha"]) == (row["path"], row["alpha"])]
-            points = front.line if row["path"] == "line" else front.by_depth
-            points[row["alpha"]] = _kept_and_gained(same)
-        front.line[1.0] = _kept_and_gained(ends)
-        found[setting] = front
+        groups = grouped(sorted(mine, key=lambda row: row["alpha"]), lambda row: (row["path"], row["alpha"]))
+        points = {("line", 0.0): _kept_and_gained([r for r in starts if r["seed"] in seeds])}
+        points |= {place: _kept_and_gained(same) for place, same in groups.items()}
+        found[setting] = Front({**points, ("line", 1.0): _kept_and_gained(ends)}, len(seeds))
     return found
 
 
@@ -268,12 +250,6 @@ def name_of_way(setting: Setting) -> str:
     optimizer = [] if setting.way == "base" else [OPTIMIZERS[setting.optimizer]]
     others = ["of Twemoji"] if setting.replay == "twemoji" else []
     return ", ".join([setting.way, *(text for text in told if text != "weight_decay 0"), *others, *optimizer])
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; empty without rows."""
-    lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
-    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 # ---- The tables of results.csv ----
@@ -502,12 +478,10 @@ def averages(rows: list[Row]) -> str:
     found = [(base, setting, front) for base in TUNINGS for setting, front in fronts(rows, base).items()]
     if not found:
         return ""
-    front = found[0][2]
-    columns = [(path, alpha) for path in ("line", "by_depth") for alpha in getattr(front, path)]
+    columns = sorted(found[0][2].points, key=lambda place: place[0] != "line")
     body = []
     for base, setting, front in found:
-        cells = (getattr(front, path)[alpha] for path, alpha in columns)
-        told = (f"{kept:.1f} / {gained:.1f}" for kept, gained in cells)
+        told = (f"{kept:.1f} / {gained:.1f}" for kept, gained in map(front.points.__getitem__, columns))
         body.append([base, name_of_way(setting), str(front.seeds), *told])
     heads = [f"α = {alpha:g}" if path == "line" else f"by depth, {alpha:g}" for path, alpha in columns]
     return markdown(["base", "kept / gained", "seeds", *heads], body)
@@ -562,11 +536,9 @@ def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping
 
 def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, str]]]) -> str:
     """The means over the seeds of each setting of wrong_and_taught.csv."""
-    body, figures = [], ("vendor_recall@1", "concepts_recall@5", "validation")
-    for setting, rows in sorted(found.items()):
-        body.append([*setting, str(len(rows)), *(_mean(rows.values(), name) for name in figures)])
-    head = ["trained on", "student", "optimizer", "samples", "wrong captions", "pairs", "teacher", "options", "seeds"]
-    return markdown([*head, *(SIDE_BY_SIDE[name] for name in figures)], body)
+    head = ["trained on", "student", "optimizer", "samples", "wrong captions", "pairs", "teacher", "options"]
+    groups = [(setting, list(rows.values())) for setting, rows in sorted(found.items())]
+    return _side_by_side(head, groups, ["vendor_recall@1", "concepts_recall@5", "validation"])
 
 
 def means(path: Path, setting: Mapping[str, str]) -> str:
@@ -577,11 +549,17 @@ def means(path: Path, setting: Mapping[str, str]) -> str:
     read_rows = common.read(path, bool)
     found = grouped(read_rows, lambda row: tuple(row[column] for column in (*setting.values(), "samples")))
     figures = [name for name in SIDE_BY_SIDE if all(name in row for row in read_rows)]
-    body = []
-    for key, rows in sorted(found.items(), key=lambda item: [(len(part), part) for part in item[0]]):
-        *names, samples = (OPTIMIZERS.get(part, part) for part in key)
-        body.append([*names, f"{int(samples):,}", str(len(rows)), *(_mean(rows, name) for name in figures)])
-    return markdown([*setting, "samples", "seeds", *(SIDE_BY_SIDE[name] for name in figures)], body)
+    groups = []
+    for (*names, samples), rows in sorted(found.items(), key=lambda item: [(len(part), part) for part in item[0]]):
+        groups.append(([*(OPTIMIZERS.get(part, part) for part in names), f"{int(samples):,}"], rows))
+    return _side_by_side([*setting, "samples"], groups, figures)
+
+
+def _side_by_side(
+    head: Sequence[str], groups: Iterable[tuple[Sequence[str], Sequence[Mapping[str, str]]]], figures: Sequence[str]
+) -> str:
+    body = [[*names, str(len(rows)), *(_mean(rows, name) for name in figures)] for names, rows in groups]
+    return markdown([*head, "seeds", *(SIDE_BY_SIDE[name] for name in figures)], body)
 
 
 def _mean(rows: Iterable[Mapping[str, str]], name: str) -> str:
@@ -596,7 +574,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, help="of scripts/real_pairs.py, to show what is retrieved")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    rows = read(args.results / "results.csv")
+    rows = read_numbers(args.results / "results.csv")
     noisy_and_taught = wrong_and_taught_rows(args.results / "wrong_and_taught.csv")
     tables = {
         "The global batch, at the same number of samples": global_batch(rows),

@@ -1,9 +1,5 @@
 """Wrong captions and teachers: how the data change, and how well a training tells right pairs from wrong ones."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,11 +33,6 @@ def captions_of(pairs: int, share: float) -> Tensor:
     wrong = torch.randperm(pairs, generator=drawn)[: int(pairs * share)]
     captions[wrong] = wrong[torch.randperm(len(wrong), generator=drawn)]
     return captions
-
-
-def stored_teacher(sides: Sequence[str]) -> Any:
-    """A teacher whose embeddings of these sides `InMemory` puts into the batch."""
-    return SimpleNamespace(sides=sides, partial=False, width=None, options={}, words="stored")
 
 
 @torch.no_grad()
