@@ -25,8 +25,8 @@ from .trainers import parameters, trainer_for
 # that was lost.
 OPTIONS = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-2}
 OPTIONS |= {"eval_strategy": "steps", "eval_steps": 3}
-# Of every second run, which has a teacher of another width, and with it a linear map that trains.
-TAUGHT = {"teacher_weight": 0.5}
+# Every second run has a teacher of another width, and with it a linear map that trains.
+WEIGHTS = (0.0, 0.5)  # of the teacher
 KILLS_OF_A_RUN = 4  # the maximum
 HANG = 120  # seconds
 
@@ -55,10 +55,11 @@ def count_kills(runs: int, seed: int, seconds: float = float("inf")) -> KillCoun
     kills = in_saves = done = 0
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        _train(Path(folder, "first"), {})  # also starts the server of processes
-        ends = [(given, _train(Path(folder, f"whole-{len(given)}"), given)) for given in ({}, TAUGHT)]
+        _train(Path(folder, "first"), 0.0)  # also starts the server of processes
+        ends = [(weight, _train(Path(folder, f"whole-{weight}"), weight)) for weight in WEIGHTS]
+        assert all(end.weights is not None for _, end in ends), "a run that nobody kills must end"
         while done < runs and time.monotonic() - begin < seconds:
-            given, whole = ends[done % 2]
+            weight, whole = ends[done % 2]
             done += 1
             place = Path(folder, str(done))
             for attempt in range(KILLS_OF_A_RUN + 1):
@@ -67,7 +68,7 @@ def count_kills(runs: int, seed: int, seconds: float = float("inf")) -> KillCoun
                 # During the first seconds the processes form their group.
                 moment = rng.uniform(0.3 * whole.seconds, whole.seconds)
                 try:
-                    end = _train(place, given, victims, moment)
+                    end = _train(place, weight, victims, moment)
                 except TimeoutError:
                     wrong.append(f"run {done} hangs after {kills} kills")
                     break
@@ -86,12 +87,12 @@ def _half_written(folder: Path) -> set[int]:
     return {path.stat().st_ino for path in folder.glob("_partial-*")}
 
 
-def _train(folder: Path, given: dict[str, Any], victims: Sequence[int] = (), moment: float = 0.0) -> _End:
-    """Trains with these options until the end, or kills the ranks in ``victims`` after ``moment`` seconds."""
+def _train(folder: Path, weight: float, victims: Sequence[int] = (), moment: float = 0.0) -> _End:
+    """Trains, with a teacher of this weight unless it is 0, or kills the ranks in ``victims`` after ``moment`` seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent, child = context().Pipe()
     processes = [
-        context().Process(target=_rank, args=(rank, store.port, str(folder), given, child if rank == 0 else None))
+        context().Process(target=_rank, args=(rank, store.port, str(folder), weight, child if rank == 0 else None))
         for rank in range(2)
     ]
     begin, weights = time.monotonic(), None
@@ -117,13 +118,13 @@ def _train(folder: Path, given: dict[str, Any], victims: Sequence[int] = (), mom
             process.join()
 
 
-def _rank(rank: int, port: int, folder: str, given: dict[str, Any], pipe: Any) -> None:
+def _rank(rank: int, port: int, folder: str, weight: float, pipe: Any) -> None:
     torch.set_num_threads(1)
     join_group(rank, 2, port, seconds=HANG / 2)
     data, shown = models.Pairs(40), models.Pairs(9)
     model = models.clip(dropout=0.3)
-    teacher = taught_by(Running(models.siglip(), SIDES), model, 1.0) if given else {}
-    run = trainer_for(folder, model, data, eval_dataset=shown, **teacher, **OPTIONS, **given)
+    teacher = taught_by(Running(models.siglip(), SIDES), model, weight) if weight else {}
+    run = trainer_for(folder, model, data, eval_dataset=shown, **teacher, **OPTIONS)
     run.train(resume_from_checkpoint="auto")
     if pipe is not None:
         pipe.send(parameters(run).numpy())  # a tensor would vanish with this process
