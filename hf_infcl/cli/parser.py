@@ -303,8 +303,8 @@ class Parser(HfArgumentParser):
     @cached_property
     def _kinds(self) -> dict[str, set[Any]]:
         """The kinds of values that each option takes."""
-        of_types = [(one, typing.get_type_hints(options)) for options in self._declared for one in fields(options)]
-        return {one.name: _kinds_of(hints[one.name]) for one, hints in of_types if one.init}
+        of_types = [(typing.get_type_hints(options), fields(options)) for options in self._declared]
+        return {one.name: _kinds_of(hints[one.name]) for hints, declared in of_types for one in declared if one.init}
 
     def _add_new_ones(self) -> None:
         """Adds the options that another release of transformers has beside those of the file."""

@@ -88,7 +88,7 @@ def _half_written(folder: Path) -> set[int]:
 
 
 def _train(folder: Path, weight: float, victims: Sequence[int] = (), moment: float = 0.0) -> _End:
-    """Trains, with a teacher of this weight unless it is 0, or kills the ranks in ``victims`` after ``moment`` seconds."""
+    """Trains with a teacher of this weight, if any, or kills the ranks in ``victims`` after ``moment`` seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent, child = context().Pipe()
     processes = [
