@@ -11,7 +11,7 @@ python="${PYTHON:-python3}"
 # Written only after a complete install, so an interrupted one is done again.
 extras="${extras:-test,demo}"
 stamp=".venv/hf_infcl${extras/test,demo/}.stamp"
-wanted="$(cat pyproject.toml constraints.txt tests/open_clip.txt tests/machines.txt | cksum) $PWD"
+wanted="$(cat pyproject.toml constraints.txt tests/open_clip.txt tests/object_stores.txt | cksum) $PWD"
 if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" && "$(cat .venv/hf_infcl.stamp 2>/dev/null)" != "$wanted" ]]; then
   echo "== Installing into .venv (a few minutes, once)"
   "$python" -m venv .venv
@@ -20,10 +20,10 @@ if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" && "$(cat .venv/hf_infcl.stamp 
     # Apart from the other packages, since the project has to work without torchvision, and without what these depend
     # on, since torchvision would bring another torch.
     .venv/bin/python -m pip install --no-compile --upgrade --no-deps --target .venv/open_clip -r tests/open_clip.txt
-    .venv/bin/python -m pip install --no-compile --upgrade --no-deps --target .venv/machines -r tests/machines.txt
+    .venv/bin/python -m pip install --no-compile --upgrade --no-deps --target .venv/object_stores -r tests/object_stores.txt
   fi
   # pip compiles on one core. One file that is left out needs Python 3.12, others are many and hardly used.
-  .venv/bin/python -m compileall -q -j 0 -x 'py312_intrinsics|/machines/' .venv ||
+  .venv/bin/python -m compileall -q -j 0 -x 'py312_intrinsics|/object_stores/' .venv ||
     echo "== Some packages could not be compiled: see above. Python compiles them when it imports them." >&2
   echo "$wanted" > "$stamp"
 fi

@@ -233,7 +233,7 @@ def test_a_store_that_cannot_be_used_is_refused_before_the_training(tmp_path, ur
 
 # ---- S3 ----
 
-PACKAGES = Path(sys.prefix) / "machines"  # which scripts/environment.sh installs apart
+PACKAGES = Path(sys.prefix) / "object_stores"  # which scripts/environment.sh installs apart
 
 
 def on_s3(folder: str) -> None:
@@ -270,7 +270,7 @@ def on_s3(folder: str) -> None:
     server.stop()
 
 
-@pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs tests/machines.txt")
+@pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs tests/object_stores.txt")
 def test_a_stream_and_checkpoints_on_s3(tmp_path):
     code, printed = alone(on_s3, str(tmp_path))
     assert code == 0, printed

@@ -14,7 +14,7 @@ import pytest
 from helpers.demo import SCRIPTS, copy_rows
 from helpers.guides import ROOT
 
-PACKAGES = Path(sys.prefix) / "machines"  # which scripts/environment.sh installs apart
+PACKAGES = Path(sys.prefix) / "ray"  # see tests/ray.txt
 STEPS, FIRST_SAVE, LIMIT = 120, 10, 300
 
 
@@ -29,7 +29,8 @@ def workers(launcher: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs tests/machines.txt")
+@pytest.mark.ray
+@pytest.mark.skipif(not PACKAGES.is_dir(), reason="needs tests/ray.txt")
 def test_a_killed_worker_costs_a_restart(demo, tmp_path):
     copy_rows(demo / "digits" / "train", tmp_path / "pairs" / "train", 48)
     words = ["--model", demo / "clip-init", "--dataset", tmp_path / "pairs", "--output_dir", tmp_path / "out"]
