@@ -3,11 +3,8 @@
 
     python scripts/benchmark.py loss --batch-sizes 4096 16384 65536 --dims 512 1024 --objectives softmax sigmoid
     torchrun --nproc-per-node 4 scripts/benchmark.py ring
-    torchrun --nproc-per-node 4 scripts/benchmark.py memory
-    python scripts/benchmark.py step
 
-`benchmark.py <name> --help` explains what a benchmark measures and how. The code is in scripts/benchmarks/, the rows
-and pictures are in scripts/benchmarks/results/.
+`benchmark.py <name> --help` explains what a benchmark measures and how.
 """
 
 import argparse

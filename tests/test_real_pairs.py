@@ -550,7 +550,7 @@ def test_repeated_pictures_are_those_like_an_earlier_one_that_stays(module):
     outlines[1][:12] ^= True  # as near as it may be to the first
     outlines[2][:24] ^= True  # as near to the second, which is not kept, but not to the first
     looks = [splits.Looks(outline, np.zeros(192, np.float32)) for outline in outlines]
-    assert splits.repeated(looks, []).tolist() == [False, True, False, False, False]
+    assert splits.near_duplicates(looks, [], of_each_other=True).tolist() == [False, True, False, False, False]
     assert splits.repeated(looks, looks[4:]).tolist() == [False, True, False, False, True]
 
 

@@ -5,9 +5,8 @@
 
 Models have random weights: 12 layers of width 384, pooled by the mean (as MiniLM), and a decoder of 0.5 billion
 parameters, pooled at the last token (as Qwen2). Texts have 64 tokens, or 24 on average and 128 at most. A step is the
-loss of all rows of all processes and its backward, without an optimizer; the model computes under autocast in bf16, as
-accelerate wraps it, in both passes. ``ms`` is the median of the timed steps, ``peak_gib`` the peak of torch's
-allocator. ``ratio`` is the rate relative to the better of theirs in the same run.
+loss of all rows of all processes and its backward, without an optimizer, under autocast in bf16 in both passes.
+``ms`` is the median, ``peak_gib`` the peak of torch's allocator, ``ratio`` the rate relative to the better of theirs.
 
 Mini-batches of both have the same memory, ``tokens`` with padding: theirs has as many rows as reach it with the longest
 text, or as many tokens as these rows have on average (with equal lengths the same mini-batches). Attention is without
@@ -62,8 +61,8 @@ def make_model(name: str, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     if name == "MiniLM":
         sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 1536}
-        config = transformers.BertConfig(vocab_size=VOCABULARY, **sizes)
-        return nn.Sequential(Encoder(transformers.BertModel(config, add_pooling_layer=False), mean)).to(device)
+        bert = transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **sizes), add_pooling_layer=False)
+        return nn.Sequential(Encoder(bert, mean)).to(device)
     sizes = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864}
     config = transformers.Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes)
     return nn.Sequential(Encoder(transformers.Qwen2Model(config), last)).to(device)

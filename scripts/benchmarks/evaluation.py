@@ -3,9 +3,8 @@
     python scripts/benchmark.py evaluation
     python scripts/benchmark.py evaluation --model vit-b-16 --images 50000 --workers 14
 
-``forward``: the image tower over batches that lie on the device, and nothing else. ``workers, jpeg``: the workers
-decode JPEGs of 500 × 375 pixels, and nothing else happens. ``evaluate, jpeg``: `InfCLTrainer` evaluates a
-`ZeroShotDataset` of them. ``evaluate, pool``: its images are decoded arrays in host memory.
+``forward``: only the image tower over batches on the device. ``workers, jpeg``: only the workers, which decode JPEGs of
+500 × 375 pixels. ``evaluate``: `InfCLTrainer` evaluates a `ZeroShotDataset` of these, or of decoded arrays (``pool``).
 
 ``per_second`` are images per second of the whole evaluation, with its prompts (--classes × --templates), workers and
 metrics. ``start_s`` is the time until the first batch is encoded, and ``loop_per_second`` the rate from then until the

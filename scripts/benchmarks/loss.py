@@ -2,16 +2,14 @@
 
 A row is a forward and backward of one implementation. Features are L2-normalised, positives have cosines of about 0.24,
 logit_scale is 100, and logit_bias is -10 for the sigmoid loss. Times are quantiles over repetitions in milliseconds.
-first_call_s is the very first step in seconds, including any compilation (or loading from a cache on disk). Memory is
-the peak beyond the inputs; it is empty if torch replays its own graphs, whose memory it does not count. Errors are
-relative to float64 on the same inputs. The floor is the time of torch.matmul (cuBLAS) in bf16, measured in the same
-run, for the smallest possible number of B×B×D products: four for softmax, three for sigmoid. Other implementations are
-measured if they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1, siglip-kernel 0.1.2 (with its product of logits
-in bf16 or, as an option, in FP8), open_clip_torch, and torch's own linear_cross_entropy.
+first_call_s is the very first step in seconds, with any compilation (or loading from a cache on disk). Memory is the
+peak beyond the inputs; it is empty if torch replays its own graphs, whose memory it does not count. Errors are relative
+to float64. The floor is the time of torch.matmul (cuBLAS) in bf16, measured in the same run, for the fewest products of
+B×B×D that are possible: four for softmax, three for sigmoid. Others are measured if they are installed: inf_cl 1.2.1,
+cut-cross-entropy 25.1.1, siglip-kernel 0.1.2 (in bf16 or FP8), open_clip_torch, torch's linear_cross_entropy.
 
 ``--forms`` also measures batches other than plain pairs. The batch size is then the number of images, the floor is that
-of all their texts, the name of the implementation ends in the form, and the float64 results are those of this package's
-torch backend:
+of all their texts, and the float64 results are those of this package's torch backend:
 
 - ``repeated``: 1% of the pairs have the id of another pair, and equal `pair_ids` are excluded;
 - ``captions``: each image has four captions, in no order, all of them positives. siglip-kernel's loss is SigLIP+, which

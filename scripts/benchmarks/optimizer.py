@@ -3,12 +3,12 @@
     python scripts/benchmark.py optimizer
     torchrun --nproc-per-node 2 scripts/benchmark.py optimizer
 
-Nothing runs but the step: weights and gradients are random, and gradients are the same on every process, as after DDP.
-``AdamW`` is torch's fused AdamW for all parameters. The others update the matrices with Muon and the rest with fused
-AdamW: ``torch Muon`` is `torch.optim.Muon`; ``hf_infcl`` is `hf_infcl.optim.MuonAdamW`, whose processes share the
-matrices; with ``redundant`` each of them orthogonalises all, and with ``compiled`` the iteration runs under
-torch.compile. ``state_mib`` is the optimizer's state, ``peak_mib`` the memory of a step beyond weights, gradients and
-state, ``difference`` the largest relative difference of a matrix's first update from that of `torch.optim.Muon`.
+Nothing runs but the step: weights and gradients are random, and the same on every process, as after DDP. ``AdamW`` is
+torch's fused AdamW. The others update the matrices with Muon and the rest with fused AdamW: ``torch Muon`` is
+`torch.optim.Muon`; ``hf_infcl`` is `hf_infcl.optim.MuonAdamW`, whose processes share the matrices; with ``redundant``
+each orthogonalises all, and with ``compiled`` the iteration runs under torch.compile. ``state_mib`` is the optimizer's
+state, ``peak_mib`` the memory of a step beyond weights, gradients and state, ``difference`` the largest relative
+difference of a matrix's first update from that of `torch.optim.Muon`.
 """
 
 import argparse

@@ -13,9 +13,8 @@ It measures communication only if kernels take longer than their launches, of wh
 
 ``peak_mib`` is the most that a process allocates beyond its inputs, including gradients but not NCCL's buffers.
 ``gradient_difference`` is the relative difference of the images' gradient from that of the first row. "hf_infcl ring"
-uses the ring even for texts that are small enough to be gathered by default; for larger texts it is the same as
-"hf_infcl". "ring untiled" is the paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a
-GPU. inf_cl and siglip-kernel are measured if they are installed. inf_cl requires a conversion to fp32.
+also sends around texts that "hf_infcl" gathers. "ring untiled" is the paper's ablation Ring-CL: the same ring with
+plain torch and whole b×b blocks. inf_cl, in fp32, and siglip-kernel are measured if they are installed.
 
 With --captions k the batch size counts images, each with k texts on its own GPU, all of them positives. SigLIP+ of
 siglip-kernel weights them, so its gradient is that of a different loss. The picture leaves these rows out.

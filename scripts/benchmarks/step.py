@@ -114,9 +114,7 @@ def run(args: argparse.Namespace) -> None:
         inputs.sizes_of(args.model, one.image_size)  # refuses before anything is measured
     for one in settings:
         environment = common.environment(device, "transformers")
-        pixels = getattr(torch, args.pixel_dtype)
-        shape = {"image_size": one.image_size, "tokens": one.text_tokens}
-        pool = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **shape)
+        pool = make_pool(one, getattr(torch, args.pixel_dtype))
         if one is settings[0] and not args.global_batch_sizes:  # warms the card up for the rows
             few = argparse.Namespace(**{**vars(one), "warmup": 1, "steps": 1})
             measured(few, one.accumulation_steps, device, trains(one, pool, training.PlainTrainer))
@@ -127,6 +125,11 @@ def run(args: argparse.Namespace) -> None:
     if common.rank() == 0:
         plot(args.output)
     common.end_processes()
+
+
+def make_pool(args: argparse.Namespace, pixels: torch.dtype) -> list[Any]:
+    shape = {"image_size": args.image_size, "tokens": args.text_tokens}
+    return inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **shape)
 
 
 def measured(
@@ -209,8 +212,7 @@ def implementations(
         options |= common_options
         images = pool
         if pixels := options.pop("pixels", None):
-            shape = {"image_size": args.image_size, "tokens": args.text_tokens}
-            images = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **shape)
+            images = make_pool(args, pixels)
         yield name, trains(args, images, training.PooledInfCLTrainer, **options), steps
     yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
     if importlib.util.find_spec("open_clip_train") is None or common.world_size() > 1:
@@ -297,9 +299,8 @@ def plot(table: Path) -> None:
         first = rows[-1]
         card = first["device"].removeprefix("NVIDIA ").split()[0]
         details = [first["model"], f"{first['world_size']} × {card}"]
-        details += [f"{float(first['patch_dropout']):.0%} of the patches left out"] * bool(
-            float(first["patch_dropout"])
-        )
+        dropped = float(first["patch_dropout"])
+        details += [f"{dropped:.0%} of the patches left out"] * bool(dropped)
         if first["comparison"] == "overhead":
             details += [f"{int(first['batch_size']):,} pairs", f"texts of {first['text_tokens']} tokens"]
             details += [limit_of(first["note"])] * bool(limit_of(first["note"]))

@@ -18,7 +18,7 @@ from PIL import Image
 
 from . import icons
 from .sources import DOWNLOADS, LICENCES, Drawing, fetch, read_drawings
-from .splits import Looks, near_duplicates, repeated, split_of
+from .splits import Looks, near_duplicates, split_of
 from .swaps import negative_captions
 
 HELD_OUT_VENDOR = "google"
@@ -68,13 +68,10 @@ def build(
 ) -> dict[str, Any]:
     """Render, split, drop near-duplicates, write; returns the summary that is also written as ``corpus.json``.
 
-    Written are ``train-00000.tar`` and so on (for each pair an image and a ``.json``), and in ``evaluation/`` an
-    imagefolder for each of
-        held_out_concepts: concepts that no training pair shows; its split "validation" is for choosing, its split
-            "test" for reporting. One picture and one caption, the name, for each name.
-        held_out_vendor: the drawings of `HELD_OUT_VENDOR`, none of which is trained on, of names that are.
-        zero_shot_concepts, zero_shot_vendor: the emoji of the two test splits, for classification into categories.
-    With icons, also the tables of `icons.ICONS`; what is written of the other drawings does not depend on them.
+    Written are ``train-00000.tar`` and so on, and in ``evaluation/`` imagefolders with one picture for each name: of
+    concepts that no training pair shows (held_out_concepts), of the drawings of `HELD_OUT_VENDOR`, none of which is
+    trained on, of names that are (held_out_vendor), and of the emoji of both by category (zero_shot_...). With icons,
+    also the tables of `icons.ICONS`; what is written of the other drawings does not depend on them.
     """
     if folder.exists() and any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty. Choose another --output_dir, or delete it first.")
@@ -158,7 +155,7 @@ def split_icons(
     seen = [looks for pair in pairs for looks in (pair.looks, as_written(pair))]
     for part in icons.ICONS:
         looks = [as_written(pair) for pair in split[part]]
-        again = repeated(looks, seen)
+        again = near_duplicates(looks, seen, of_each_other=True)
         split[part] = [pair for pair, drop in zip(split[part], again, strict=True) if not drop]
         if part == "train":
             seen += [found for found, drop in zip(looks, again, strict=True) if not drop]

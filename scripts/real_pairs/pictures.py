@@ -100,17 +100,13 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def timed(
-    rows: list[Row], found: dict[Setting, tables.Configuration], samples: float
-) -> dict[tuple[float, float], tuple[Setting, tables.Configuration]]:
+def timed(rows: list[Row], found: tables.Found, samples: float) -> dict[tuple[float, float], tuple[Setting, Any]]:
     """The trainings whose steps were timed, by their seconds and their mean recall in another style in per cent."""
     times = ((tables.seconds_alone(rows, setting, samples), setting, c) for setting, c in found.items())
     return {(time, 100 * statistics.mean(c.values(STYLE))): (s, c) for time, s, c in times if time is not None}
 
 
-def draw_batches(
-    axis: Any, found: dict[Setting, tables.Configuration], shown: str, method: str, style: tuple[str, str, str]
-) -> None:
+def draw_batches(axis: Any, found: tables.Found, shown: str, method: str, style: tuple[str, str, str]) -> None:
     """Mean and deviation of a trainer's runs against the batch, with a name for the legend, a colour and a form."""
     name, colour, form = style
     several = [c for setting, c in found.items() if setting.method == method]

@@ -40,13 +40,7 @@ from hf_infcl.step.terms import SIDES, TeacherDistance
 from real_pairs import pretrained_towers
 from real_pairs.in_memory import prepare, to_device
 from real_pairs.training import SETS, Row, Run, compile_layers, measure, new_model, recalls, train
-from real_pairs.wrong_and_taught import (
-    called_wrong,
-    of_selection,
-    scores_of,
-    stored,
-    with_wrong_captions,
-)
+from real_pairs.wrong_and_taught import called_wrong, of_selection, scores_of, stored, with_wrong_captions
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = ("results", "wrong_and_taught", "icons", "pretrained_towers", "rules_tried")

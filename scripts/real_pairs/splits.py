@@ -53,7 +53,7 @@ class Looks(NamedTuple):
 class Seen:
     """Pictures, and which others are near-duplicates of one of them."""
 
-    def __init__(self, pictures: Sequence[Looks], room: int = 0) -> None:
+    def __init__(self, pictures: Sequence[Looks], room: int) -> None:
         """Args: pictures: those that are there already; room: how many `add` may add."""
         self._count, total = 0, len(pictures) + room
         self._bits = np.zeros((2, total), dtype=np.uint64)  # one row for each half of the outline
@@ -78,17 +78,11 @@ def _halves(picture: Looks) -> np.ndarray:
     return np.packbits(picture.outline).view(np.uint64)
 
 
-def near_duplicates(pictures: Sequence[Looks], others: Sequence[Looks]) -> np.ndarray:
-    """For each picture whether one of the others is a near-duplicate of it, bool [len(pictures)]."""
-    seen = Seen(others)
-    return np.array([seen.has(picture) for picture in pictures], dtype=bool)
-
-
-def repeated(pictures: Sequence[Looks], others: Sequence[Looks]) -> np.ndarray:
-    """For each picture whether it looks like one of the others or like an earlier one that does not, bool [N]."""
+def near_duplicates(pictures: Sequence[Looks], others: Sequence[Looks], *, of_each_other: bool = False) -> np.ndarray:
+    """For each picture whether it looks like one of the others or, if asked, like an earlier one that does not."""
     seen, found = Seen(others, room=len(pictures)), []
     for picture in pictures:
         found.append(seen.has(picture))
-        if not found[-1]:
+        if of_each_other and not found[-1]:
             seen.add(picture)
     return np.array(found, dtype=bool)

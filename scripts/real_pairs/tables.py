@@ -74,8 +74,6 @@ class Setting(NamedTuple):
     optimizer: str = "adamw"
     options: str = ""
     replay: str = ""
-    path: str = ""
-    alpha: float = 1
 
     @classmethod
     def of(cls, row: Row) -> Setting:
@@ -83,6 +81,7 @@ class Setting(NamedTuple):
 
 
 def score(row: Row) -> float:
+    """The mean of all recalls of the validation set, by which learning rates are chosen."""
     return statistics.mean(value for name, value in row.items() if name.startswith("validation_"))
 
 
@@ -133,7 +132,10 @@ class Configuration:
         return [self.rate_cell, str(len(self.ended)), *(self.cell(figure) for figure in figures or FIGURES)]
 
 
-def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> dict[Setting, Configuration]:
+Found = dict[Setting, Configuration]
+
+
+def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> Found:
     """The configurations of the experiments with these values, `Trainer` first, then the small batches."""
     of_these = (row for row in rows if row["experiment"] in experiments)
     chosen = (row for row in of_these if all(row.get(name) == value for name, value in wanted.items()))
@@ -142,19 +144,17 @@ def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> dic
     return {key: Configuration(complete[key]) for key in sorted(complete, key=lambda key: (key[0] != "Trainer", key))}
 
 
-def of_batches(rows: Iterable[Row], optimizer: str, **wanted: Any) -> dict[Setting, Configuration]:
+def of_batches(rows: Iterable[Row], optimizer: str, **wanted: Any) -> Found:
     """The trainings with CLIP's loss that differ in the batch."""
     found = configurations(rows, *BATCHES, objective="softmax", **wanted)
     return {setting: c for setting, c in found.items() if setting.optimizer == optimizer}
 
 
-def at_fixed_steps(
-    rows: Iterable[Row], steps: int = FIXED_STEPS[0], optimizer: str = "adamw"
-) -> dict[Setting, Configuration]:
+def at_fixed_steps(rows: Iterable[Row], steps: int = FIXED_STEPS[0], optimizer: str = "adamw") -> Found:
     return of_batches((row for row in rows if row["samples"] == steps * row["batch"]), optimizer)
 
 
-def at_fixed_samples(rows: Iterable[Row], samples: float, optimizer: str = "adamw") -> dict[Setting, Configuration]:
+def at_fixed_samples(rows: Iterable[Row], samples: float, optimizer: str = "adamw") -> Found:
     return of_batches(rows, optimizer, samples=samples)
 
 
@@ -191,7 +191,7 @@ def label(setting: Setting, micro_batch: int = 256) -> str:
     return "`Trainer`, " + ("a step for each loss over 256" if losses == 1 else f"{losses} losses over 256 in a step")
 
 
-def tunings(rows: list[Row], base: str) -> dict[Setting, Configuration]:
+def tunings(rows: list[Row], base: str) -> Found:
     """The ways of fine-tuning one of the bases of `TUNINGS`, the state before it first.
 
     Where several experiments have the same base, its figures are those of the first one that has run; where a run was
@@ -199,11 +199,10 @@ def tunings(rows: list[Row], base: str) -> dict[Setting, Configuration]:
     """
     experiments = TUNINGS[base]
     first = next((e for e in experiments if any(row["experiment"] == e for row in rows)), None)
-    kept = [row for row in rows if row.get("way") != "base" or row["experiment"] == first]
-    last = {
-        (Setting.of(row), row["learning_rate"], row["seed"]): row for row in kept if row["experiment"] in experiments
-    }
-    found = configurations([row for row in last.values() if not row.get("path")], *experiments)
+    of_these = [row for row in rows if row["experiment"] in experiments and not row.get("path")]
+    kept = [row for row in of_these if row["way"] != "base" or row["experiment"] == first]
+    last = {(Setting.of(row), row["learning_rate"], row["seed"]): row for row in kept}
+    found = configurations(last.values(), *experiments)
     return {setting: found[setting] for setting in sorted(found, key=lambda setting: setting.way != "base")}
 
 
@@ -223,7 +222,7 @@ def fronts(rows: list[Row], base: str) -> dict[Setting, Front]:
     found: dict[Setting, Front] = {}
     for setting, configuration in configurations(of_these, *experiments).items():
         ends = configuration.ended
-        mine = [row for row in averaged if row["learning_rate"] == configuration.rate and _unaveraged(row) == setting]
+        mine = [row for row in averaged if row["learning_rate"] == configuration.rate and Setting.of(row) == setting]
         if not mine:
             continue
         seeds = {row["seed"] for row in ends}
@@ -232,10 +231,6 @@ def fronts(rows: list[Row], base: str) -> dict[Setting, Front]:
         points |= {place: _kept_and_gained(same) for place, same in groups.items()}
         found[setting] = Front({**points, ("line", 1.0): _kept_and_gained(ends)}, len(seeds))
     return found
-
-
-def _unaveraged(row: Row) -> Setting:
-    return Setting.of(row)._replace(path="", alpha=1)
 
 
 def _kept_and_gained(rows: list[Row]) -> tuple[float, float]:
@@ -271,16 +266,15 @@ def rates(rows: list[Row]) -> str:
         return ""
     base = found[256].rate
 
-    def of_rule(configuration: Configuration, rate: float) -> str:
-        near = [tried for tried in configuration.by_rate if abs(tried / rate - 1) < 0.05]
-        return f"{rate:.2g}: {100 * score(configuration.by_rate[near[0]]):.1f}" if near else f"{rate:.2g}: not tried"
-
     body = []
-    for batch, configuration in found.items():
-        tried = ", ".join(f"{rate:g}: {100 * score(row):.1f}" for rate, row in sorted(configuration.by_rate.items()))
-        tuned = f"{configuration.rate:g}: {100 * score(configuration.by_rate[configuration.rate]):.1f}"
-        rules = (of_rule(configuration, base * (batch / 256) ** power) for power in (0.5, 1))
-        body.append([f"{batch:,}", tuned, *rules, tried])
+    for batch, c in found.items():
+        tried = {rate: f"{100 * score(row):.1f}" for rate, row in sorted(c.by_rate.items())}
+        rules = []
+        for rate in (base * (batch / 256) ** power for power in (0.5, 1)):
+            near = next((found for other, found in tried.items() if abs(other / rate - 1) < 0.05), "not tried")
+            rules.append(f"{rate:.2g}: {near}")
+        every = ", ".join(f"{rate:g}: {found}" for rate, found in tried.items())
+        body.append([f"{batch:,}", f"{c.rate:g}: {tried[c.rate]}", *rules, every])
     return markdown(["batch", "tuned", "square-root rule", "linear rule", "all that were tried"], body)
 
 

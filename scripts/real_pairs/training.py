@@ -11,7 +11,7 @@ from typing import Any
 
 import benchmarks.training
 import torch
-from benchmarks.common import now
+from benchmarks.common import Row, now
 from benchmarks.inputs import tower
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -23,8 +23,7 @@ from hf_infcl.optim import MuonAdamW, parameter_groups
 
 from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, normalised
 from .swaps import KINDS
-
-Row = dict[str, Any]
+from .tables import score
 
 TOY = tower(32, 64, 2, 2)
 SIZES = {  # of the ViT and of the text tower
@@ -58,13 +57,11 @@ class Run:
     sources: str = ""  # of the pairs, with commas between them; by default all
     replay: str = ""  # the sources of old pairs that are mixed in, with commas between them
     size: str = "small"  # a key of `SIZES`
-    # The share of the pairs that have the captions of another pair, or "titles": drawings of Open Clip Art have the
-    # titles of their files, also where these are those of their collections.
-    wrong: str = "0.0"
+    wrong: str = "0.0"  # the share of the pairs with the captions of others, or "titles": also those of collections
     oracle: bool = False  # pairs with wrong captions are removed before the training
-    # Removed are the pairs that a ledger calls wrong with at least this probability: the ledger of a training with
-    # ``leave_out`` and the same captions or, for a fine-tuning, of its base.
-    cleaned: float = 0.0
+    cleaned: float = (
+        0.0  # removed are pairs that the ledger of a training on all, or of the base, calls so probably wrong
+    )
     taught_by: str = ""  # the teacher whose stored embeddings are learned
     weight: float = 0.0  # of the teacher
     side: str = "both"  # that it teaches: "image", "text" or "both"
@@ -129,11 +126,7 @@ class OpenCLIPTrainer(_SameDecay, benchmarks.training.OpenCLIPTrainer):
     """OpenCLIP's --accum-freq."""
 
 
-TRAINERS: dict[str, Any] = {
-    "Trainer": PlainTrainer,
-    "OpenCLIP accumulation": OpenCLIPTrainer,
-    "InfCLTrainer": InfCLTrainer,
-}
+TRAINERS: Any = {"Trainer": PlainTrainer, "OpenCLIP accumulation": OpenCLIPTrainer, "InfCLTrainer": InfCLTrainer}
 
 
 # ---- Measuring ----
@@ -198,12 +191,6 @@ def swap_accuracies(
 def example_captions(count: int) -> list[int]:
     """Ten captions of an evaluation set, at equal distances, whose best five images are kept to be looked at."""
     return [number * count // 10 for number in range(10)]
-
-
-def score(row: Row) -> float:
-    """The mean of all recalls of the validation set, by which learning rates are chosen."""
-    recalls = [value for name, value in row.items() if name.startswith("validation_")]
-    return sum(recalls) / len(recalls)
 
 
 def recalls(row: Row) -> Row:
