@@ -551,7 +551,7 @@ def test_repeated_pictures_are_those_like_an_earlier_one_that_stays(module):
     outlines[2][:24] ^= True  # as near to the second, which is not kept, but not to the first
     looks = [splits.Looks(outline, np.zeros(192, np.float32)) for outline in outlines]
     assert splits.near_duplicates(looks, [], of_each_other=True).tolist() == [False, True, False, False, False]
-    assert splits.repeated(looks, looks[4:]).tolist() == [False, True, False, False, True]
+    assert splits.near_duplicates(looks, looks[4:], of_each_other=True).tolist() == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize("side", ["image", "text"])

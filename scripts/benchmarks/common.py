@@ -132,10 +132,7 @@ def quantiles(values: Iterable[float]) -> Row:
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
-    """The peak memory that a step allocates, on the process with the highest peak; None on a CPU.
-
-    NCCL's own buffers are not included, because torch does not allocate them.
-    """
+    """The most that a step allocates by torch, so without NCCL's buffers, on any process; None on a CPU."""
     if device.type == "cpu":
         step()
         return None
@@ -174,10 +171,7 @@ def environment(device: torch.device, *packages: str) -> Row:
 
 
 def commit() -> str:
-    """The short hash of the measured commit, with "-dirty" if files differ from it.
-
-    On a machine without the repository's history it is taken from the environment variable HF_INFCL_COMMIT.
-    """
+    """The short hash of the commit, with "-dirty" if files differ; of a copy without history, HF_INFCL_COMMIT."""
     if named := os.environ.get("HF_INFCL_COMMIT"):
         return named
     command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
@@ -233,10 +227,7 @@ STEP_SETTING = ("world_size", "model", "pixel_dtype", "image_size", "patch_dropo
 
 
 def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], device: str | None = None) -> list[Row]:
-    """The newest of the ``wanted`` rows for each combination of ``keys``.
-
-    All rows are from one device, by default the one with the most, so that a picture is not drawn of a few.
-    """
+    """The newest ``wanted`` rows for each combination of ``keys``, of one device, by default that of the most rows."""
     rows = read(table, wanted)
     counts = collections.Counter(row["device"] for row in rows)
     device = device or max(counts, key=counts.__getitem__, default=None)

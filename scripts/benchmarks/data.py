@@ -220,25 +220,20 @@ PARTS = {"worker": worker, "tar": tar}
 
 
 def plot(table: Path) -> None:
-    """Plots the images per second of a core by implementation, and the cost of passing on a batch.
-
-    Smaller images than the others' have rows but no bars.
-    """
-    rows = common.newest(table, ("part", "implementation"), lambda row: row["part"] in ("worker", "queue", "tar"))
+    """Plots the images per second of a core by implementation; smaller images than the others' have no bars."""
+    rows = common.newest(table, ("part", "implementation"), lambda row: row["part"] in PARTS)
     if not rows:
         return
     titles = {
         "worker": "JPEG 500 × 375 to 224 × 224, images per second and core",
-        "queue": "batch of 256 from a worker, CPU ms of the main process",
         "tar": "tar shard, samples per second and core",
     }
     parts = [part for part in titles if any(row["part"] == part for row in rows)]
     figure, axes = common.subplots(len(parts), 1, (8.5, 2.4))
     for (axis,), part in zip(axes, parts, strict=True):
         group = [row for row in rows if row["part"] == part and "pixels" not in row["implementation"]]
-        column = "ms" if part == "queue" else "per_second"
-        values = {row["implementation"]: float(row[column]) for row in group}
-        common.draw_bars(axis, values, {row["implementation"]: f"{float(row[column]):,.0f}" for row in group})
+        values = {row["implementation"]: float(row["per_second"]) for row in group}
+        common.draw_bars(axis, values, {name: f"{value:,.0f}" for name, value in values.items()})
         axis.set(title=titles[part])
     common.save(figure, table.with_suffix(".png"), rows)
 

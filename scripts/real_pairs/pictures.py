@@ -31,10 +31,7 @@ def panels(rows: int, columns: int) -> tuple[Figure, Any]:
 
 
 def draw_global_batch(rows: list[Row], path: Path, shown: str, title_of_axis: str) -> None:
-    """A figure against the batch at the same numbers of optimizer steps, with each optimizer.
-
-    The marker of a single run is hollow.
-    """
+    """A figure against the batch at the same numbers of steps, with each optimizer; single runs are hollow."""
     figure, (axes,) = panels(1, 2)
     for axis, (optimizer, name) in zip(axes, OPTIMIZERS.items(), strict=True):
         for steps, colour, form in zip(FIXED_STEPS, (BLUE, PURPLE, GREEN), "ovD", strict=True):
@@ -54,10 +51,7 @@ def draw_global_batch(rows: list[Row], path: Path, shown: str, title_of_axis: st
 
 
 def draw_optimizers(rows: list[Row], path: Path) -> None:
-    """Recall in another style with each optimizer: against the batch, and against the time on a GPU of one's own.
-
-    Nothing is drawn before Muon has run; the second panel is left out as long as no step has been timed.
-    """
+    """Recall in another style with each optimizer, against the batch and, where steps were timed, against the time."""
     if not any(at_fixed_samples(rows, samples, "muon") for samples in FIXED_SAMPLES):
         return
     were_timed = any(row["experiment"] == tables.COST_OF_OPTIMIZERS for row in rows)
@@ -122,10 +116,7 @@ def draw_batches(axis: Any, found: tables.Found, shown: str, method: str, style:
 
 
 def draw_curves(rows: list[Row], path: Path) -> None:
-    """Recall against the samples seen, and against time on a GPU of one's own (from the cost rows).
-
-    Above the trainings of 589,824 samples, below those of 2,359,296.
-    """
+    """Recall against the samples seen, and against time on a GPU of one's own, for each of `FIXED_SAMPLES`."""
     seconds = {
         (row["method"], row["batch"]): row["seconds"] / row["samples"] for row in rows if row["experiment"] == "5_cost"
     }
@@ -164,10 +155,7 @@ def draw_curves(rows: list[Row], path: Path) -> None:
 
 
 def draw_fronts(rows: list[Row], path: Path) -> None:
-    """What is gained against what is kept, from the start of each fine-tuning to its end, for each base.
-
-    Nothing is drawn before a fine-tuning has been averaged with its start.
-    """
+    """What is gained against what is kept, from the start of each fine-tuning to its end, for each base."""
     styles = {
         "full, AdamW": ("full", "black", "s"),
         "full, Muon": ("full, Muon", "grey", "v"),
@@ -216,10 +204,7 @@ WRONG_CAPTIONS = {  # by the pairs that are trained on, and how the training cho
 
 
 def draw_wrong_captions(found: dict[tuple[str, ...], dict[str, Any]], path: Path) -> None:
-    """Recalls against the share of wrong captions: trained on all pairs, without those found, and on right ones.
-
-    The rows are those of `tables.wrong_and_taught_rows`.
-    """
+    """Recalls against the share of wrong captions, by what is trained on, of `tables.wrong_and_taught_rows`."""
     figure, (axes,) = panels(1, 2)
     titles = {"vendor_recall@1": "another style, recall@1", "concepts_recall@5": "new concepts, recall@5"}
     for axis, (name, title) in zip(axes, titles.items(), strict=True):

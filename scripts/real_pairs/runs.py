@@ -277,13 +277,10 @@ def of_half_size(data: dict[str, Any]) -> dict[str, Any]:
     """The data with images of half the height and width."""
 
     def half(values: dict[str, Any]) -> dict[str, Any]:
-        return {**values, "images": torch.cat([_half(part) for part in values["images"].split(4096)])}
+        halves = (F.avg_pool2d(part.float(), 2).round().to(part.dtype) for part in values["images"].split(4096))
+        return {**values, "images": torch.cat([*halves])}
 
     return {**half(data), "sets": {name: half(values) for name, values in data["sets"].items()}}
-
-
-def _half(images: Tensor) -> Tensor:
-    return F.avg_pool2d(images.float(), 2).round().to(images.dtype)
 
 
 def sets_of_clip_art(sets: dict[str, Any]) -> dict[str, Any]:

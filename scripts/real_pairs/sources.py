@@ -98,7 +98,7 @@ def fetch(downloads: Path, more: dict[str, str] | None = None) -> dict[str, Path
     """The folder of each unpacked package, and of more of them from npm; what is there is not fetched again."""
     folders = {}
     for name, package in (DEBIAN | NPM | (more or {})).items():
-        folder = folders[name] = folder_of(downloads, package)
+        folder = folders[name] = downloads / re.sub(r"[^\w.-]+", "-", package).strip("-")
         if folder.is_dir():
             continue
         partial = folder.with_name(folder.name + ".partial")
@@ -116,11 +116,6 @@ def fetch(downloads: Path, more: dict[str, str] | None = None) -> dict[str, Path
         archive.unlink()
         partial.rename(folder)
     return folders
-
-
-def folder_of(downloads: Path, package: str) -> Path:
-    """Where a package is unpacked."""
-    return downloads / re.sub(r"[^\w.-]+", "-", package).strip("-")
 
 
 def _run(command: list[str], folder: Path, cure: str) -> None:

@@ -159,10 +159,7 @@ def at_fixed_samples(rows: Iterable[Row], samples: float, optimizer: str = "adam
 
 
 def stages_of(setting: Setting) -> dict[int, float]:
-    """The global batches of a training, with their shares of the samples: several where an option let the batch grow.
-
-    The package does not have that option any more.
-    """
+    """The global batches of a training, with their shares of the samples: several where it grew, which is history."""
     *earlier, last = json.loads(setting.options or "{}").get("global_batch_schedule", [setting.batch])
     shares = {int(size): float(share) for size, share in (words.split(":") for words in earlier)}
     return {**shares, int(last): 1 - sum(shares.values())}
@@ -194,8 +191,7 @@ def label(setting: Setting, micro_batch: int = 256) -> str:
 def tunings(rows: list[Row], base: str) -> Found:
     """The ways of fine-tuning one of the bases of `TUNINGS`, the state before it first.
 
-    Where several experiments have the same base, its figures are those of the first one that has run; where a run was
-    repeated, the last one counts.
+    A base that several experiments have is that of the first one; where a run was repeated, the last one counts.
     """
     experiments = TUNINGS[base]
     first = next((e for e in experiments if any(row["experiment"] == e for row in rows)), None)
@@ -264,16 +260,14 @@ def rates(rows: list[Row]) -> str:
     found = {c.batch: c for s, c in at_fixed_samples(rows, FIXED_SAMPLES[0]).items() if s.method == "InfCLTrainer"}
     if 256 not in found:
         return ""
-    base = found[256].rate
-
     body = []
     for batch, c in found.items():
         tried = {rate: f"{100 * score(row):.1f}" for rate, row in sorted(c.by_rate.items())}
         rules = []
-        for rate in (base * (batch / 256) ** power for power in (0.5, 1)):
-            near = next((found for other, found in tried.items() if abs(other / rate - 1) < 0.05), "not tried")
+        for rate in (found[256].rate * (batch / 256) ** power for power in (0.5, 1)):
+            near = next((text for other, text in tried.items() if abs(other / rate - 1) < 0.05), "not tried")
             rules.append(f"{rate:.2g}: {near}")
-        every = ", ".join(f"{rate:g}: {found}" for rate, found in tried.items())
+        every = ", ".join(f"{rate:g}: {text}" for rate, text in tried.items())
         body.append([f"{batch:,}", f"{c.rate:g}: {tried[c.rate]}", *rules, every])
     return markdown(["batch", "tuned", "square-root rule", "linear rule", "all that were tried"], body)
 

@@ -168,7 +168,8 @@ def measure(model: Any, data: dict, sets: Sequence[str], width: int | None = Non
         if name != "validation":
             swaps = swap_accuracies(images, texts, values["swaps"], dual)
             row |= {f"{name}_{kind}_swaps": share for kind, share in swaps}
-            best = (texts[example_captions(len(texts))] @ images.T).topk(min(5, len(images)), dim=1)
+            ten = [number * len(texts) // 10 for number in range(10)]  # captions at equal distances, to be looked at
+            best = (texts[ten] @ images.T).topk(min(5, len(images)), dim=1)
             row[f"{name}_examples"] = json.dumps(best.indices.tolist())
     return row
 
@@ -186,11 +187,6 @@ def swap_accuracies(
     for number, kind in enumerate(KINDS):
         found = right[swaps["kind"] == number]
         yield kind, round(found.float().mean().item(), 5) if len(found) else ""
-
-
-def example_captions(count: int) -> list[int]:
-    """Ten captions of an evaluation set, at equal distances, whose best five images are kept to be looked at."""
-    return [number * count // 10 for number in range(10)]
 
 
 def recalls(row: Row) -> Row:
