@@ -1,6 +1,7 @@
 """`InfCLTrainer` is one class over Trainer, which people extend as they extend Trainer, and its parts know neither."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ class ChangesGradient(InfCLTrainer):
 
     def _clip_grad_norm(self, model: Any, *args: Any) -> Any:
         before = [parameter.grad.clone() for parameter in self.model.parameters()]
+        self.gradients = [weakref.ref(parameter.grad) for parameter in self.model.parameters()]
         self.expected = torch.nn.utils.get_total_norm(before)
         norm = super()._clip_grad_norm(model, *args)
         scale = (self.args.max_grad_norm / (self.expected + 1e-6)).clamp(max=1.0)
@@ -140,6 +142,7 @@ def test_the_norm_of_the_step_clips_unless_an_override_changes_the_gradient(tmp_
             (norm,) = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
             assert norm == trainer.expected.item()
             assert trainer.window_step.checks.norms is not None
+            assert all(gradient() is None for gradient in trainer.gradients), "they take memory of evaluations"
 
 
 def test_no_part_holds_the_trainer(tmp_path):

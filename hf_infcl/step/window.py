@@ -114,13 +114,14 @@ class GradientNorms:
     def clipped(self, most: float) -> Tensor | None:
         """Scales the gradients so that their norm is at most this, and returns what it was.
 
-        None if they were changed since it was computed: then it does nothing.
+        None if they were changed since it was computed, or for a second call: then it does nothing.
         """
-        found = [gradient._version if p.grad is gradient else -1 for p, gradient in self._gradients.items()]
+        gradients, self._gradients = self._gradients, {}  # which are freed after the optimizer's step
+        found = [gradient._version if p.grad is gradient else -1 for p, gradient in gradients.items()]
         if found != self._versions:
             return None
         if most < math.inf:
-            nn.utils.clip_grads_with_norm_(self._gradients, most, self.total)
+            nn.utils.clip_grads_with_norm_(gradients, most, self.total)
         return self.total
 
 
