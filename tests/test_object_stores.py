@@ -80,6 +80,14 @@ def test_the_shards_used_longest_ago_are_removed(tmp_path, fetched, monkeypatch)
     assert fetched == ["0.tar", "1.tar", "2.tar", "3.tar", "1.tar"]
 
 
+@pytest.mark.parametrize("limit", ["100 GB", "", "-1", "nan"])
+def test_a_limit_that_is_no_number_is_told_at_once(tmp_path, monkeypatch, limit):
+    monkeypatch.setenv("INFCL_SHARD_CACHE_GB", limit)
+    (tmp_path / "0.tar").touch()
+    with pytest.raises(ValueError, match="INFCL_SHARD_CACHE_GB is the size of the cache in gigabytes"):
+        opening.open_shard(str(tmp_path / "0.tar"))
+
+
 def test_a_shard_larger_than_the_cache_stays_until_the_next(tmp_path, fetched, monkeypatch):
     monkeypatch.setenv("INFCL_SHARD_CACHE_GB", "5e-8")  # 50 bytes
     (shard := tmp_path / "0.tar").write_bytes(b"x" * 100)

@@ -333,8 +333,13 @@ class _RetriedFile(io.RawIOBase):
 
 
 def open_shard(url: str, position: int = 0, buffer: int = _BUFFER) -> io.BufferedReader:
-    """A file opened for reading from a position on. Failed reads are repeated and finally raise a ReadError."""
+    """A file opened for reading from a position on. Failed reads are repeated and finally raise a ReadError.
+
+    Raises:
+        ValueError: the limit of the cache is no number.
+    """
     check_pulled(url)
+    _cache_limit()
     file = _RetriedFile(url)
     file.seek(position)
     return io.BufferedReader(file, buffer)
@@ -366,8 +371,18 @@ def open_cached(url: str) -> Any:
                 if size is not None and partial.stat().st_size != size:
                     raise EOFError(f"it has {size} bytes, of which {partial.stat().st_size} came") from None
                 file = partial.open("rb")  # which stays readable if it is removed
-            _remove_oldest(path.parent, float(os.environ.get("INFCL_SHARD_CACHE_GB", 100)) * 1e9)
+            _remove_oldest(path.parent, _cache_limit())
     return file
+
+
+def _cache_limit() -> float:
+    """The bytes that the shards in the cache may take."""
+    told = os.environ.get("INFCL_SHARD_CACHE_GB", "100")
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", told):
+        raise ValueError(
+            f"INFCL_SHARD_CACHE_GB is the size of the cache in gigabytes, such as 100, but it is {told!r}."
+        )
+    return float(told) * 1e9
 
 
 def _remove_oldest(folder: Path, limit: float) -> None:
