@@ -311,6 +311,7 @@ def test_sources_that_hold_no_model_are_told_as_what_they_are(tmp_path, monkeypa
 @pytest.mark.parametrize("source", ["/no/folder", "./folder", "outputs/no/clip", "no_such.pt", "outputs/clip"])
 def test_a_path_that_does_not_exist_is_told_as_one(source, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)  # where no demo has made a folder outputs
     of_files = [["--open_clip_model", "ViT-B-32"]] if source.endswith(".pt") else []
     for more in [[], ["--to", "open_clip"], *of_files]:
         with pytest.raises(SystemExit):
