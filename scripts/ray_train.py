@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer
 
 
 def train(options: dict[str, Any]) -> None:
-    """Of one worker, which Ray gives the environment of a process of torchrun."""
+    """Trains in one worker, to which Ray gives the environment of a process of torchrun."""
     from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer
     from transformers import AutoModel, AutoProcessor
 

@@ -69,7 +69,7 @@ class _FirstSteps(TrainerCallback):
 
 
 def lines_of_steps(trainer: InfCLTrainer, memory: float) -> Iterator[str]:
-    """What the logs of the first steps say of a training, whose processes use at most so many bytes each."""
+    """The report on a training by the logs of its first steps; its processes use at most so many bytes each."""
     state, args = trainer.state, trainer.args
     logs = [entry for entry in state.log_history if "samples_per_second" in entry]
     # Without the first one, if there are others, and without that after which it is known how many graphs fit.

@@ -51,7 +51,7 @@ from .datasets import replay_set, training_set
 from .launched import leave, mistakes_in_one_line, tell
 from .parser import Parser
 
-# What a training's file says of the machine and of chance. The rest is about the student.
+# The entries of a training's file that are about the machine and about chance; the others are about the student.
 _OF_FILE = {"bf16", "use_cpu", "per_device_eval_batch_size", "dataloader_num_workers", "seed", "data_seed"}
 
 

@@ -83,7 +83,7 @@ def instead_of_several(option: str) -> str:
     return f" Join several columns into one of lists: {joined} in Python." if option.endswith("caption_column") else ""
 
 
-# What is written here for an option of another program, by its name there.
+# The options here that replace those of other programs, by their names there.
 ELSEWHERE = {name: ours for ours, (names, _) in options_in(PEERS).items() for name in names.split()}
 # What was an option, by the end of its name, and now stands behind the name of each set.
 _OF_SETS = re.compile(r"(eval|zero_shot|guard|replay)_(split|image_column|caption_column|streaming)")

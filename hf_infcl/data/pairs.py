@@ -329,7 +329,7 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
 
 
 def _which(value: object) -> str:
-    """What a message says of a text without a usable caption that begins as a list."""
+    """The part of a message about a text that begins as a list and has no usable caption."""
     return f", as {shortened(value)} cannot be read" if isinstance(value, str) and value.lstrip()[:1] == "[" else ""
 
 

@@ -57,7 +57,7 @@ def in_brackets(names: Sequence[str], most: int = 10) -> str:
 
 
 def lacks_column(column: str, names: Sequence[str]) -> str:
-    """What a message says of a table without a column, and that it has these."""
+    """The part of a message that says that a table lacks a column, and which it has."""
     alike = written_otherwise(column, names.__contains__)
     return f"has no column {column!r}{alike}. Its columns are {in_brackets(names, 30)}."
 
@@ -70,7 +70,7 @@ def shortened(value: object) -> str:
 
 
 def describe_cause(error: Exception) -> str:
-    """What a message says of an error that it has met, without the full stop at its end."""
+    """The text of an error within a message, without the full stop at its end."""
     return (str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").rstrip(". \n")
 
 

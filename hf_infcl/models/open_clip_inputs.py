@@ -88,7 +88,7 @@ def preprocess_config(processor: Any, size: int) -> dict[str, Any]:
 
 
 def _preparation(processor: Any) -> dict[str, Any]:
-    """What decides about the pixels that an image processor makes, but for the mean and the standard deviation."""
+    """The settings that decide the pixels of an image processor, except the mean and the standard deviation."""
     fields = processor.to_dict()
     return {
         **{f"do_{step}": bool(fields.get(f"do_{step}", True)) for step in ("resize", "rescale", "normalize")},

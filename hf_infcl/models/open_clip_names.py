@@ -63,7 +63,7 @@ _IMAGE = {
     "patch_size": Size("patch_size", 16, _edge, _edge),
 }
 _TANH = "gelu_pytorch_tanh"
-# What other names of transformers for activations mean.
+# Further names of transformers for activations, and their meaning.
 _ACTIVATIONS = {"gelu_python": "gelu", "gelu_new": _TANH, "gelu_fast": _TANH}
 # Of SigLIP's image towers in timm: width, layers, heads and width of the hidden layer, and the sizes of images by those
 # of patches.
@@ -260,8 +260,8 @@ def _timm_fields(config: Any) -> dict[str, Any]:
 
 # ---- Tensors ----
 
-# What stands in transformers' names, as patterns, and what OpenCLIP has in its place; "$" is "text." for SigLIP and
-# custom_text. They apply one after the other.
+# Parts of transformers' names, as patterns, and OpenCLIP's in their place; "$" is "text." for SigLIP and custom_text.
+# They apply one after the other.
 _NAMES = (
     ("text_model.head", "$text_projection"),
     ("text_model.", "$"),

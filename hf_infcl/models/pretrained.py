@@ -396,7 +396,7 @@ def _complete(
                 checkpoint, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
         state: dict[str, Tensor] = model.state_dict()
-        # What the checkpoint lacks, or in which shape it has it instead. Whole numbers, such as position_ids, are no
+        # The tensors that the checkpoint lacks, or has in another shape. Whole numbers, such as position_ids, are no
         # weights: the model computes them.
         lacking = {name: "" for name in sorted(report["missing_keys"]) if state[name].is_floating_point()}
         for name, shape, wanted in report["mismatched_keys"]:

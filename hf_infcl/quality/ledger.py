@@ -292,7 +292,7 @@ def letters_of(size: int) -> Any:
 
 
 def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", learned: bool = False) -> Iterator[str]:
-    """What a ledger that was written into a folder says, for a person.
+    """The report of a ledger that was written into a folder, for a person.
 
     Args:
         waits_for: why the rule of ``leave_out`` has not begun, or has stopped; empty if there was none.

@@ -394,7 +394,7 @@ def _remove_oldest(folder: Path, limit: float) -> None:
                 used.append((path.stat().st_mtime, path.stat().st_size, path))
         total = sum(size for _, size, _ in used)
         for seconds, size, path in sorted(used)[:-1]:
-            # What begins with an underscore is being written, unless its process was killed.
+            # A name with an underscore is being written, unless its process was killed.
             if total > limit and (not path.name.startswith("_") or time.time() - seconds > 3600):
                 path.unlink(missing_ok=True)
                 total -= size

@@ -316,7 +316,7 @@ def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) 
 
 
 def contents(batch: Mapping[str, object]) -> list[tuple[str, int, int]]:
-    """What differs once an entry of a batch is added, replaced, removed or changed in place."""
+    """A value that differs once an entry of a batch is added, replaced, removed or changed in place."""
     return [(name, id(value), getattr(value, "_version", 0)) for name, value in batch.items()]
 
 

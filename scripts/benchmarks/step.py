@@ -324,7 +324,7 @@ def plot(table: Path) -> None:
 
 
 def limit_of(note: str) -> str:
-    """Of a row's note, the memory that the process was limited to, or nothing."""
+    """The memory in a row's note that the process was limited to, or nothing."""
     return note.partition(",")[0] if note.startswith("in ") else ""
 
 

@@ -155,7 +155,7 @@ def draw_curves(rows: list[Row], path: Path) -> None:
 
 
 def draw_fronts(rows: list[Row], path: Path) -> None:
-    """What is gained against what is kept, from the start of each fine-tuning to its end, for each base."""
+    """Plots gains against what is kept, from the start of each fine-tuning to its end, for each base."""
     styles = {
         "full, AdamW": ("full", "black", "s"),
         "full, Muon": ("full, Muon", "grey", "v"),
