@@ -166,6 +166,26 @@ def test_graphs_that_are_kept_decide_about_the_micro_batch(kept, synchronises, f
     assert quickest([256, 512, 1024], 1024, 1_100, synchronises=synchronises) == 1024, "which is encoded once"
 
 
+@pytest.mark.parametrize(
+    ("fit", "pairs", "eager", "compiled"),
+    [
+        (1_815, 4_096, 512, 512),  # ViT-B/16, of which six graphs are kept
+        (1_815, 1_024, 1024, 1024),
+        (530, 1_024, 512, 256),  # ViT-L/14: three graphs of 256 are kept, or one of 512
+        (3_770, 4_096, 512, 512),  # ViT-B/32 with texts of 77 tokens
+        (4_200, 4_096, 1024, 1024),
+    ],
+)
+def test_graphs_of_compiled_layers_are_smaller_than_those_of_a_trial(
+    tmp_path, monkeypatch, fit, pairs, eager, compiled
+):
+    """The eager pairs that fit into an H200, and the micro-batches that are found."""
+    args = arguments(tmp_path, **FREE, global_batch_size=pairs)
+    for found, compiles in ((eager, False), (compiled, True)):
+        monkeypatch.setattr(finding, "may_compile", lambda args, compiles=compiles: compiles)
+        assert finding._micro_batch(args, Memory(14 * fit + 5, pairs), Trial(0)) == found
+
+
 def test_nothing_fits_and_what_another_process_holds_counts(monkeypatch):
     memory = Memory(13, 64)
     assert largest_that_fits(memory, Trial(0), "micro_batch", [1, 2, 4]) == 0
