@@ -86,10 +86,6 @@ class Checkpoint:
         _flush(manifest)
         _flush(self.partial)
         _put_in_place(self.partial, self.folder)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Removes the partly written files."""
         _remove(self.partial_dir)
 
 
@@ -147,7 +143,7 @@ class Checkpoints:
                         f"{_free_space(checkpoint.folder.parent)}. {' '.join(failures)}"
                     )
                     if self._completes:
-                        checkpoint.abandon()
+                        _remove(checkpoint.partial_dir)
                     return None
         finally:
             self.partial_dir = None
@@ -316,14 +312,14 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     return None
 
 
-def _not_resumable(checkpoint: str) -> str:
-    """A sentence that says why a run cannot resume from the named checkpoint; empty if it can."""
+def _not_resumable(checkpoint: str) -> str | None:
+    """A sentence that says why a run cannot resume from the named checkpoint, or None."""
     if not Path(checkpoint).is_dir():
         return f"There is no checkpoint {checkpoint}."
     if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
         if Path(checkpoint, TRAINER_STATE_NAME).is_file():
             if any(Path(checkpoint).glob(_OPTIMIZER_FILES)):
-                return ""  # another trainer's, which `Resumption.check` refuses
+                return None  # another trainer's, which `Resumption.check` refuses
             inside = ", ".join(folder.name for folder in _folders(checkpoint)) or "none here"
             return (
                 f"{checkpoint} holds a model and the log of its training, but no optimizer, so it is no checkpoint. "
@@ -334,9 +330,7 @@ def _not_resumable(checkpoint: str) -> str:
             f"{PREFIX_CHECKPOINT_DIR}-N, or start a new run from this model."
         )
     reason = obstacle(checkpoint)
-    return (
-        "" if reason is None else f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
-    )
+    return reason and f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
 
 
 # ---- Copies in an object store ----
@@ -465,7 +459,6 @@ def full_disk_explained(folder: Path, again: str = GOES_ON, *, keeps: bool = Fal
 
 def _free_space(folder: Path) -> str:
     """The free space of a folder in parentheses; empty if unknown, for example on a rank without that folder."""
-    try:
+    with suppress(OSError):
         return f" ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there)"
-    except OSError:
-        return ""
+    return ""

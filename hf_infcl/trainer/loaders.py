@@ -372,7 +372,8 @@ class TrainingData:
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
             # Gradients are exchanged in the backward of the last micro-batch, which needs both towers for it.
-            loaded = list(map(_without_images, batches))
+            # Trainer's loop holds what it gets during the step, where images would take memory.
+            loaded = [{name: value for name, value in batch.items() if name != "pixel_values"} for batch in batches]
             batches = split_batches(batches, self._args.largest_micro_batch)
             keeps = self._args.divides_by_itself or bool(self._args.chosen)
             dealt = {"last_has_texts": self._processes.grouped, "keeps_loaded": keeps}
@@ -468,8 +469,8 @@ class TrainingData:
                 workers = self._args.dataloader_num_workers
                 logger.warning(
                     f"The training has waited for its data for {max(overall):.0%} of the time. Raise "
-                    f"dataloader_num_workers, which is {workers}, up to the number of CPU cores; decode JPEGs faster "
-                    "(pip install simplejpeg); or store smaller images."
+                    f"dataloader_num_workers, which is {workers}, up to the CPU cores; decode JPEGs faster (pip "
+                    "install simplejpeg); or store smaller images."
                 )
         return logs
 
@@ -496,8 +497,3 @@ class TrainingData:
         self.window, self.given = Window([]), []
         if self._loader is not None:
             self._loader.close()
-
-
-def _without_images(batch: Mapping[str, object]) -> dict[str, object]:
-    """A batch for Trainer's loop, which counts it and holds it during the step; images would take memory."""
-    return {name: value for name, value in batch.items() if name != "pixel_values"}
