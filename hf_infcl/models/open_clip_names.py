@@ -250,9 +250,8 @@ def _timm_fields(config: Any) -> dict[str, Any]:
     refuse(
         (
             act != of_timm,
-            f"its image tower has {act}, and timm's {name} {of_timm}, so the embeddings would differ slightly "
-            "(by 2e-8 of cosine with random weights). If you accept that, set "
-            f"vision_config.hidden_act to {of_timm!r} in config.json, which changes the model accordingly",
+            f"its image tower has {act}, and timm's {name} {of_timm}. If you accept slightly other embeddings, set "
+            f"vision_config.hidden_act to {of_timm!r} in config.json",
         )
     )
     return {"image_size": config.image_size, "timm_model_name": name}
@@ -366,18 +365,14 @@ def to_open_clip(
     return _renamed(rows, weights), config
 
 
-def _shapes(config: Any) -> dict[str, torch.Size]:
-    """The shapes of the tensors of transformers' model, by their names."""
-    with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in AutoModel.from_config(config).state_dict().items()}
-
-
 def _rows(config: Any, prefix: str) -> Iterator[tuple[list[str], list[str], Change, Change]]:
     """OpenCLIP's names of tensors, transformers' names of the same, and the change to each of them."""
     siglip = config.model_type == "siglip"
     as_it_is = (Tensor.contiguous, Tensor.contiguous)
     scalars: tuple[Change, Change] = (lambda one: one.reshape((1,) if siglip else ()), lambda one: one.reshape(()))
-    for ours in _shapes(config):
+    with torch.device("meta"):
+        names = AutoModel.from_config(config).state_dict().keys()
+    for ours in names:
         if ".k_proj." in ours or ".v_proj." in ours:  # which OpenCLIP has in one tensor with q_proj
             continue
         theirs = ours
@@ -452,17 +447,13 @@ def _complete_projection(fields: dict[str, Any], weights: dict[str, Tensor]) -> 
 
 def _filled(config: Any, tensors: dict[str, Tensor]) -> Any:
     """The model of transformers with this config and these weights."""
-    wrong = [
-        f"{name} {tuple(tensors[name].shape)} instead of {tuple(shape)}"
-        for name, shape in _shapes(config).items()
-        if tensors[name].shape != shape
-    ]
-    if wrong:
-        raise ValueError(
-            f"The weights have other shapes than the config implies: {'; '.join(wrong[:3])}. OpenCLIP resizes position "
-            "embeddings when it loads; save the model with it again, or correct the config."
-        )
     dtypes = {tensor.dtype for tensor in tensors.values()}
     model = AutoModel.from_config(config).to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
-    model.load_state_dict(tensors)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(
+            "The weights have other shapes than the config implies. OpenCLIP resizes position embeddings when it "
+            f"loads; save the model with it again, or correct the config. {error}"
+        ) from error
     return model.eval()
