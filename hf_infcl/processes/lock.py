@@ -63,9 +63,10 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
                 problem = str(error)
             except Timeout:
                 problem = (
-                    f"Another run is training in {output_dir}: choose another output_dir, or end that run first, and "
-                    "what a killed launcher has left. One run on several machines that share the folder needs "
-                    f"save_on_each_node off. If nothing runs, a file system kept {lock.lock_file}: remove it."
+                    f"Another run is training in {output_dir}: choose another output_dir, or end that run first. If "
+                    "its launcher was killed, some of its processes may still be running. If this is one run on "
+                    "several machines that share the folder, leave save_on_each_node off. If nothing is running, "
+                    f"remove {lock.lock_file}: some file systems keep it after a run that was killed."
                 )
             except (OSError, NotImplementedError) as error:  # the file system has no locks
                 logger.warning(

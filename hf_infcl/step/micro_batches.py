@@ -44,8 +44,8 @@ MOST = 4 * ENOUGH  # larger micro-batches gain nothing
 # The host takes so many pairs' time for each micro-batch: on an H200, a ViT-B/16 with compiled layers made 2,980 images
 # a second of 4,096 pairs, by 16 micro-batches of 256 with 8 graphs kept and by 4 of 1,024 with one alike.
 _OF_HOST = 25
-# Graphs of so many times the pairs fit where layers are compiled, as those of a trial are not: 512 pairs of that model
-# take 22.4 GiB instead of 36.7. `GraphBudget` measures what fits in the end.
+# A trial is not compiled, and compiled layers keep less: 22.4 GiB instead of 36.7 for 512 pairs of that model. So the
+# search expects the graphs of 1.5 times the pairs to fit, and `GraphBudget` measures later how many do.
 _OF_COMPILED = 1.5
 TEXTS_AT_ONCE = (2, 4)  # texts are shorter than images: a GPU is at its rate with more of them
 _STATE = 8  # bytes of an optimizer for each trained parameter: two moments in fp32
@@ -157,11 +157,10 @@ def find_micro_batches(
     release_memory()
     if args.process_index == 0:
         factors = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {args.world_size}"
-        texts_of, graphs_of = args.texts_together, args.retain_graphs
         logger.warning(
             f"Global batch of {args.global_batch_size:,} pairs = {factors}"
-            + f", the texts of {texts_of} micro-batches at once" * (texts_of > 1)
-            + f", {graphs_of} graphs kept" * (graphs_of not in ("auto", "0", "1"))
+            + f", the texts of {args.texts_together} micro-batches at once" * (args.texts_together > 1)
+            + f", {args.retain_graphs} graphs kept" * (args.retain_graphs not in ("auto", "0", "1"))
             + f": found in {time.perf_counter() - began:.0f} s. To fix it: "
             + " ".join(f"--{name} {getattr(args, name)}" for name in _FOUND[:4])
         )
@@ -222,7 +221,7 @@ def _micro_batch(args: InfCLTrainingArguments, attempt: Attempt, trial: Trial) -
         largest = max(seen)
         found = Processes().agree([sum(seen[largest]), largest / seen[largest][0]])
         kept = min(memory * of_byte for memory, of_byte in found)  # the pairs whose graphs fit into the memory
-        if may_compile(args):  # that all fit is not believed before a trial says so
+        if may_compile(args):  # only a trial can show that the graphs of all pairs fit
             kept = max(kept, min(kept * _OF_COMPILED, pairs - 1))
         fits = quickest([n for n in possible if ENOUGH <= n <= fits], pairs, kept, synchronises=args.world_size > 1)
     return largest_micro_batch(args, possible, fits)

@@ -32,8 +32,8 @@ from .optimization import options_of_own_optimizer
 
 # Arguments of its constructor that it refuses, and why.
 _NOT_TAKEN = {
-    "teacher": "A teacher does not run beside the student, its embeddings are stored: name it in the arguments, "
-    "InfCLTrainingArguments(teacher=...), which embeds the set once, or pass teacher_embeddings=....",
+    "teacher": "A teacher does not run beside the student: its embeddings of the training set are stored. Name it in "
+    "the arguments, InfCLTrainingArguments(teacher=...), which embeds the set once, or pass teacher_embeddings=....",
     "compute_loss_func": "InfCLTrainer computes the loss itself and would never call compute_loss_func. Omit it.",
     "preprocess_logits_for_metrics": "InfCLTrainer computes no logits that preprocess_logits_for_metrics could "
     "change. Leave it out, and compute in compute_metrics what you need of the embeddings.",
@@ -77,9 +77,10 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     scale, *bias = dual_encoder.temperature_parameters
     if args.objective == "sigmoid" and not bias:
         raise ValueError(
-            f"{type(dual_encoder.base).__name__} has no logit_bias, which objective='sigmoid' needs. Train a Siglip(2)"
-            "Model, keep 'softmax', or add it before, which from_pretrained of this class then leaves out: model."
-            "logit_bias = torch.nn.Parameter(torch.full((1,), -10.0)), model.logit_scale.data.fill_(math.log(10))."
+            f"{type(dual_encoder.base).__name__} has no logit_bias, without which the sigmoid loss of a large batch "
+            "starts far from where it can train. Train a Siglip(2)Model, keep objective='softmax', or add its start "
+            "before: model.logit_bias = torch.nn.Parameter(torch.full((1,), -10.0)) and model.logit_scale.data.fill_("
+            "math.log(10)). What is saved then has a logit_bias that from_pretrained of this class leaves out."
         )
     if not scale.requires_grad and any(p.requires_grad for p in model.parameters()):
         value = dual_encoder.scale_and_bias()[0].item()
@@ -101,7 +102,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     one_micro_batch = args.global_batch_size == args.per_device_train_batch_size
     if not one_micro_batch and (names := dual_encoder.batch_norms()):
         logger.warning(
-            f"The batch norms {', '.join(names)} normalise over a micro-batch, so outputs depend on its size."
+            f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
+            "batch, but the outputs of these layers depend on the size of the micro-batch."
         )
     fuse_layers(model, wanted=can_fuse(args.device, args.backend))
     keeps = bool(args.keep_features)
@@ -133,8 +135,8 @@ def _check_wrapped(model: nn.Module, args: InfCLTrainingArguments, accelerator: 
     fsdp = is_sharded(accelerator)
     if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
-            "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, for minutes per step. "
-            "Turn FSDP's offloading of parameters off, or leave optimizer out."
+            "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "
+            "minutes per step. Turn FSDP's offloading of parameters off, or leave optimizer out."
         )
     if saves_shards(accelerator) and (names := list(beside_adapters(model))):
         raise ValueError(
@@ -195,8 +197,9 @@ def checked_arguments(
 def _check_processes(args: InfCLTrainingArguments) -> None:
     if args.n_gpu > 1:
         raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process, whose nn.DataParallel cannot share a contrastive batch. "
-            "Start one process per GPU (`accelerate launch`, `torchrun`), or show one with CUDA_VISIBLE_DEVICES=0."
+            f"{args.n_gpu} GPUs are visible to one process, for which Trainer uses nn.DataParallel; its replicas "
+            "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, or "
+            "show this process one GPU with CUDA_VISIBLE_DEVICES=0."
         )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() != args.world_size:
         raise ValueError(
@@ -228,8 +231,8 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
         )
     if args.equal_ids == "exclude" and (most := most_captions(pairs)) > 1:
         raise ValueError(
-            f"The training set draws {most} captions per image, all positives of it, but equal_ids is 'exclude'. Pass "
-            "equal_ids='positive' or omit it, or draw one caption per image."
+            f"The training set draws {most} captions per image, which are all positives of their image, but equal_ids "
+            "is 'exclude'. Pass equal_ids='positive' or omit it, or draw one caption per image."
         )
     check_data_seed(pairs, args.data_seed)
     if pairs is not None:
@@ -238,6 +241,14 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
         check_has_rows(dataset)
 
 
+_ONE_LOSS = (
+    "makes one loss over all pairs of a step and would never look at",
+    "Leave it out: nothing is averaged over micro-batches",
+)
+_UNDER_AUTOCAST = (
+    "encodes under the autocast of accelerate and would never call",
+    "Override training_step to surround the training",
+)
 _NEVER_CALLED = {  # what people override of Trainer: what InfCLTrainer does instead, and what to write
     "compute_loss": (
         "computes the loss of a window itself and would never call",
@@ -247,14 +258,10 @@ _NEVER_CALLED = {  # what people override of Trainer: what InfCLTrainer does ins
         "draws the rows of a global batch itself and would never call",
         "Override get_train_dataloader, or choose a train_sampling_strategy",
     ),
-    "loss_is_scaled_for_ga _get_num_items_in_batch": (
-        "makes one loss over all pairs of a step and would never look at",
-        "Leave it out: nothing is averaged over micro-batches",
-    ),
-    "compute_loss_context_manager autocast_smart_context_manager": (
-        "encodes under the autocast of accelerate and would never call",
-        "Override training_step to surround the training",
-    ),
+    "loss_is_scaled_for_ga": _ONE_LOSS,
+    "_get_num_items_in_batch": _ONE_LOSS,
+    "compute_loss_context_manager": _UNDER_AUTOCAST,
+    "autocast_smart_context_manager": _UNDER_AUTOCAST,
     "prediction_step": (
         "evaluates embeddings of the whole set and takes no loss and logits from",
         "Compute metrics of your own in compute_metrics, or override evaluate",
@@ -264,7 +271,7 @@ _NEVER_CALLED = {  # what people override of Trainer: what InfCLTrainer does ins
 
 def check_overrides(kind: Any, base: Any) -> None:
     """Raises a ValueError if a subclass ``kind`` of ``base`` overrides a method that is not called as Trainer does."""
-    for name, (does, cure) in ((name, why) for names, why in _NEVER_CALLED.items() for name in names.split()):
+    for name, (does, cure) in _NEVER_CALLED.items():
         of_step = name == "compute_loss" and kind.training_step is not base.training_step
         if getattr(kind, name, None) is not getattr(base, name, None) and not of_step:
             raise ValueError(f"InfCLTrainer {does} {kind.__name__}.{name}. {cure}.")

@@ -469,8 +469,8 @@ class TrainingData:
                 workers = self._args.dataloader_num_workers
                 logger.warning(
                     f"The training has waited for its data for {max(overall):.0%} of the time. Raise "
-                    f"dataloader_num_workers, which is {workers}, up to the CPU cores; decode JPEGs faster (pip "
-                    "install simplejpeg); or store smaller images."
+                    f"dataloader_num_workers, which is {workers}, up to the number of CPU cores; decode JPEGs faster "
+                    "(pip install simplejpeg); or store smaller images."
                 )
         return logs
 

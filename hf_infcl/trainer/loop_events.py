@@ -203,8 +203,8 @@ class LoopEvents(TrainerCallback):
         self._callbacks, self._begin_training = callbacks, begin_training
 
     def on_train_begin(self, *_: object, **kwargs: object) -> None:
-        others = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
-        self._callbacks[:] = [*others, CompleteWindows()]  # after the user's callbacks
+        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
+        self._callbacks.append(CompleteWindows())  # after the user's callbacks
         self._step, self._data, self._progress = self._begin_training()
 
     def on_train_end(

@@ -103,8 +103,8 @@ def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, process
         )
     if has_adapters(model):
         raise ValueError(
-            "save_formats has open_clip, and OpenCLIP loads no adapters. Leave it out, merge them (--lora_merge), and "
-            "then convert: `infcl convert FOLDER FOLDER --to open_clip`."
+            "save_formats has open_clip, and OpenCLIP loads no adapters. Train with the format transformers, merge the "
+            "adapters (--lora_merge), and write the other format with `infcl convert FOLDER FOLDER --to open_clip`."
         )
     open_clip_config(model.config, processor)
 
@@ -179,18 +179,19 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
     has_own, rank = has_adapters(loaded.model), lora.lora_rank
     if lora.lora_merge and rank is None and not has_own:
         raise ValueError(
-            "--lora_merge merges the adapters of --lora_rank, which is not given, or the model's, which has none. Pass "
-            "--lora_rank as well, or omit --lora_merge."
+            "--lora_merge merges the adapters of --lora_rank, which is not given, or those of the model, which has "
+            "none. Pass --lora_rank as well, or omit --lora_merge."
         )
     if has_own and rank is not None:
         raise ValueError(
-            f"{options.model} holds adapters, and --lora_rank {rank} would add new ones. Omit it, or the recipe that "
-            f"sets it, or merge those first: infcl convert {options.model} MERGED, and then --model MERGED."
+            f"{options.model} holds adapters, and --lora_rank {rank} would add new ones. To train those that it holds, "
+            "omit --lora_rank, or the recipe that sets it. To train new ones, merge the others into their model first: "
+            f"infcl convert {options.model} MERGED, and then --model MERGED."
         )
     if options.new_weights and (has_own or rank is not None):
         raise ValueError(
-            f"--new_weights {' '.join(options.new_weights)} would stay as drawn and not be saved, because only "
-            "adapters train. Train the whole model first, without adapters."
+            f"--new_weights {' '.join(options.new_weights)} would stay as they are drawn, because only adapters train, "
+            "and the adapter's file would not hold them. Train the whole model first, without adapters."
         )
     if loaded.conversion and rank is not None and not lora.lora_merge:
         raise ValueError(

@@ -55,16 +55,16 @@ class Optimization:
         model, self._was_asked = encoder.model, True
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
-                "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) "
-                "on some, and freeze at most one tower."
+                "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
+                "the parameters to train, and freeze at most one tower."
             )
         is_muon = passed is None and args.optimizer == "muon"
         beside = term_parameters(context.extensions)
         known = [] if passed is None else [p for group in passed.param_groups for p in group["params"]]
         if passed is not None and not set(beside) <= set(known):
             raise ValueError(
-                "The optimizer that was passed does not update the parameters of terms of the loss, such as the linear "
-                "map to a teacher of another width. Let the trainer create the optimizer."
+                "An optimizer was passed, but terms of the loss have parameters of their own, such as the linear map "
+                "to a teacher of another width, which it does not update. Let the trainer create the optimizer."
             )
         if is_muon:
             optimizer: Optimizer = _create_muon(encoder, args, trainer.get_decay_parameter_names(model), accelerator)

@@ -142,8 +142,8 @@ class Resumption:
             return
         if record is None:
             raise ValueError(
-                f"{checkpoint} has no {RECORD_NAME}, as another trainer wrote it. Start from its weights: "
-                f"--model {checkpoint}"
+                f"{checkpoint} has no {RECORD_NAME}: another trainer wrote it, whose optimizer and data order do not "
+                f"go on here. Start from its weights: --model {checkpoint}"
             )
         before = dict(record.run)
         if (rule := before.pop(_TRANSPARENCY, transparency())) != transparency():  # most images have none

@@ -293,8 +293,9 @@ class InfCLTrainer(Trainer):
         """
         if not self.training_data.is_as_fetched(inputs):
             raise ValueError(
-                "InfCLTrainer would not see what training_step or get_batch_samples make of them. Change batches "
-                "in the data_collator, in _prepare_inputs or in a StepChange (hf_infcl.step.extensions)."
+                "InfCLTrainer trains the batches of its data loader twice over, and would not see what training_step "
+                "or get_batch_samples make of them. Change batches in the data_collator, in _prepare_inputs or in a "
+                "StepChange (hf_infcl.step.extensions)."
             )
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
