@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from ..files.hub import asks_hub_once
 from ..files.text import describe_cause
 from ..files.whole import give_usual_modes
 from .model_types import Pooling, SameEmbeddings, pads_texts
-from .open_clip_inputs import UNREPAIRED, clip_tokenizer, image_processor, prepared, repaired
-from .open_clip_names import clean, from_open_clip, open_clip_config, to_open_clip, transformers_config
+from .open_clip_inputs import clip_tokenizer, image_processor, prepared
+from .open_clip_names import clean, from_open_clip, to_open_clip, transformers_config
 from .pretrained import (
     CONFIG,
     base_of_adapters,
@@ -32,18 +33,6 @@ from .pretrained import (
     read_config,
     write,
 )
-
-__all__ = [
-    "compare_formats",
-    "convert",
-    "from_open_clip",
-    "load_open_clip",
-    "open_clip_config",
-    "repaired",
-    "save_open_clip",
-    "to_open_clip",
-]
-
 
 MODULES, MODULE_CONFIG = "modules.json", "sentence_bert_config.json"
 SENTENCE_CONFIG = "config_sentence_transformers.json"
@@ -107,6 +96,10 @@ def write_sentence_files(
 
 logger = logging.get_logger(__name__)
 
+UNREPAIRED = (
+    "Captions are read as they are, while OpenCLIP first repairs broken encodings and unescapes HTML: "
+    "hf_infcl.models.open_clip.repaired does the same."
+)
 ENOUGH = 0.9999  # the least cosine of two embeddings of fixed inputs
 _ROWS = 4
 
@@ -170,25 +163,23 @@ def load_open_clip(
     *,
     open_clip_model: str | None = None,
     tokenizer: str | None = None,
-    tell: Callable[[str], object] = logger.info,
 ) -> tuple[Any, Any]:
     """Loads a model of OpenCLIP as a model and a processor of transformers.
 
-    Where OpenCLIP is installed, the embeddings of fixed inputs are compared with its own.
+    Where OpenCLIP is installed, the embeddings of fixed inputs are compared with its own. The logger says what differs.
 
     Args:
         source: a folder with open_clip_config.json and weights, a Hub repository that holds these, or a file.
         open_clip_model: for a file, OpenCLIP's name of the model, such as "ViT-B-32", or a JSON file with its config.
         tokenizer: the folder or the Hub id of the tokenizer; by default the one beside the weights or that the config
             names, or CLIP's.
-        tell: receives sentences about what differs and about the comparison.
 
     Raises:
         ValueError: transformers has no such model, the source does not hold a complete one, or the embeddings differ.
     """
     model, processor, conversion = _loaded(source, open_clip_model, tokenizer)
     for sentence in conversion:
-        tell(sentence)
+        logger.info(sentence)
     return model, processor
 
 
@@ -228,6 +219,24 @@ def _tokenizer(text: dict[str, Any], folder: Path | None, named: str | None) -> 
         return named_tokenizer(name) if name else clip_tokenizer()
     except ValueError as error:
         raise ValueError(f"{error} Without the Hub, name a local tokenizer: --tokenizer FOLDER.") from error
+
+
+def repaired(caption: str, *, lower: bool = True) -> str:
+    """A caption as OpenCLIP changes it before its tokenizer: repaired by ftfy, and unescaped from HTML.
+
+    A training and an evaluation in this package read captions as they are. Captions that contain curly quotes, HTML
+    entities, broken encodings or a Greek final sigma get OpenCLIP's tokens if this function has been applied to them.
+
+    Args:
+        lower: whether to write it in lower case, as CLIP's tokenizer does. False for tokenizers that keep capitals.
+
+    Raises:
+        ModuleNotFoundError: ftfy is not installed.
+    """
+    import ftfy
+
+    text = html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
+    return text.lower() if lower else text
 
 
 # ---- Converting ----

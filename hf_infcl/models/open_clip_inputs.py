@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import string
 from collections.abc import Mapping
 from typing import Any
@@ -17,24 +16,20 @@ from .pretrained import check_length, named_tokenizer
 # What OpenCLIP takes where a config says nothing.
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
-_RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_BICUBIC, _BILINEAR = Image.Resampling.BICUBIC, Image.Resampling.BILINEAR
+_RESAMPLING = {"bicubic": _BICUBIC, "bilinear": _BILINEAR, "random": _BICUBIC}  # random is of its training
 _OPENAI = "openai/clip-vit-base-patch32"
 # The tokenizer of OpenAI's CLIP maps this text to these ids.
 _PROBE, _PROBE_IDS = "A photo of a cat", [49406, 320, 1125, 539, 320, 2368, 49407]
-UNREPAIRED = (
-    "Captions are read as they are, while OpenCLIP first repairs broken encodings and unescapes HTML: "
-    "hf_infcl.models.open_clip.repaired does the same."
-)
 
 
-def refuse(*rows: tuple[object, str]) -> None:
-    """Raises the ValueError that says why a model has no counterpart, if a row's condition is met, and what to do."""
-    for wrong, what in rows:
-        if wrong:
-            raise ValueError(
-                f"The model cannot be converted: {what}. Use it with OpenCLIP itself, or start from a model whose "
-                "towers transformers has: a ViT of CLIP, MetaCLIP, SigLIP or SigLIP 2."
-            )
+def refuse(wrong: object, what: str) -> None:
+    """If something is wrong, raises the ValueError that says why a model has no counterpart, and what to do."""
+    if wrong:
+        raise ValueError(
+            f"The model cannot be converted: {what}. Use it with OpenCLIP itself, or start from a model whose towers "
+            "transformers has: a ViT of CLIP, MetaCLIP, SigLIP or SigLIP 2."
+        )
 
 
 # ---- Images ----
@@ -51,12 +46,9 @@ def image_processor(preprocess: Mapping[str, object], size: int) -> Any:
         ValueError: images are padded, or resized in a way that transformers does not have.
     """
     mode, how = preprocess.get("resize_mode") or "shortest", preprocess.get("interpolation") or "bicubic"
-    how = "bicubic" if how == "random" else how
     padded = f"it pads images to a square (resize_mode={mode!r}), as no image processor of CLIP can"
-    refuse(
-        (mode not in ("shortest", "squash"), padded),
-        (how not in _RESAMPLING, f"it resizes images by interpolation={how!r}"),
-    )
+    refuse(mode not in ("shortest", "squash"), padded)
+    refuse(how not in _RESAMPLING, f"it resizes images by interpolation={how!r}")
     options: dict[str, Any] = {"resample": _RESAMPLING[str(how)]}
     for name, values in (("mean", OPENAI_MEAN), ("std", OPENAI_STD)):
         stated: Any = preprocess.get(name, values)
@@ -83,7 +75,7 @@ def preprocess_config(processor: Any, size: int) -> dict[str, Any]:
     would_have = _preparation(image_processor(stated, size))
     for name, value in has.items():
         unlike = f"its image processor has {name}={value}, and OpenCLIP would prepare images with {would_have[name]}"
-        refuse((value != would_have[name], unlike))
+        refuse(value != would_have[name], unlike)
     return stated
 
 
@@ -117,24 +109,6 @@ def clip_tokenizer() -> Any:
     special = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {special.get(token, token): index for token, index in tokenizer.encoder.items()}
     return transformers.CLIPTokenizer(vocab=vocabulary, merges=list(tokenizer.bpe_ranks))
-
-
-def repaired(caption: str, *, lower: bool = True) -> str:
-    """A caption as OpenCLIP changes it before its tokenizer: repaired by ftfy, and unescaped from HTML.
-
-    A training and an evaluation in this package read captions as they are. Captions that contain curly quotes, HTML
-    entities, broken encodings or a Greek final sigma get OpenCLIP's tokens if this function has been applied to them.
-
-    Args:
-        lower: whether to write it in lower case, as CLIP's tokenizer does. False for tokenizers that keep capitals.
-
-    Raises:
-        ModuleNotFoundError: ftfy is not installed.
-    """
-    import ftfy
-
-    text = html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
-    return text.lower() if lower else text
 
 
 def prepared(tokenizer: PreTrainedTokenizerBase, text: dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -18,49 +18,19 @@ from .pretrained import check_length
 
 # ---- Sizes of towers ----
 
-
-def mlp_ratio(hidden: int, width: int) -> float:
-    """A ratio for which int(width · ratio) is the width of the hidden layer, as OpenCLIP and timm compute it."""
-    ratio = hidden / width
-    while int(width * ratio) < hidden:
-        ratio = math.nextafter(ratio, math.inf)
-    return ratio
-
-
-def _edge(size: Any, width: int = 0) -> Any:
-    """The edge of square images or patches, for which a config may state height and width."""
-    edges = tuple(size) if isinstance(size, (list, tuple)) else (size,)
-    refuse((len(set(edges)) > 1, f"a size of {edges} pixels is not square"))
-    return edges[0]
-
-
-class Size(NamedTuple):
-    """A size of a tower in OpenCLIP's config: transformers' name of it, and OpenCLIP's default."""
-
-    ours: str
-    default: Any
-    # From one library's value, and the width of the tower, the other's.
-    read: Callable[[Any, int], Any] = lambda value, width: value
-    write: Callable[[Any, int], Any] = lambda value, width: value
-
-
-_MLP_RATIO = Size("intermediate_size", 4.0, lambda ratio, width: int(width * ratio), mlp_ratio)
-_HEADS = Size("num_attention_heads", 64, lambda each, width: width // each, lambda heads, width: width // heads)
-_TEXT = {
-    "width": Size("hidden_size", 512),
-    "layers": Size("num_hidden_layers", 12),
-    "mlp_ratio": _MLP_RATIO,
-    "heads": Size("num_attention_heads", 8),
-    "vocab_size": Size("vocab_size", 49408),
-    "context_length": Size("max_position_embeddings", 77),
+# By OpenCLIP's names, those of transformers and OpenCLIP's defaults.
+_TEXT: dict[str, tuple[str, int]] = {
+    "width": ("hidden_size", 512),
+    "layers": ("num_hidden_layers", 12),
+    "heads": ("num_attention_heads", 8),
+    "vocab_size": ("vocab_size", 49408),
+    "context_length": ("max_position_embeddings", 77),
 }
-_IMAGE = {
-    "width": Size("hidden_size", 768),
-    "layers": Size("num_hidden_layers", 12),
-    "mlp_ratio": _MLP_RATIO,
-    "head_width": _HEADS,
-    "image_size": Size("image_size", 224, _edge, _edge),
-    "patch_size": Size("patch_size", 16, _edge, _edge),
+_IMAGE: dict[str, tuple[str, int]] = {
+    "width": ("hidden_size", 768),
+    "layers": ("num_hidden_layers", 12),
+    "image_size": ("image_size", 224),
+    "patch_size": ("patch_size", 16),
 }
 _TANH = "gelu_pytorch_tanh"
 # Further names of transformers for activations, and their meaning.
@@ -99,10 +69,10 @@ TIMM_TOWERS = {
 # training.
 Values = dict[str, tuple[Any, ...]]
 _READ = """
-    pool_type act_kwargs norm_kwargs no_causal_mask proj_bias proj_type eos_id hf_tokenizer_name tokenizer_mode
-    tokenizer_kwargs patch_dropout timm_model_name timm_pool timm_model_pretrained timm_proj timm_proj_bias timm_drop
-    timm_drop_path attn_pooler_queries attn_pooler_heads hf_model_name hf_model_pretrained hf_proj_type hf_pooler_type
-    pad_id
+    mlp_ratio head_width pool_type act_kwargs norm_kwargs no_causal_mask proj_bias proj_type eos_id hf_tokenizer_name
+    tokenizer_mode tokenizer_kwargs patch_dropout timm_model_name timm_pool timm_model_pretrained timm_proj
+    timm_proj_bias timm_drop timm_drop_path attn_pooler_queries attn_pooler_heads hf_model_name hf_model_pretrained
+    hf_proj_type hf_pooler_type pad_id
 """
 _OFF = """
     ls_init_value attentional_pool no_ln_pre final_ln_after_pool qk_norm scaled_cosine_attn scale_heads scale_attn_inner
@@ -140,29 +110,25 @@ def transformers_config(config: dict[str, Any]) -> Any:
     if missing := [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in fields]:
         raise ValueError(f"The config has no {' and no '.join(missing)}, so it is no model_cfg of OpenCLIP.")
     image, text, width = fields["vision_cfg"], fields["text_cfg"], fields["embed_dim"]
-    timm, of_hf, resnet = image.get("timm_model_name"), text.get("hf_model_name"), image.get("layers")
-    kind = {"eva": " (an EVA)", "con": " (a ConvNeXt)"}.get((timm or "")[:3], "")
+    timm, of_hf, quick = image.get("timm_model_name"), text.get("hf_model_name"), bool(fields.get("quick_gelu"))
+    resnet, kind = image.get("layers"), {"eva": " (an EVA)", "con": " (a ConvNeXt)"}.get((timm or "")[:3], "")
+    refuse("multimodal_cfg" in fields, "it is a CoCa, whose captioning decoder transformers does not have")
+    refuse(of_hf, f"its text tower is {of_hf} of transformers under OpenCLIP's own pooling and projection")
     has_not, timm_has = "which transformers does not have", "and of timm's towers transformers has those of SigLIP"
-    refuse(
-        ("multimodal_cfg" in fields, "it is a CoCa, whose captioning decoder transformers does not have"),
-        (of_hf, f"its text tower is {of_hf} of transformers under OpenCLIP's own pooling and projection"),
-        (isinstance(resnet, (list, tuple)), f"its image tower is CLIP's modified ResNet, {has_not}"),
-        (timm and timm not in TIMM_TOWERS, f"its image tower is timm's {timm}{kind}, {timm_has}"),
-    )
+    refuse(isinstance(resnet, (list, tuple)), f"its image tower is CLIP's modified ResNet, {has_not}")
+    refuse(timm and timm not in TIMM_TOWERS, f"its image tower is timm's {timm}{kind}, {timm_has}")
     for tower, values in (_OF_SIGLIP if timm else _OF_CLIP).items():
         known, stated = _ANY | values, fields[tower]
         for key in {**values, **stated}:
             has, allowed = f"its {tower} has {key}={stated.get(key)!r}", known.get(key)
             only = " or ".join(map(repr, allowed or ()))
-            refuse(
-                (allowed is None, f"{has}, which is not known"),
-                (allowed and stated.get(key) not in allowed, f"{has}, and transformers' towers have only {only}"),
-            )
-    text_config = _tower_config(text, _TEXT, bool(fields.get("quick_gelu")))
+            refuse(allowed is None, f"{has}, which is not known")
+            refuse(allowed and stated.get(key) not in allowed, f"{has}, and transformers' towers have only {only}")
+    text_config = _tower_config(text, _TEXT, quick)
     config_class: Any = transformers.SiglipConfig
     if timm:
         side, of_timm = _edge(image.get("image_size")), TIMM_TOWERS[timm]["image_size"]
-        refuse((side not in (None, of_timm), f"its config has image_size={side}, and timm's {timm} {of_timm}"))
+        refuse(side not in (None, of_timm), f"its config has image_size={side}, and timm's {timm} {of_timm}")
         text_config |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1, "projection_size": width}
         return config_class(text_config=text_config, vision_config=dict(TIMM_TOWERS[timm]))
     # The ids with which transformers' text tower takes the token that OpenCLIP's takes: of XLM-V; of CLIP, whose end is
@@ -170,38 +136,44 @@ def transformers_config(config: dict[str, Any]) -> Any:
     ends, end, of_clip = text.get("pool_type") == "eos", text.get("eos_id", 2), text_config["vocab_size"] == 49408
     ids = (0, 1, end) if ends else (49406, 49407, 49407) if of_clip else (0, 0, 2)
     text_config |= dict(zip(("bos_token_id", "pad_token_id", "eos_token_id"), ids, strict=True))
-    vision_config = _tower_config(image, _IMAGE, bool(fields.get("quick_gelu")))
+    vision_config = _tower_config(image, _IMAGE, quick)
     config_class = transformers.MetaClip2Config if ends and end == 2 else transformers.CLIPConfig
     size = {"projection_dim": width}
     return config_class(text_config=text_config | size, vision_config=vision_config | size, **size)
 
 
-def _tower_config(fields: dict[str, Any], sizes: Mapping[str, Size], quick_gelu: bool) -> dict[str, Any]:
+def _tower_config(fields: dict[str, Any], sizes: Mapping[str, tuple[str, int]], quick_gelu: bool) -> dict[str, Any]:
     """The config of a tower that is not timm's."""
-    width = fields.get("width", sizes["width"].default)
     act, norm = fields.get("act_kwargs") or {}, {"eps": 1e-5, **(fields.get("norm_kwargs") or {})}
     name = {"none": "gelu", "tanh": _TANH}.get(act.get("approximate", "none"))
-    refuse(
-        (quick_gelu and act, "it has quick_gelu and act_kwargs, with which OpenCLIP does not load it either"),
-        (name is None or act.keys() - {"approximate"}, f"its activation has act_kwargs={act}"),
-        (norm.keys() != {"eps"}, f"its layer norms have norm_kwargs={norm}, of which transformers has eps only"),
-    )
-    config = {size.ours: size.read(fields.get(theirs, size.default), width) for theirs, size in sizes.items()}
+    refuse(quick_gelu and act, "it has quick_gelu and act_kwargs, with which OpenCLIP does not load it either")
+    refuse(name is None or act.keys() - {"approximate"}, f"its activation has act_kwargs={act}")
+    refuse(norm.keys() != {"eps"}, f"its layer norms have norm_kwargs={norm}, of which transformers has eps only")
+    config = {ours: _edge(fields.get(theirs, default)) for theirs, (ours, default) in sizes.items()}
+    width = config["hidden_size"]
+    if sizes is _IMAGE:
+        config["num_attention_heads"] = width // fields.get("head_width", 64)
+    config["intermediate_size"] = int(width * fields.get("mlp_ratio", 4.0))
     return config | {"layer_norm_eps": norm["eps"], "hidden_act": "quick_gelu" if quick_gelu else name}
+
+
+def _edge(size: Any) -> Any:
+    """A size of a tower; of images and patches, for which a config may state height and width, their edge."""
+    edges = tuple(size) if isinstance(size, (list, tuple)) else (size,)
+    refuse(len(set(edges)) > 1, f"a size of {edges} pixels is not square")
+    return edges[0]
 
 
 def open_clip_config(config: Any, processor: Any, *, repository: str = ".") -> dict[str, Any]:
     """The OpenCLIP config of a model of transformers, from its config and its processor; see `to_open_clip`."""
     kind = config.model_type
-    refuse((kind not in ("clip", "metaclip_2", "siglip"), f"it is of the type {kind}, of which OpenCLIP has none"))
+    refuse(kind not in ("clip", "metaclip_2", "siglip"), f"it is of the type {kind}, of which OpenCLIP has none")
     text, image, tokenizer = config.text_config, config.vision_config, processor.tokenizer
     siglip, acts = kind == "siglip", (text.hidden_act, image.hidden_act)
     quick = "quick_gelu" in acts
     unlike = quick and set(acts) != {"quick_gelu"}
-    refuse(
-        (siglip and acts[0] == "quick_gelu", "its text tower has QuickGELU, which OpenCLIP would not apply to it"),
-        (unlike, f"its towers have {acts[0]} and {acts[1]}, and OpenCLIP has QuickGELU in both or in none"),
-    )
+    refuse(siglip and acts[0] == "quick_gelu", "its text tower has QuickGELU, which OpenCLIP would not apply to it")
+    refuse(unlike, f"its towers have {acts[0]} and {acts[1]}, and OpenCLIP has QuickGELU in both or in none")
     check_length(tokenizer, text.vocab_size, exact=False)
     fields: dict[str, Any] = {
         tower: {key: allowed[0] for key, allowed in values.items() if allowed[0] is not None}
@@ -228,14 +200,24 @@ def open_clip_config(config: Any, processor: Any, *, repository: str = ".") -> d
     }
 
 
-def _tower_fields(config: Any, sizes: Mapping[str, Size]) -> dict[str, Any]:
+def _tower_fields(config: Any, sizes: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
     """The fields of a tower in OpenCLIP that is not timm's."""
-    act, eps = _ACTIVATIONS.get(config.hidden_act, config.hidden_act), config.layer_norm_eps
-    known = act in ("gelu", _TANH, "quick_gelu")
-    refuse((not known, f"its activation is {act}, which OpenCLIP's towers do not have"))
-    fields = {name: size.write(getattr(config, size.ours), config.hidden_size) for name, size in sizes.items()}
+    act, eps, width = _ACTIVATIONS.get(config.hidden_act, config.hidden_act), config.layer_norm_eps, config.hidden_size
+    refuse(act not in ("gelu", _TANH, "quick_gelu"), f"its activation is {act}, which OpenCLIP's towers do not have")
+    fields = {theirs: _edge(getattr(config, ours)) for theirs, (ours, _) in sizes.items()}
+    if sizes is _IMAGE:
+        fields["head_width"] = width // config.num_attention_heads
+    fields["mlp_ratio"] = mlp_ratio(config.intermediate_size, width)
     fields |= {"act_kwargs": {"approximate": "tanh"}} if act == _TANH else {}
     return fields | ({"norm_kwargs": {"eps": eps}} if eps != 1e-5 else {})
+
+
+def mlp_ratio(hidden: int, width: int) -> float:
+    """A ratio for which int(width · ratio) is the width of the hidden layer, as OpenCLIP and timm compute it."""
+    ratio = hidden / width
+    while int(width * ratio) < hidden:
+        ratio = math.nextafter(ratio, math.inf)
+    return ratio
 
 
 def _timm_fields(config: Any) -> dict[str, Any]:
@@ -245,15 +227,13 @@ def _timm_fields(config: Any) -> dict[str, Any]:
     stated = {name: getattr(config, name, True) for name in names}
     name = next((name for name, tower in TIMM_TOWERS.items() if stated.items() <= tower.items()), "")
     none_of = ", ".join(f"{name} {value}" for name, value in stated.items())
-    refuse((not name, f"OpenCLIP takes SigLIP's image towers from timm, which has none of {none_of}"))
+    refuse(not name, f"OpenCLIP takes SigLIP's image towers from timm, which has none of {none_of}")
     of_timm = TIMM_TOWERS[name]["hidden_act"]
     refuse(
-        (
-            act != of_timm,
-            f"its image tower has {act}, and timm's {name} {of_timm}, so the embeddings would differ slightly "
-            "(by 2e-8 of cosine with random weights). If you accept that, set "
-            f"vision_config.hidden_act to {of_timm!r} in config.json, which changes the model accordingly",
-        )
+        act != of_timm,
+        f"its image tower has {act}, and timm's {name} {of_timm}, so the embeddings would differ slightly (by 2e-8 of "
+        f"cosine with random weights). If you accept that, set vision_config.hidden_act to {of_timm!r} in config.json, "
+        "which changes the model accordingly",
     )
     return {"image_size": config.image_size, "timm_model_name": name}
 
@@ -324,10 +304,8 @@ def from_open_clip(tensors: dict[str, Any], config: dict[str, Any]) -> tuple[Any
     """
     fields, ours, weights = config.get("model_cfg", config), transformers_config(config), clean(tensors)
     siglip, biased = ours.model_type == "siglip", "logit_bias" in weights
-    refuse(
-        (siglip and not biased, "it is a SigLIP without a logit_bias, which transformers' SiglipModel always has"),
-        (biased and not siglip, "it is a CLIP with a logit_bias, which transformers' CLIPModel does not have"),
-    )
+    refuse(siglip and not biased, "it is a SigLIP without a logit_bias, which transformers' SiglipModel always has")
+    refuse(biased and not siglip, "it is a CLIP with a logit_bias, which transformers' CLIPModel does not have")
     notes = _complete_projection(fields, weights) if siglip else []
     if dropped := fields["vision_cfg"].get("patch_dropout"):
         notes.append(f"patch_dropout={dropped} is not kept: give the training its own (--patch_dropout).")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -67,15 +66,13 @@ def is_of_open_clip(source: str, open_clip_model: str | None = None) -> bool:
     path = Path(source)
     if open_clip_model is not None or path.is_file() or source.startswith(HUB):
         return True
-    if path.is_dir():
-        names = {file.name for file in path.iterdir()}
-        if CONFIG not in names and (CONFIG_NAME in names or not any(name.endswith(".pt") for name in names)):
-            return False
     with suppress(Exception):  # of the Hub, or of a damaged file, which raises exceptions of any class
-        if "model_type" in transformers.PretrainedConfig.get_config_dict(source)[0]:
+        if "model_type" in PretrainedConfig.get_config_dict(source)[0]:
             return False
+    if path.is_dir():
+        return (path / CONFIG).is_file() or (any(path.glob("*.pt")) and not (path / CONFIG_NAME).is_file())
     try:
-        return path.is_dir() or bool(hf_hub_download(source, CONFIG))
+        return bool(hf_hub_download(source, CONFIG))
     except (OSError, ValueError):  # there is no such file, repository or name, or no network
         return False
 
@@ -271,8 +268,15 @@ def load_pretrained(
             names weights that are not missing; the tokenizer is not the model's.
     """
     base = base_of_adapters(checkpoint)
-    model = _complete(base or checkpoint, dtype, new_weights, seed, adapters=checkpoint if base else None)
-    if base is not None:
+    if base is None:
+        model = _complete(checkpoint, dtype, new_weights, seed)
+    else:
+        try:
+            if base_of_adapters(base) is not None:
+                raise ValueError(f"It holds adapters itself. Merge these first: infcl convert {base} MERGED.")
+            model = _complete(base, dtype, new_weights, seed)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint!r} holds adapters of {base!r}, which cannot be loaded. {error}") from error
         model = with_trained_adapter(model, checkpoint)
         model = model.merge_and_unload() if merges else model
     return model.eval(), _processor(checkpoint, base, model.config, tokenizer)
@@ -385,32 +389,24 @@ def with_trained_adapter(base: PreTrainedModel, adapter: str) -> Any:
     return model
 
 
-def _complete(
-    checkpoint: str, dtype: torch.dtype | str, new_weights: Sequence[str], seed: int, adapters: str | None
-) -> Any:
-    try:
-        if adapters is not None and base_of_adapters(checkpoint) is not None:
-            raise ValueError(f"It holds adapters itself. Merge these first: infcl convert {checkpoint} MERGED.")
-        with explained(checkpoint), torch.random.fork_rng(devices=()):  # it also draws what it reports as missing
-            model, report = AutoModel.from_pretrained(
-                checkpoint, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-        state: dict[str, Tensor] = model.state_dict()
-        # The tensors that the checkpoint lacks, or has in another shape. Whole numbers, such as position_ids, are no
-        # weights: the model computes them.
-        lacking = {name: "" for name in sorted(report["missing_keys"]) if state[name].is_floating_point()}
-        for name, shape, wanted in report["mismatched_keys"]:
-            lacking[name] = f" ({tuple(shape)} instead of {tuple(wanted)})"
-        new = [name for name in lacking if any(f"{name}.".startswith(f"{asked}.") for asked in new_weights)]
-        _check_complete(checkpoint, model, {name: lacking[name] for name in lacking if name not in new}, report)
-        for asked in new_weights:
-            if not any(f"{name}.".startswith(f"{asked}.") for name in new):
-                which = f", which are {listed(sorted(new), _SHOWN)}" if new else ""
-                raise ValueError(f"--new_weights {asked} names no weights that {checkpoint!r} lacks{which}. Omit it.")
-    except ValueError as error:
-        if adapters is None:
-            raise
-        raise ValueError(f"{adapters!r} holds adapters of {checkpoint!r}, which cannot be loaded. {error}") from error
+def _complete(checkpoint: str, dtype: torch.dtype | str, new_weights: Sequence[str], seed: int) -> Any:
+    with explained(checkpoint), torch.random.fork_rng(devices=()):  # it also draws what it reports as missing
+        model, report = AutoModel.from_pretrained(
+            checkpoint, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    state: dict[str, Tensor] = model.state_dict()
+    # The tensors that the checkpoint lacks, or has in another shape. Whole numbers, such as position_ids, are no
+    # weights: the model computes them.
+    lacking = {name: "" for name in sorted(report["missing_keys"]) if state[name].is_floating_point()}
+    for name, shape, wanted in report["mismatched_keys"]:
+        lacking[name] = f" ({tuple(shape)} instead of {tuple(wanted)})"
+    named = {asked: [name for name in lacking if f"{name}.".startswith(f"{asked}.")] for asked in new_weights}
+    new = {name for names in named.values() for name in names}
+    _check_complete(checkpoint, model, {name: how for name, how in lacking.items() if name not in new}, report)
+    for asked, names in named.items():
+        if not names:
+            which = f", which are {listed(sorted(new), _SHOWN)}" if new else ""
+            raise ValueError(f"--new_weights {asked} names no weights that {checkpoint!r} lacks{which}. Omit it.")
     if new:  # as in a model that is created from the config
         with torch.random.fork_rng(devices=()), torch.no_grad():
             torch.default_generator.manual_seed(seed)

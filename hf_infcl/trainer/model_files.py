@@ -27,7 +27,8 @@ from ..files.text import without_secrets
 from ..files.whole import give_usual_modes
 from ..models.adapters import add_beside_adapters, has_adapters, merge_adapters, resize_images, with_adapters
 from ..models.dual_encoder import DualEncoder
-from ..models.open_clip import Loaded, load, open_clip_config, save_open_clip, write_sentence_files
+from ..models.open_clip import Loaded, load, save_open_clip, write_sentence_files
+from ..models.open_clip_names import open_clip_config
 from ..models.pretrained import base_of_adapters
 from ..models.sharding import is_sharded, reshard, stock_shapes
 from ..options.arguments import InfCLTrainingArguments
