@@ -1,5 +1,6 @@
 """Images of another size than the model's: interpolated positions, which stock transformers loads."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,14 @@ def test_sizes_that_a_tower_cannot_take_are_refused(tmp_path, build, size, messa
 
 
 def test_adapters_that_are_merged_have_the_size(tmp_path):
-    model = with_adapters(models.clip(), 2, ["q_proj"], 32, seed=0, merged=True)
+    start = models.clip()
+    resize_images(DualEncoder(start), 32)
+    model = with_adapters(copy.deepcopy(start), 2, ["q_proj"], seed=0)
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "lora_B" in name).fill_(0.1)
     expected = DualEncoder(model.eval()).encode_images({"pixel_values": images_of(32)})
     model.save_pretrained(tmp_path)
-    merge_adapters(tmp_path, models.clip(), 32)
+    merge_adapters(tmp_path, start)
     loaded = DualEncoder(transformers.CLIPModel.from_pretrained(tmp_path).eval())
     torch.testing.assert_close(loaded.encode_images({"pixel_values": images_of(32)}), expected)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..files.whole import give_usual_modes
@@ -38,12 +39,12 @@ def config_for_images(config: PretrainedConfig, size: int | None) -> Any:
     return config
 
 
-def resize_images(encoder: DualEncoder, size: int) -> None:
+def resize_images(encoder: DualEncoder, size: int | None) -> None:
     """Gives the image tower position embeddings for images of another size in pixels, and its config that size.
 
     They are interpolated as transformers does it with ``interpolate_pos_encoding``: bicubic, for TIPSv2 bilinear with
     antialiasing. What is saved then loads with ``from_pretrained``. A tower without positions, such as a ConvNet, takes
-    the size as it is.
+    the size as it is. None leaves the model as it is.
 
     Raises:
         ValueError: the size is no multiple of the patches; the positions of the tower cannot be interpolated; the model
@@ -51,7 +52,7 @@ def resize_images(encoder: DualEncoder, size: int) -> None:
     """
     tower: Any = getattr(encoder.model, TOWERS["image"][0], None)
     config: Any = getattr(tower, "config", None)
-    if getattr(config, "image_size", None) == size:
+    if size is None or getattr(config, "image_size", None) == size:
         return
     kind = getattr(config, "model_type", None)
     if kind not in IMAGE_TOWERS:
@@ -101,64 +102,42 @@ def _check_has_no_positions(encoder: DualEncoder, tower: nn.Module, kind: str | 
 
 def _resize_positions(embeddings: Any, config: PretrainedConfig, size: int) -> None:
     old, new = ((side // config.patch_size) ** 2 for side in (config.image_size, size))
-    name = "position_embeddings" if hasattr(embeddings, "position_embeddings") else "position_embedding"
-    module = getattr(embeddings, name, None)  # AIMv2's native models compute theirs
-    if module is not None:
-        weight = module.weight[None] if isinstance(module, nn.Embedding) else module
-        prefix = weight.shape[1] - old  # of the class token
-        positions = _interpolated(embeddings, weight, prefix, size, config.patch_size)
-        if isinstance(module, nn.Embedding):
-            module.weight = nn.Parameter(positions[0], module.weight.requires_grad)
-            module.num_embeddings = prefix + new
-        else:
-            setattr(embeddings, name, nn.Parameter(positions, module.requires_grad))
-        new_positions = prefix + new
-    else:
-        new_positions = new
+    # AIMv2's have no method of their own, and like SigLIP's no class token.
+    of_siglip = partial(SiglipVisionEmbeddings.interpolate_pos_encoding, embeddings)
+    interpolate: Any = getattr(embeddings, "interpolate_pos_encoding", of_siglip)
+    positions = new
+    for name, weight in [*embeddings.named_parameters()]:
+        if name.startswith("position_embedding"):  # AIMv2's native models compute theirs
+            positions = weight.shape[-2] - old + new  # with the class token
+            tokens = weight.new_empty(1, positions, weight.shape[-1])  # only the shape counts
+            values = interpolate(tokens, size, size).reshape(*weight.shape[:-2], positions, -1).clone()
+            module, _, attribute = name.rpartition(".")
+            setattr(embeddings.get_submodule(module), attribute, nn.Parameter(values, weight.requires_grad))
     if hasattr(embeddings, "position_ids"):
-        embeddings.position_ids = torch.arange(new_positions, device=embeddings.position_ids.device)[None]
+        embeddings.position_ids = torch.arange(positions, device=embeddings.position_ids.device)[None]
     # What the modules noted of the size at their construction.
-    for noted in (embeddings, getattr(embeddings, "patch_embeddings", None)):
-        for attribute, value in (("num_patches", new), ("num_positions", new_positions), ("image_size", size)):
+    for noted in embeddings.modules():
+        for attribute, value in (("num_patches", new), ("num_positions", positions), ("image_size", size)):
             if hasattr(noted, attribute):
                 is_pair = isinstance(getattr(noted, attribute), (tuple, list))
                 setattr(noted, attribute, (value, value) if is_pair else value)
-
-
-def _interpolated(embeddings: Any, weight: Tensor, prefix: int, size: int, patch: int) -> Tensor:
-    """Positions [1, prefix + patches, width] for images of the size."""
-    grid = size // patch
-    if hasattr(embeddings, "interpolate_pos_encoding"):
-        tokens = weight.new_empty(1, prefix + grid**2, weight.shape[2])  # only the shape counts
-        return embeddings.interpolate_pos_encoding(tokens, size, size).clone()
-    side = int((weight.shape[1] - prefix) ** 0.5)
-    patches = weight[:, prefix:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-    patches = F.interpolate(patches, (grid, grid), mode="bicubic", align_corners=False)
-    return torch.cat([weight[:, :prefix], patches.flatten(2).transpose(1, 2)], dim=1)
+        if isinstance(noted, nn.Embedding):
+            noted.num_embeddings = positions
 
 
 LORA = ".lora_"  # in the names of LoRA's factors, whose start is zero: they change nothing
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 
 
-def with_adapters(
-    model: nn.Module, rank: int, targets: list[str], image_size: int | None = None, *, seed: int, merged: bool = False
-) -> Any:
+def with_adapters(model: nn.Module, rank: int, targets: list[str], seed: int) -> Any:
     """Adds LoRA adapters (arXiv 2106.09685). Nothing else trains: logit_scale and logit_bias keep their values.
 
-    Args:
-        model: the model, which gets the image size first if the adapters will be ``merged`` into it; see
-            `resize_images`. Otherwise a training refuses to change it.
-        image_size: the height and width of the images; None for those of the model.
-        merged: whether `merge_adapters` follows.
-        seed: from which the adapters are drawn, alike on all processes.
+    They are drawn from the ``seed``, alike on all processes.
     """
     try:
         import peft
     except ImportError:
         raise ValueError("--lora_rank needs the package peft: pip install peft.") from None
-    if image_size is not None and merged:
-        resize_images(DualEncoder(model), image_size)
     config = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=targets[0] if targets == ["all-linear"] else targets
     )
@@ -172,12 +151,10 @@ def with_adapters(
             ) from error
 
 
-def merge_adapters(folder: Path, start: PreTrainedModel, image_size: int | None = None) -> None:
+def merge_adapters(folder: Path, start: PreTrainedModel) -> None:
     """Replaces the adapter in the folder, which was trained from the model start, by the whole model."""
     import peft
 
-    if image_size is not None:
-        resize_images(DualEncoder(start), image_size)
     peft.PeftModel.from_pretrained(start, folder).merge_and_unload().save_pretrained(folder)
     give_usual_modes(folder)
     for name in ADAPTER_FILES:

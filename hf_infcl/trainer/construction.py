@@ -66,8 +66,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     dual_encoder.freeze(args.freeze)
     if args.freeze_layers is not None:
         dual_encoder.freeze_layers(args.freeze_layers)
-    if args.image_size is not None:
-        resize_images(dual_encoder, args.image_size)
+    resize_images(dual_encoder, args.image_size)
     if args.patch_dropout:
         check_patches(dual_encoder)
     _check_dimensions(dual_encoder, args)

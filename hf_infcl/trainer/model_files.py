@@ -199,23 +199,23 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
             f"--lora_rank would save an adapter of {options.model}, which peft cannot load, since it is in OpenCLIP's "
             "format. Write it in the other format first with `infcl convert`, or pass --lora_merge."
         )
-    if rank is not None:
-        size, merged = args.image_size, lora.lora_merge
-        adapted = with_adapters(loaded.model, rank, lora.lora_targets, size, seed=args.seed, merged=merged)
-        if lora.lora_logit_scale:
-            for parameter in DualEncoder(adapted).temperature_parameters:
-                parameter.requires_grad_(True)
-        return loaded._replace(model=adapted)
-    if has_own and lora.lora_merge and args.image_size is not None:
-        resize_images(DualEncoder(loaded.model.get_base_model()), args.image_size)
-    return loaded
+    if lora.lora_merge:  # otherwise a training refuses to change it
+        resize_images(DualEncoder(DualEncoder(loaded.model).base), args.image_size)
+    if rank is None:
+        return loaded
+    adapted = with_adapters(loaded.model, rank, lora.lora_targets, args.seed)
+    if lora.lora_logit_scale:
+        for parameter in DualEncoder(adapted).temperature_parameters:
+            parameter.requires_grad_(True)
+    return loaded._replace(model=adapted)
 
 
 def merge_into_start(options: TrainedModelOptions, args: InfCLTrainingArguments) -> None:
     """Replaces the adapters in ``output_dir`` by the whole model."""
     start = options.model if options.open_clip_model else base_of_adapters(options.model) or options.model
     whole = load(start, options.open_clip_model, tokenizer=options.tokenizer)
-    merge_adapters(Path(str(args.output_dir)), whole.model, args.image_size)
+    resize_images(DualEncoder(whole.model), args.image_size)
+    merge_adapters(Path(str(args.output_dir)), whole.model)
 
 
 # ---- The average of the weights before and after a training ----
