@@ -8,10 +8,8 @@ import torch
 from helpers import models
 from helpers.processes import on_ranks
 from helpers.trainers import StopAt, parameters, trained, trainer_for
-from torch import nn
 from transformers import TrainerCallback
 
-from hf_infcl.step.checks import SkippedWindows
 from hf_infcl.step.window import WindowLoss
 
 # The second of three windows is bad. Rows are not shuffled.
@@ -149,7 +147,7 @@ def test_a_skipped_window_changes_no_running_statistics(tmp_path):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "weight_decay": 0.0}
     trainer = trained(trainer_for(tmp_path, models.align(), data, **{**OPTIONS, **options}, skip_nonfinite=1))
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
-    assert trainer.window_step.checks.skipped.count == 1
+    assert trainer.window_step.checks.skipped == 1
 
 
 def test_a_resume_goes_on_counting_the_windows_that_were_skipped_after_the_last_log(tmp_path):
@@ -160,23 +158,24 @@ def test_a_resume_goes_on_counting_the_windows_that_were_skipped_after_the_last_
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_no_more_windows_in_a_row_are_skipped_than_allowed(most):
-    guard, kept = SkippedWindows(most), []
+def test_no_more_windows_in_a_row_are_skipped_than_allowed(tmp_path, most):
+    step, kept = trainer_for(tmp_path, skip_nonfinite=most).window_step, []
+    checks = step.checks
     for bad in (False, True, False, True):
-        guard.begin_window(nn.Module())
+        checks.begin_window(step.wrapper)
         if bad:
-            guard.refuse("It is nan.")
+            checks.refuse("It is nan.")
         else:
-            guard.end_window(1.0)
-        kept.append(not guard.skipping)
+            checks.end_window()
+        kept.append(not checks.skipping)
     assert kept == [True, False, True, False]
-    guard.begin_window(nn.Module())
+    checks.begin_window(step.wrapper)
     if most == 1:
         with pytest.raises(ValueError, match=r"^It is nan\. Steps skipped just before it: 1\."):
-            guard.refuse("It is nan.")
+            checks.refuse("It is nan.")
     else:
-        guard.refuse("It is nan.")
-    assert guard.count == most + 1
+        checks.refuse("It is nan.")
+    assert checks.skipped == most + 1
 
 
 def test_a_resume_remembers_the_last_loss_and_the_windows_skipped_in_a_row(tmp_path):
@@ -186,7 +185,7 @@ def test_a_resume_remembers_the_last_loss_and_the_windows_skipped_in_a_row(tmp_p
     resumed = trainer_for(tmp_path, data=pairs(24, [8, 16]), **options)
     with pytest.raises(ValueError, match=r"after step 2 is nan, .*\. Steps skipped just before it: 1\."):
         resumed.train(resume_from_checkpoint=True)
-    assert resumed.window_step.checks.skipped.last_loss == first.window_step.checks.skipped.last_loss
+    assert resumed.window_step.checks.last_loss == first.window_step.checks.last_loss
 
 
 def scaled(trainer: Any, scale: float) -> Any:
@@ -199,7 +198,7 @@ def test_a_scaler_that_skips_a_step_is_counted(tmp_path):
     trainer = scaled(trainer_for(tmp_path, data=models.Pairs(24), **OPTIONS, max_grad_norm=0.0), 1024.0)
     NotFinite(trainer, [1])
     trainer.train()
-    assert trainer.window_step.checks.skipped.count == 1
+    assert trainer.window_step.checks.skipped == 1
     assert trainer.lr_scheduler.last_epoch == 2
     assert trainer.accelerator.scaler.get_scale() == 512.0
 
@@ -207,17 +206,17 @@ def test_a_scaler_that_skips_a_step_is_counted(tmp_path):
 def test_a_scaler_skips_a_window_whose_loss_is_not_finite(tmp_path):
     options = {**OPTIONS, "skip_nonfinite": 1, "max_grad_norm": 0.0}
     trainer = trained(scaled(trainer_for(tmp_path, data=pairs(24, [9]), **options), 1024.0))
-    assert trainer.window_step.checks.skipped.count == 1
+    assert trainer.window_step.checks.skipped == 1
     assert parameters(trainer).isfinite().all()
     assert trainer.lr_scheduler.last_epoch == 2
     assert trainer.accelerator.scaler.get_scale() == 512.0
 
 
-def test_a_gradient_that_overflows_without_being_scaled_up_is_refused():
-    guard = SkippedWindows(0)
-    guard.skipped_by_scaler(1.0)
+def test_a_gradient_that_overflows_without_being_scaled_up_is_refused(tmp_path):
+    checks = trainer_for(tmp_path).window_step.checks
+    checks.end_window(1.0)
     with pytest.raises(ValueError, match=r"not finite in fp16, although the loss is scaled by 0\.5 only"):
-        guard.skipped_by_scaler(0.5)
+        checks.end_window(0.5)
 
 
 # ---- Losses that are zero ----

@@ -419,7 +419,8 @@ class DualEncoder:
         """The frozen towers and projections, and what is frozen up to a layer of a tower that trains."""
         frozen = [module for modules in self.parts().values() for module in modules if _is_frozen(module)]
         trained = [tower for tower in self.towers().values() if tower not in frozen]
-        return frozen + [part for tower in trained for part in frozen_begin(tower)]
+        begun = [tower for tower in trained if not next(tower.parameters()).requires_grad]
+        return frozen + [part for tower in begun for part in frozen_begin(tower)]
 
     def eval_frozen_parts(self) -> None:
         """Sets what is frozen to evaluation mode: without dropout its output is the same in both passes."""

@@ -17,7 +17,6 @@ the compiler.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -65,9 +64,7 @@ def _layers(names: Iterable[str]) -> dict[str, int]:
 
 
 def frozen_begin(tower: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules up to the last of the frozen first layers of a tower; none if its first layer trains."""
-    if any(p.requires_grad for p in itertools.islice(tower.parameters(), 1)):
-        return  # the usual case
+    """The largest modules up to the last of the frozen first layers of a tower."""
     depth_of, layers = depths(dict(tower.named_parameters()))
     first_trained = min((depth_of[n] for n, p in tower.named_parameters() if p.requires_grad), default=layers + 1)
     if first_trained < 2:

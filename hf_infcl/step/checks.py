@@ -34,30 +34,126 @@ _KINDS = ("image embeddings", "text embeddings")
 RowsOfDataset = Callable[[Sequence[tuple[int, int]]], list[int]]
 
 
-class SkippedWindows:
-    """Decides which windows are skipped. A skipped window changes no weight, no buffer, no optimizer and no schedule.
+class NumberChecks:
+    """The checks of a training, which decide which windows are skipped. Every process gets the same answers.
 
-    ``most`` is the maximum number of windows to skip in a row.
+    A skipped window changes no weight, no buffer, no optimizer and no schedule.
+
+    Args:
+        of_terms: the parameters that terms train beside the model.
+        rows_of_dataset: the rows of the training set for places (micro-batch, row) of a window; empty if they are not
+            known. It is not called for texts that are more than the images: several captions or negative ones.
     """
 
-    def __init__(self, most: int, resumed: RunRecord | None = None) -> None:
-        self._most = most
-        self._in_a_row = 0 if resumed is None else resumed.skipped_in_a_row  # skipped just before the current window
-        self._undo: Callable[[], None] = lambda: None
-        self.skipping = False  # the current window
+    def __init__(
+        self,
+        context: Context,
+        record: RunRecord | None,
+        of_terms: Sequence[nn.Parameter],
+        rows_of_dataset: RowsOfDataset,
+    ) -> None:
+        self._encoder, self._accelerator = context.encoder, context.accelerator
+        self._of_terms, self._rows_of_dataset = of_terms, rows_of_dataset
+        self._most = context.args.skip_nonfinite  # the windows to skip in a row
+        self._in_a_row = 0 if record is None else record.skipped_in_a_row  # skipped just before the current window
         # Skipped since the run began, including those with an overflow in fp16.
-        self.count = 0 if resumed is None else resumed.skipped_windows
-        self.last_loss = 0.0 if resumed is None else resumed.last_loss  # of the last window that was trained
+        self.skipped = 0 if record is None else record.skipped_windows
+        self.last_loss = 0.0 if record is None else record.last_loss  # of the last window that was trained
+        self._has_warned_of_zero = False
+        # ---- Of the current window ----
+        self.skipping, self._loss = False, math.nan
+        self._undo: Callable[[], None] = lambda: None
+        self._parameters: list[nn.Parameter] = []  # that are trained, listed once
+        # For each micro-batch, whether this process's gradient is finite after its backward.
+        self._finite_gradients: list[Tensor] = []
 
-    def begin_window(self, model: Any, others: Iterable[Tensor] = ()) -> None:
-        """Begins a window of a model, and of the ``others`` that are trained beside it; see `undoing`."""
-        self.skipping = False
+    def record(self) -> dict[str, Any]:
+        """The fields of `RunRecord` that this state continues from."""
+        return {"skipped_windows": self.skipped, "skipped_in_a_row": self._in_a_row, "last_loss": self.last_loss}
+
+    def begin_window(self, model: Wrapper) -> None:
+        """Begins a window, before its first forward."""
         if self._most > 0:
-            self._undo = undoing(model, others)
+            self._undo = undoing(model, self._of_terms)
+        self._parameters = [*model.parameters(), *self._of_terms]
+        self._finite_gradients, self.skipping, self._loss = [], False, math.nan
 
-    def end_window(self, loss: float) -> None:
-        """Ends a window that was trained."""
-        self._in_a_row, self.last_loss = 0, loss
+    def check_loss(self, loss: Tensor, finite: Sequence[Tensor], window: Window, step: int) -> None:
+        """Refuses or skips the window if its loss is not finite.
+
+        ``finite`` says for images and texts whether the embedding of each row is finite, [rows of the window] bool.
+
+        Raises:
+            ValueError: the window must not be trained, and no more windows may be skipped.
+        """
+        self._loss = value = loss.item()
+        if not math.isfinite(value):
+            cause = self._places(finite, window)
+            with torch.no_grad():
+                scale = self._encoder.scale_and_bias()[0].item()
+            terms = [name for name, term in window.term_values.items() if not term.isfinite()]
+            cause = cause or (f"the term {' and '.join(terms)}" if terms else "")
+            cause = f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
+            self.refuse(f"The loss of the global batch after step {step} is {value}, because {cause}.")
+
+    def check_gradient(self, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool) -> None:
+        """Refuses or skips the window if its gradient is not finite.
+
+        Call it after the backward of each micro-batch; the gradient is complete after the ``last``. A message can name
+        the first micro-batch of a process only while the gradient is that of this process.
+
+        Raises:
+            ValueError: as `check_loss`.
+        """
+        # The gradient of the loss that fp16 scales may overflow, which skips the step.
+        if self._accelerator.scaler is not None or (is_sharded(self._accelerator) and not last):
+            return
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        kinds = {(type(one), one.device, one.dtype) for one in gradients}
+        of_one_kind = last and len(kinds) == 1 and type(gradients[0]) is Tensor
+        norms = GradientNorms(self._parameters) if of_one_kind else None
+        finite = all_finite(gradients) if norms is None else norms.total.isfinite()
+        if not last or self._accelerator.num_processes == 1:
+            self._finite_gradients.append(finite)
+        if not last:
+            return
+        if finite:
+            window.gradient_norms = norms
+            return
+        first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
+        # A feature without a gradient, as of a frozen tower, has no rows.
+        of_features = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
+        places = self._places(window.in_order(finite_rows(of_features)), window)
+        places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
+        named = {n: p.grad for n, p in self._encoder.model.named_parameters() if p.grad is not None}
+        local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in named.items()}
+        bad = [name for name, gradient in local.items() if not gradient.isfinite().all()]
+        parameters = of_all_ranks(listed(bad, _MOST_NAMES))  # the first ones on each process
+        of_terms = not all_finite([p.grad for p in self._of_terms if p.grad is not None])
+        self.refuse(
+            f"The gradient of the global batch after step {step} is not finite: "
+            f"{'that of the parameters of a term' if of_terms else '; '.join(filter(None, (parameters, places)))}."
+        )
+
+    def _places(self, finite: Sequence[Tensor], window: Window) -> str:
+        """The rows of all processes' windows with values that are not finite, as a phrase; collective.
+
+        The same on every process, such as ``rank 1: image embeddings of micro-batch 0, row 3 (17 of the training
+        set)``; empty if all rows are finite. ``finite`` as for `check_loss`.
+        """
+        parts = []
+        for kind, rows, sizes in zip(_KINDS, finite, window.sizes, strict=True):
+            bad = (~rows).nonzero().flatten().tolist()
+            places_of_rows = [(index, row) for index, size in enumerate(sizes) for row in range(size)]
+            places = [places_of_rows[row] for row in bad[:_MOST_NAMES]]
+            rows_known = self._rows_of_dataset(places) if sizes == window.sizes[0] else []
+            known = [f" ({row} of the training set)" for row in rows_known] or [""] * len(places)
+            named = [f"micro-batch {index}, row {row}{name}" for (index, row), name in zip(places, known, strict=True)]
+            if len(bad) > len(places):
+                named.append(f"{len(bad) - len(places)} more rows")
+            if bad:
+                parts.append(f"{kind} of {'; '.join(named)}")
+        return of_all_ranks(" and ".join(parts))
 
     def refuse(self, problem: str) -> None:
         """Skips the present window, or ends the training if as many as are allowed were skipped just before it.
@@ -76,158 +172,49 @@ class SkippedWindows:
         self._in_a_row += 1
         logger.warning(f"{problem} The step is skipped ({self._in_a_row} in a row; skip_nonfinite is {self._most}).")
         self.skipping = True
-        self.count += 1
+        self.skipped += 1
         self._undo()
 
-    def skipped_by_scaler(self, scale: float) -> None:
-        """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
+    def end_window(self, overflowed_by: float | None = None) -> None:
+        """Ends a window that was not refused, after the optimizer's step.
 
-        ``scale`` is the factor by which the scaler multiplies the loss of the next window.
+        Its gradient may have overflowed in fp16, so that the scaler of the loss has skipped its step. ``overflowed_by``
+        is then the factor by which the scaler multiplies the loss of the next window.
 
         Raises:
             ValueError: the gradient overflows although it is not scaled up.
         """
-        self.count += 1
-        if scale < 1:
+        if overflowed_by is None:
+            self._in_a_row, self.last_loss = 0, self._loss
+            return
+        self.skipped += 1
+        if overflowed_by < 1:
             raise ValueError(
-                f"The gradient is not finite in fp16, although the loss is scaled by {scale:g} only. The weights are "
-                "those after the last step that was not skipped. Use bf16 instead of fp16, or lower the learning rate."
+                f"The gradient is not finite in fp16, although the loss is scaled by {overflowed_by:g} only. The "
+                "weights are those after the last step that was not skipped. Use bf16 instead of fp16, or lower the "
+                "learning rate."
             )
-
-    def record(self) -> dict[str, Any]:
-        """The fields of `RunRecord` that this state continues from."""
-        return {"skipped_windows": self.count, "skipped_in_a_row": self._in_a_row, "last_loss": self.last_loss}
-
-
-class NumberChecks:
-    """The checks of a training. Every process gets the same answers.
-
-    Args:
-        rows_of_dataset: as for `describe_rows`.
-    """
-
-    def __init__(self, context: Context, record: RunRecord | None, rows_of_dataset: RowsOfDataset) -> None:
-        self.skipped = SkippedWindows(context.args.skip_nonfinite, record)
-        self._encoder, self._accelerator = context.encoder, context.accelerator
-        self._rows_of_dataset = rows_of_dataset
-        self.loss = math.nan  # of this window
-        self._parameters: list[nn.Parameter] = []  # that are trained, listed once for a window
-        self.norms: GradientNorms | None = None  # of the gradient of this window, once it is complete
-        self._of_terms: Sequence[nn.Parameter] = ()  # those of them that terms train beside the model
-        # For each micro-batch, whether this process's gradient is finite after its backward.
-        self._finite_gradients: list[Tensor] = []
-        self._has_warned_of_zero = False
-
-    def begin_window(self, model: Wrapper, of_terms: Sequence[nn.Parameter]) -> None:
-        """Begins a window, before its first forward. ``of_terms`` are trained beside the model."""
-        self.skipped.begin_window(model, of_terms)
-        self._parameters, self._of_terms = [*model.parameters(), *of_terms], of_terms
-        self._finite_gradients, self.loss, self.norms = [], math.nan, None
-
-    def check_loss(self, loss: Tensor, finite: Sequence[Tensor], window: Window, step: int) -> None:
-        """Refuses or skips the window if its loss is not finite.
-
-        ``finite`` says for images and texts whether the embedding of each row is finite, [rows of the window] bool.
-
-        Raises:
-            ValueError: the window must not be trained, and no more windows may be skipped.
-        """
-        self.loss = value = loss.item()
-        if not math.isfinite(value):
-            cause = describe_rows(finite, window.sizes, self._rows_of_dataset)
-            with torch.no_grad():
-                scale = self._encoder.scale_and_bias()[0].item()
-            terms = [name for name, term in window.term_values.items() if not term.isfinite()]
-            cause = cause or (f"the term {' and '.join(terms)}" if terms else "")
-            cause = f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
-            self.skipped.refuse(f"The loss of the global batch after step {step} is {value}, because {cause}.")
-
-    def check_gradient(self, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool) -> None:
-        """Refuses or skips the window if its gradient is not finite.
-
-        Call it after the backward of each micro-batch; the gradient is complete after the ``last``. A message can name
-        the first micro-batch of a process only while the gradient is that of this process.
-
-        Raises:
-            ValueError: as `check_loss`.
-        """
-        if self._accelerator.scaler is not None:  # the gradient of the scaled loss may overflow, which skips the step
-            return
-        if is_sharded(self._accelerator) and not last:
-            return
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        kinds = {(type(one), one.device, one.dtype) for one in gradients}
-        if last and len(kinds) == 1 and type(gradients[0]) is Tensor:
-            self.norms = GradientNorms(self._parameters)
-        finite = all_finite(gradients) if self.norms is None else self.norms.total.isfinite()
-        if not last or self._accelerator.num_processes == 1:
-            self._finite_gradients.append(finite)
-        if not last or finite:
-            return
-        self.norms = None
-        first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
-        # A feature without a gradient, as of a frozen tower, has no rows.
-        of_features = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
-        places = describe_rows(window.in_order(finite_rows(of_features)), window.sizes, self._rows_of_dataset)
-        places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
-        named = {n: p.grad for n, p in self._encoder.model.named_parameters() if p.grad is not None}
-        local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in named.items()}
-        bad = [name for name, gradient in local.items() if not gradient.isfinite().all()]
-        parameters = of_all_ranks(listed(bad, _MOST_NAMES))  # the first ones on each process
-        of_terms = not all_finite([p.grad for p in self._of_terms if p.grad is not None])
-        self.skipped.refuse(
-            f"The gradient of the global batch after step {step} is not finite: "
-            f"{'that of the parameters of a term' if of_terms else '; '.join(filter(None, (parameters, places)))}."
-        )
 
     def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
         """``skipped_windows`` since the run began, if there were any. Warns once of a loss and a gradient of exactly 0.
 
         ``logs`` are Trainer's.
         """
-        if logs["loss"] == logs.get("grad_norm") == 0 and not self.skipped.skipping and not self._has_warned_of_zero:
+        if logs["loss"] == logs.get("grad_norm") == 0 and not self.skipping and not self._has_warned_of_zero:
             self._has_warned_of_zero = True
             logger.warning(
                 "The loss and its gradient are exactly 0, so the model learns nothing: the pairs of a global batch "
                 "have no negatives (a single pair, or equal pair_ids), or it tells them apart and the loss rounds to 0."
             )
-        return {"skipped_windows": self.skipped.count} if self.skipped.count else {}
+        return {"skipped_windows": self.skipped} if self.skipped else {}
 
 
-# ---- Rows and parameters whose numbers are not finite, described for all processes ----
+# ---- Numbers that are not finite, on all processes ----
 
 
 def finite_rows(features: Iterable[Tensor]) -> list[Tensor]:
     """For each tensor [rows, ...] whether the values of each row are finite, [rows] bool."""
     return [feature.isfinite().flatten(1).all(1) for feature in features]
-
-
-def describe_rows(finite: Sequence[Tensor], sizes: Sequence[Sequence[int]], rows_of_dataset: RowsOfDataset) -> str:
-    """The rows of all processes' windows with values that are not finite, as a phrase; collective.
-
-    Args:
-        finite: for images and texts, whether the values of each row are finite, [rows of the window] bool.
-        sizes: for images and texts, the number of rows in each micro-batch.
-        rows_of_dataset: the rows of the training set for places (micro-batch, row); empty if they are not known. It is
-            not called for texts that are more than the images: several captions or negative ones.
-
-    Returns:
-        The same on every process, such as ``rank 1: image embeddings of micro-batch 0, row 3 (17 of the training
-        set)``; empty if all rows are finite.
-    """
-    parts = []
-    for kind, rows, sizes_of_kind in zip(_KINDS, finite, sizes, strict=True):
-        bad = (~rows).nonzero().flatten().tolist()
-        places_of_rows = [(index, row) for index, size in enumerate(sizes_of_kind) for row in range(size)]
-        places = [places_of_rows[row] for row in bad[:_MOST_NAMES]]
-        rows_known = rows_of_dataset(places) if sizes_of_kind == sizes[0] else []
-        known = [f" ({row} of the training set)" for row in rows_known] or [""] * len(places)
-        named = [f"micro-batch {index}, row {row}{name}" for (index, row), name in zip(places, known, strict=True)]
-        if len(bad) > len(places):
-            named.append(f"{len(bad) - len(places)} more rows")
-        if bad:
-            parts.append(f"{kind} of {'; '.join(named)}")
-    return of_all_ranks(" and ".join(parts))
 
 
 def all_finite(gradients: Sequence[Tensor]) -> Tensor:

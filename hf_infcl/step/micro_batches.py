@@ -404,7 +404,7 @@ def run_repeating(step: WindowStep, model: nn.Module, window: Window, number: in
     while True:
         largest = max(window.sizes[0])
         # As before the step, if it is repeated.
-        undo = undoing(step.wrapper, term_parameters(step.extensions)) if window.loaded else None
+        undo = undoing(step.wrapper, step.term_parameters) if window.loaded else None
         try:
             with step.compilation.active(window):
                 loss = step.run(model, window, number)

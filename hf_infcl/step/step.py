@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..loss import OBJECTIVES
 from ..models.dual_encoder import NO_TEXTS, images_of
-from ..models.sharding import failures_announced_unless_sharded, is_sharded
+from ..models.sharding import is_sharded
 from ..options.facts import CHECKPOINTING
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
@@ -91,7 +91,8 @@ class WindowStep:
         self.compilation = LayerCompilation(context, record, steps=steps, compiled=compiled)
         self.graphs = GraphBudget(None if args.retain_graphs == "auto" else int(args.retain_graphs or 1), args.device)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
-        self.checks = NumberChecks(context, record, rows_of_dataset)
+        self.term_parameters = term_parameters(self.extensions)  # what trains beside the model
+        self.checks = NumberChecks(context, record, self.term_parameters, rows_of_dataset)
         self.context, self._phases = context, phases
         self._loss = WindowLoss(
             args.process_index,
@@ -123,7 +124,6 @@ class WindowStep:
         """
         encoder, accelerator, args = self.context.encoder, self.context.accelerator, self.context.args
         checks, wrapper, count = self.checks, self.wrapper, len(window)
-        of_terms = term_parameters(self.extensions)
         # Whether all processes repeat the step if memory runs out on one of them.
         self._together = together = self.repeats and bool(window.loaded) and args.world_size > 1
         self.may_repeat = self.repeats
@@ -135,7 +135,7 @@ class WindowStep:
         wrapper.begin_window()
         if self.windows == 0 and self._resumes:
             self._order_buckets(model, window)
-        checks.begin_window(wrapper, of_terms)
+        checks.begin_window(wrapper)
         # ---- First pass: the features of all micro-batches ----
         self._phases.enter("the first pass", step)
         micro_batches, self._forwards = [MicroBatch(batch) for batch in window.batches], 0
@@ -186,18 +186,18 @@ class WindowStep:
             self.may_repeat = self.repeats
             with record_function("infcl: loss"):
                 loss_of = partial(self._loss_and_terms, window, micro_batches)
-                loss = passes.differentiate(loss_of, lambda: encoder.temperature_parameters, of_terms)
+                loss = passes.differentiate(loss_of, lambda: encoder.temperature_parameters, self.term_parameters)
         checks.check_loss(loss, finite, window, step)  # before any gradient is added
         scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()  # of fp16's gradients
-        if not checks.skipped.skipping:
+        if not checks.skipping:
             # No wrapper averages these over the processes, and no backward scales them as fp16 needs it.
-            for parameter, gradient in zip(of_terms, passes.other_gradients, strict=True):
+            for parameter, gradient in zip(self.term_parameters, passes.other_gradients, strict=True):
                 parameter.grad = Processes().sum(gradient) * (scale / args.world_size)
         # ---- Second pass: one micro-batch after the other, with the gradient of its features; none if skipped ----
         self._phases.enter("the second pass", step)
         self.may_repeat = self.repeats
         every = args.torch_empty_cache_steps
-        for index in range(0 if checks.skipped.skipping else count):
+        for index in range(0 if checks.skipping else count):
             last = index == count - 1
             if last and (together or self._awaits_observers):
                 Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
@@ -210,7 +210,7 @@ class WindowStep:
                     del surrogate  # and its graph
                 checks.check_gradient(passes, window, step, last=last)
             with self._announced(repeats=repeats):
-                for observer in () if checks.skipped.skipping else self._observers:
+                for observer in () if checks.skipping else self._observers:
                     observer.after_backward(index, scale)
             window.release(index)
             if every is not None and step % every == 0:
@@ -218,16 +218,15 @@ class WindowStep:
             if index in (0, count - 1):
                 self._collect_after_compiling()
         # ---- The end of the window ----
-        if checks.skipped.skipping:
+        if checks.skipping:
             if accelerator.scaler is not None:  # which then skips the step, for which there are no gradients
                 first = next(p for p in model.parameters() if p.requires_grad)
                 first.grad = torch.full_like(first, math.inf)
-            return torch.full_like(loss, checks.skipped.last_loss, dtype=torch.float32)
+            return torch.full_like(loss, checks.last_loss, dtype=torch.float32)
         if self.windows == 0:
             wrapper.check_gradients()
         self.windows += 1
         self._term_values, self._has_cycles = window.term_values, False
-        window.gradient_norms = checks.norms
         self.graphs.end_window()
         with self._announced():
             for observer in self._observers:
@@ -272,7 +271,8 @@ class WindowStep:
         return float(began.elapsed_time(ended)) / 1000
 
     def _announced(self, *, repeats: bool = False) -> AbstractContextManager[None]:
-        return failures_announced_unless_sharded(self.context.accelerator, repeats=repeats)
+        """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
+        return failures_announced(repeats=repeats) if self.repeats else nullcontext()
 
     def _encode(self, model: nn.Module, micro_batch: MicroBatch, arriving: Iterator[dict[str, Any]] | None) -> Features:
         """Image and text embeddings of a micro-batch, [images, D] and [texts, D], normalised; in both passes.
@@ -364,7 +364,7 @@ class WindowStep:
     def before_optimizer_step(self, optimizer: AcceleratedOptimizer, step: int) -> None:
         """Keeps the optimizer and Trainer's schedule where they are if the window is skipped."""
         self._phases.enter("the optimizer's step", step)
-        accelerator, skipping = self.context.accelerator, self.checks.skipped.skipping
+        accelerator, skipping = self.context.accelerator, self.checks.skipping
         if accelerator.scaler is not None:
             self._scale = accelerator.scaler.get_scale()
         else:
@@ -374,18 +374,15 @@ class WindowStep:
 
     def after_optimizer_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Counts the window as trained, or as skipped, and keeps logit_scale between 1 and its largest value."""
-        encoder, accelerator, skipped = self.context.encoder, self.context.accelerator, self.checks.skipped
+        encoder, accelerator = self.context.encoder, self.context.accelerator
         accelerator.gradient_state._set_sync_gradients(True)
         scale = math.inf
         if accelerator.scaler is not None:
             # A fused optimizer skips the step in its kernel, which accelerate does not see. The scale falls then.
             scale = accelerator.scaler.get_scale()
             optimizer._is_overflow = scale < self._scale
-        if not skipped.skipping:
-            if accelerator.optimizer_step_was_skipped:
-                skipped.skipped_by_scaler(scale)
-            else:
-                skipped.end_window(self.checks.loss)
+        if not self.checks.skipping:
+            self.checks.end_window(scale if accelerator.optimizer_step_was_skipped else None)
         if self._largest_scale is not None and encoder.temperature_parameters[0].requires_grad:
             encoder.clamp_temperature(self._largest_scale)
 

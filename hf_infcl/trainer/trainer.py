@@ -31,7 +31,6 @@ from ..processes.signals import EndRequestedError, Interruptions, Preempted, hee
 from ..quality.embedding import with_cached_features
 from ..quality.selection import make_selections
 from ..quality.teachers import make_teachers
-from ..step.extensions import term_parameters
 from ..step.micro_batches import find_micro_batches, recorded, run_repeating
 from ..step.step import WindowStep
 from ..step.terms import Context, Start
@@ -307,18 +306,18 @@ class InfCLTrainer(Trainer):
         return self.progress.operations(inputs, super().floating_point_ops)
 
     def _clip_grad_norm(self, model: nn.Module, *args: Any) -> Any:
-        norms = self.window_step.checks.norms  # that the step has read all gradients for
+        norms = self.training_data.window.gradient_norms  # that the step has read all gradients for
         norm = None if norms is None else norms.clipped(self.args.max_grad_norm)
         return super()._clip_grad_norm(self._with_terms(model), *args) if norm is None else norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None and (norms := self.window_step.checks.norms) is not None:
+        if grad_norm is None and (norms := self.training_data.window.gradient_norms) is not None:
             grad_norm = norms.clipped(math.inf)
         return super()._get_grad_norm(self._with_terms(model), grad_norm=grad_norm)
 
     def _with_terms(self, model: nn.Module) -> nn.Module:
         """The model with what terms train beside it: the gradients of all have one norm."""
-        beside = term_parameters(self.window_step.extensions)
+        beside = self.window_step.term_parameters
         return nn.ParameterList([*model.parameters(), *beside]) if beside else model
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -384,7 +383,7 @@ class InfCLTrainer(Trainer):
         record = RunRecord(
             make_run(self.context),
             **self.training_data.position(),
-            **self.window_step.checks.skipped.record(),
+            **self.window_step.checks.record(),
             processes=args.world_size,
             only_model=args.save_only_model,
             optimizer=self.optimization.options,
