@@ -2,10 +2,9 @@
 
 These are the 2.5th and 97.5th percentiles of 1,000 resamples of the images (Efron and Tibshirani 1993, An Introduction
 to the Bootstrap, section 13.3). The captions of an image stay together, because they are not independent. The resamples
-of two sets of equal size are the same, so two models are compared on the same resamples.
-
-
-The intervals of the metrics of a set, and how far its score has changed since before a training."""
+of two sets of equal size are the same, so two models are compared on the same resamples. `ScoreChanges` tells how far
+the score of a set has changed since before a training.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .metrics import CHANGE, HIGH, LOW, Found, Hits, LabelScores, defined_metrics, measured, score_if_measured
+from .metrics import CHANGE, HIGH, LOW, Found, Hits, LabelScores, count_hits, measured, score_if_measured
 
 RESAMPLES = 1000
 PERCENTILES = 2.5, 97.5
 _SEED = 0
 WEIGHTS_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
-
-
-def count_hits(ranks: Found) -> dict[str, Hits]:
-    """The hits of each image, for all metrics that are shares of hits; nothing for `LabelScores`."""
-    return {name: metric.hits(ranks) for name, metric in defined_metrics(ranks).items() if metric.hits is not None}
 
 
 def resampled(hits: Sequence[Hits]) -> np.ndarray:
@@ -40,7 +34,13 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
         [metrics, RESAMPLES] float64.
     """
     size = len(hits[0].right)
-    kind, examples = _kinds(hits)
+    # Images with the same hits are of one kind. Sums over a few kinds are, to the bit, those over many images, since
+    # they are of whole numbers.
+    kind = np.zeros(size, np.int64)
+    for column in (column for one in hits for column in one if column is not None):
+        values = column.numpy().astype(np.int64)
+        kind = np.unique(kind * (values.max() + 1) + values, return_inverse=True)[1].reshape(-1)
+    examples = np.unique(kind, return_index=True)[1]
     random = np.random.default_rng(_SEED)
     rows, kinds = max(1, WEIGHTS_NUMEL // size), len(examples)
     blocks = []
@@ -50,36 +50,8 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
         drawn += kinds * np.arange(count)[:, None]
         weights = np.bincount(drawn.ravel(), minlength=count * kinds)
         weights = weights.reshape(count, kinds).astype(np.float64)  # how often images of each kind were drawn
-        blocks.append(np.stack([_shares(one, examples, weights) for one in hits]))
+        blocks.append(np.stack([one.shares(examples, weights) for one in hits]))
     return np.concatenate(blocks, axis=1)
-
-
-def _kinds(hits: Sequence[Hits]) -> tuple[np.ndarray, np.ndarray]:
-    """The kind of each image, [N] int64, and an image of each kind: those of one kind have the same hits.
-
-    Their sums are of whole numbers, and so the same to the bit, over a few kinds as over many images.
-    """
-    kind = np.zeros(len(hits[0].right), np.int64)
-    for one in hits:
-        for part in (one.right, one.queries, one.groups):
-            if part is not None:
-                values = np.unique(part.cpu().numpy(), return_inverse=True)[1].reshape(-1)
-                kind = np.unique(kind * (values.max() + 1) + values, return_inverse=True)[1].reshape(-1)
-    return kind, np.unique(kind, return_index=True)[1]
-
-
-def _shares(hits: Hits, images: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The value of one metric [resamples], with weights [resamples, n] of the images of these n numbers."""
-    parts = [part.cpu().numpy()[images].astype(np.float64) for part in (hits.right, hits.queries)]
-    if hits.groups is None:
-        right, queries = (weights @ part for part in parts)
-        return np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
-    groups = hits.groups.cpu().numpy()[images]
-    order = np.argsort(groups, kind="stable")
-    starts = np.unique(groups[order], return_index=True)[1]
-    right, queries = (np.add.reduceat((weights * part)[:, order], starts, axis=1) for part in parts)
-    shares = np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
-    return shares.sum(axis=1) / (queries > 0).sum(axis=1)  # of the groups that were drawn
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
@@ -103,16 +75,13 @@ class Difference:
     low: float | None = None  # the bounds of the paired 95% interval of second - first; None for a metric without one
     high: float | None = None
 
-    @property
-    def is_noise(self) -> bool:
-        """Whether the interval includes no difference."""
-        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
-
     def words(self, factor: float = 1, digits: int = 4) -> str:
-        """The difference times ``factor`` with its interval, and whether it is noise."""
-        values = (self.second - self.first, self.low, self.high)
-        change, *bounds = [f"{factor * value:+.{digits}f}" for value in values if value is not None]
-        return change + (f" [{', '.join(bounds)}]" if bounds else "") + (" within noise" if self.is_noise else "")
+        """The difference times ``factor`` with its interval, and that it is noise if the interval includes 0."""
+        ends = [end for end in (self.low, self.high) if end is not None]
+        change, *bounds = [f"{factor * value:+.{digits}f}" for value in (self.second - self.first, *ends)]
+        if not ends:
+            return change
+        return f"{change} [{', '.join(bounds)}]" + (" within noise" if min(ends) <= 0 <= max(ends) else "")
 
 
 def differences(first: Found, second: Found) -> dict[str, Difference]:

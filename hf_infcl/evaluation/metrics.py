@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class ClassRanks(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """The right answers of each of N images, of which a metric is the share."""
+    """The right answers of each of N images, of which a metric is the share; tensors on the CPU."""
 
     right: Tensor  # [N] integer, the queries of each image that are answered right
     queries: Tensor  # [N] integer, all queries of each image: 1, or the number of its captions
@@ -42,10 +43,18 @@ class Hits(NamedTuple):
 
     def share(self) -> float:
         """The value of the metric."""
-        if self.groups is None:
-            return int(self.right.sum()) / int(self.queries.sum())
-        right, queries = (torch.bincount(self.groups, part.double()) for part in (self.right, self.queries))
-        return (right / queries)[queries > 0].mean().item()
+        size = len(self.right)
+        return float(self.shares(np.arange(size), np.ones((1, size)))[0])
+
+    def shares(self, images: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """The value of the metric [resamples], with weights [resamples, n] of the images of these n numbers."""
+        groups = np.zeros(len(images)) if self.groups is None else self.groups.numpy()[images]
+        order = np.argsort(groups, kind="stable")
+        starts = np.unique(groups[order], return_index=True)[1]
+        each = ((weights * part.numpy()[images])[:, order] for part in (self.right, self.queries))
+        right, queries = (np.add.reduceat(part, starts, axis=1) for part in each)
+        shares = right / np.maximum(1, queries)
+        return shares.sum(axis=1) / np.maximum(1, (queries > 0).sum(axis=1))  # of the groups that were drawn
 
 
 class Choices(NamedTuple):
@@ -73,14 +82,14 @@ class Metric:
     """
 
     kind: str
-    measure: Callable[[Any], float] | None  # from the ranks or scores on a set; None for the trainer's loss
+    # From the ranks or scores on a set, its value, or the `Hits` whose share it is and from which it has an interval;
+    # None for the trainer's loss.
+    measure: Callable[[Any], float | Hits] | None
     words: str  # its name in a model card
     hub_type: str  # the kind of metric as the Hub names it
     axis: str | None = None  # the axis of the curves on which it is drawn; None if it is not
     greater_is_better: bool = True  # whether the best model has the largest value
     least_classes: int = 1  # the number of classes under which it is undefined
-    # Counts the `Hits` whose share the metric is; None for a metric that is no such share, and so has no interval.
-    hits: Callable[[Any], Hits] | None = None
 
 
 def image_hits(k: int, ranks: PairRanks) -> Hits:
@@ -91,27 +100,23 @@ def image_hits(k: int, ranks: PairRanks) -> Hits:
 
 
 def text_hits(k: int, ranks: PairRanks) -> Hits:
-    return Hits(ranks.texts < min(k, len(ranks.images)), torch.ones(len(ranks.texts), dtype=torch.int64))
+    return _one_query(ranks.texts < min(k, len(ranks.images)))
 
 
 def class_hits(k: int, ranks: ClassRanks) -> Hits:
-    return Hits(ranks.classes < k, torch.ones(len(ranks.labels), dtype=torch.int64))
-
-
-def choice_hits(choices: Choices) -> Hits:
-    return Hits(choices.right, torch.ones(len(choices.right), dtype=torch.int64))
+    return _one_query(ranks.classes < k)
 
 
 def per_class_hits(ranks: ClassRanks) -> Hits:
     return class_hits(1, ranks)._replace(groups=ranks.labels)
 
 
-def _share_of_hits(kind: str, hits: Callable[[Any], Hits], words: str, hub_type: str, **fields: Any) -> Metric:
-    return Metric(kind, partial(_share, hits), words, hub_type, hits=hits, **fields)
+def choice_hits(choices: Choices) -> Hits:
+    return _one_query(choices.right)
 
 
-def _share(hits: Callable[[Any], Hits], ranks: Found) -> float:
-    return hits(ranks).share()
+def _one_query(right: Tensor) -> Hits:
+    return Hits(right, torch.ones(len(right), dtype=torch.int64))
 
 
 def mean_average_precision(label_scores: LabelScores) -> float:
@@ -129,7 +134,7 @@ def mean_average_precision(label_scores: LabelScores) -> float:
 def recalls(ks: Sequence[int]) -> dict[str, Metric]:
     """The recalls of retrieval at each k."""
     return {
-        f"{way}_retrieval_recall@{k}": _share_of_hits(
+        f"{way}_retrieval_recall@{k}": Metric(
             "pairs", partial(hits, k), f"{way} retrieval recall@{k}", "recall", axis=FRACTION if k == 1 else None
         )
         for k in ks
@@ -140,23 +145,16 @@ def recalls(ks: Sequence[int]) -> dict[str, Metric]:
 # The first metric of a kind chooses the best checkpoint if the user names none.
 METRICS: dict[str, Metric] = {
     "loss": Metric(
-        kind="pairs",
-        measure=None,
-        words="contrastive loss of the whole set as one batch",
-        hub_type="loss",
-        axis=LOSS,
-        greater_is_better=False,
+        "pairs", None, "contrastive loss of the whole set as one batch", "loss", LOSS, greater_is_better=False
     ),
     **recalls(KS),
-    "acc1": _share_of_hits("classes", partial(class_hits, 1), "top-1 accuracy", "accuracy", axis=FRACTION),
-    "acc5": _share_of_hits("classes", partial(class_hits, 5), "top-5 accuracy", "accuracy", least_classes=5),
-    "mean_per_class_recall": _share_of_hits("classes", per_class_hits, "mean per class recall", "recall"),
+    "acc1": Metric("classes", partial(class_hits, 1), "top-1 accuracy", "accuracy", axis=FRACTION),
+    "acc5": Metric("classes", partial(class_hits, 5), "top-5 accuracy", "accuracy", least_classes=5),
+    "mean_per_class_recall": Metric("classes", per_class_hits, "mean per class recall", "recall"),
     "mean_average_precision": Metric(
         "labels", mean_average_precision, "mean average precision", "mean_average_precision", axis=FRACTION
     ),
-    "text_acc": _share_of_hits(
-        "choices", choice_hits, "right captions preferred to wrong ones", "accuracy", axis=FRACTION
-    ),
+    "text_acc": Metric("choices", choice_hits, "right captions preferred to wrong ones", "accuracy", axis=FRACTION),
 }
 
 
@@ -200,19 +198,22 @@ def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metr
     }
 
 
-def measured(ranks: Found) -> dict[str, float]:
-    """The metrics of a set by name, without the loss."""
-    return {
-        name: metric.measure(ranks) for name, metric in defined_metrics(ranks).items() if metric.measure is not None
-    }
+def measured(ranks: Found, metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+    """The values of these metrics of a set by name, by default of all that are defined for it, without the loss."""
+    values = _values(ranks, metrics).items()
+    return {name: value.share() if isinstance(value, Hits) else value for name, value in values}
 
 
-def defined_metrics(ranks: Found) -> dict[str, Metric]:
-    """The metrics by name that are defined for a set."""
-    if isinstance(ranks, ClassRanks):
-        return metrics_of_kind("classes", ranks.num_classes)
-    kinds = {PairRanks: "pairs", LabelScores: "labels", Choices: "choices"}
-    return metrics_of_kind(kinds[type(ranks)])
+def count_hits(ranks: Found) -> dict[str, Hits]:
+    """The hits of each image, for all metrics that are shares of hits; nothing for `LabelScores`."""
+    return {name: hits for name, hits in _values(ranks).items() if isinstance(hits, Hits)}
+
+
+def _values(ranks: Found, metrics: Mapping[str, Metric] | None = None) -> dict[str, float | Hits]:
+    if metrics is None:
+        kinds = {PairRanks: "pairs", ClassRanks: "classes", LabelScores: "labels", Choices: "choices"}
+        metrics = metrics_of_kind(kinds[type(ranks)], getattr(ranks, "num_classes", None))
+    return {name: metric.measure(ranks) for name, metric in metrics.items() if metric.measure is not None}
 
 
 def is_bound(name: str) -> bool:

@@ -1,28 +1,15 @@
-"""Zero-shot classification and retrieval, from the rank of a query's best-placed positive among all candidates.
+"""Zero-shot classification, retrieval and the choice of captions from embeddings, and the layout of their batches.
 
-All metrics of this package are computed from such ranks. Scores are computed tile by tile, so the full score matrix
-never exists: apart from float copies of the embeddings, memory is a few tensors of `max(TILE_NUMEL, number of
-candidates)` elements.
-
-Ties: among candidates with equal scores, the one with the lower index comes first. CLIP_benchmark uses `torch.topk`,
-which leaves the order of ties open; ours is one of the orders that `torch.topk` may return, and it depends neither on
-the device nor on the tiles. Without ties, the results are equal. A collapsed model, for which all candidates tie, gets
-the score of chance.
-
-The layout of a batch of images that have any number of captions each.
-
-The captions of a set form one tensor [M, ...] in the order of their images, together with the number of captions of
-each image [N]. Memory grows with the total number of captions, not with the maximum per image.
-
-Zero-shot classification from embeddings. The functions take tensors and return tensors or a dict of floats.
+All metrics but that of choices are computed from ranks: that of a query's best-placed positive among all candidates.
+Scores are computed tile by tile, so the full score matrix never exists: apart from float copies of the embeddings,
+memory is a few tensors of `max(TILE_NUMEL, number of candidates)` elements. The captions of a set form one tensor
+[M, ...] in the order of their images, together with the number of captions of each image [N].
 
 The results equal those of CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark), so they can be compared with
-published ones. `hf_infcl.evaluation.tasks` explains how ties are resolved.
-
-Image-text retrieval from embeddings. The functions take tensors and return a dict of floats.
-
-The results equal those of CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark), so they can be compared with
-published ones. `hf_infcl.evaluation.tasks` explains how ties are resolved.
+published ones. Ties: among candidates with equal scores, the one with the lower index comes first. CLIP_benchmark uses
+`torch.topk`, which leaves the order of ties open; ours is one of the orders that `torch.topk` may return, and it
+depends neither on the device nor on the tiles. A collapsed model, for which all candidates tie, gets the score of
+chance.
 """
 
 from __future__ import annotations
@@ -30,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -181,13 +169,6 @@ def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tens
     return torch.tensor(ids, dtype=torch.int64, device=input_ids.device)
 
 
-class _OnHost:
-    """Tensors that stay in host memory when the batch that has them is moved to a device."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-
 class WithTextsOnHost:
     """A data collator whose batches of pairs keep a copy of their tokens and ids in host memory; see `taken_apart`.
 
@@ -202,7 +183,7 @@ class WithTextsOnHost:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             return batch
         small = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim < 3}
-        return {**batch, _ON_HOST: _OnHost(small)}
+        return {**batch, _ON_HOST: SimpleNamespace(tensors=small)}  # what is in an object is not moved to the device
 
 
 def taken_apart(batch: Any) -> tuple[Any, Any]:
@@ -348,7 +329,7 @@ def retrieval_metrics(
     if ks is not None and (not ks or min(ks) < 1):
         raise ValueError(f"ks must name at least one k, and each must be at least 1, got {tuple(ks)}.")
     ranks = pair_ranks(image_embeds, text_embeds, text_image, caption_ids)
-    metrics = measured(ranks) if ks is None else {key: m.measure(ranks) for key, m in recalls(ks).items() if m.measure}
+    metrics = measured(ranks, None if ks is None else recalls(ks))
     if caption_ids is None:
         return metrics
     return metrics | recall_ceilings(caption_ids, ranks.text_image, len(image_embeds), KS if ks is None else ks)
