@@ -18,7 +18,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..files.whole import give_usual_modes
 from .dual_encoder import DualEncoder
-from .model_types import IMAGE_TOWERS, TOWERS
+from .model_types import IMAGE_TOWERS
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -50,7 +50,7 @@ def resize_images(encoder: DualEncoder, size: int | None) -> None:
         ValueError: the size is no multiple of the patches; the positions of the tower cannot be interpolated; the model
             has adapters around it, in whose file they would be missing.
     """
-    tower: Any = getattr(encoder.model, TOWERS["image"][0], None)
+    tower: Any = encoder.towers().get("image")
     config: Any = getattr(tower, "config", None)
     if size is None or getattr(config, "image_size", None) == size:
         return

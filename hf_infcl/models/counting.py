@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -77,9 +77,12 @@ def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             counter = stack.enter_context(FlopCounterMode(display=False))
             stack.enter_context(_Numbers())
-            state = {f"model.{name}": _fake(one) for name, one in (*model.named_parameters(), *model.named_buffers())}
+            state = {name: _fake(one) for name, one in (*model.named_parameters(), *model.named_buffers())}
             inputs = {name: _fake(one) for name, one in batch.items()}
             trained = [one for one in state.values() if one.requires_grad]
+            # As functional_call of torch.func, which calls nothing but forward.
+            stack.enter_context(_reparametrize_module(model, state, tie_weights=True))
+            stack.enter_context(torch.enable_grad())
 
             def count(encode: Callable[[], Tensor]) -> Operations:
                 before = counter.get_total_flops()
@@ -89,9 +92,8 @@ def count_operations(encoder: DualEncoder, batch: Mapping[str, Tensor]) -> tuple
                     torch.autograd.grad(embeds.sum(), trained, allow_unused=True)
                 return Operations(forward, counter.get_total_flops() - before - forward)
 
-            with torch.enable_grad():
-                towers = partial(encoder.encode_images, inputs), partial(encoder.encode_texts, inputs, checked=True)
-                images, texts = (torch.func.functional_call(_Calling(model, count), state, (one,)) for one in towers)
+            images = count(lambda: encoder.encode_images(inputs))
+            texts = count(lambda: encoder.encode_texts(inputs, checked=True))
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"The operations of a {type(model).__name__} cannot be counted: {type(error).__name__}: {error}"
@@ -116,17 +118,6 @@ def count_window(encoder: DualEncoder, batches: Iterable[Mapping[str, Any]]) -> 
 def shapes_of(batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The batches without the content of their tensors, for `count_window`."""
     return [{name: v.to("meta") if isinstance(v, Tensor) else v for name, v in batch.items()} for batch in batches]
-
-
-class _Calling(nn.Module):
-    """Has the parameters of a model, and calls a function that reads them."""
-
-    def __init__(self, model: nn.Module, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self, argument: object) -> Any:
-        return self.function(argument)
 
 
 class _Numbers(TorchDispatchMode):

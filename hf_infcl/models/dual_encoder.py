@@ -356,28 +356,24 @@ class DualEncoder:
 
         Parameters on which no embedding depends are frozen in any case: DDP would wait for their gradients.
         """
-        if tower is not None and not hasattr(self.model, TOWERS[tower][0]):
-            raise ValueError(
-                f"freeze={tower!r} freezes {TOWERS[tower][0]}, which {type(self.model).__name__} does not have. Give "
-                "its towers these names, or freeze parameters by requires_grad_(False)."
-            )
-        for module in () if tower is None else self.parts()[tower]:
+        for module in () if tower is None else self.parts([tower])[tower]:
             module.requires_grad_(False)
         for name, parameter in self.model.named_parameters():
             if self.kind.unused is not None and self.kind.unused in name:
                 parameter.requires_grad_(False)
 
-    def parts(self, *, named: bool = False) -> dict[str, list[nn.Module]]:
+    def parts(self, needed: Iterable[str] = ()) -> dict[str, list[nn.Module]]:
         """The modules of the image side and of the text side: each tower, and its projection if there is one.
 
         Raises:
-            ValueError: the towers should be ``named`` as those of transformers, and are not.
+            ValueError: the tower of a side that is ``needed`` has another name than those of transformers.
         """
-        for side, (tower, _) in TOWERS.items() if named else ():
+        for side in needed:
             if side not in self.towers():
                 raise ValueError(
-                    f"{type(self.base).__name__} has no {tower}, so its {side} tower cannot have a rate or frozen "
-                    "layers of its own. Name its towers as `TwoTowers` does, or leave these options out."
+                    f"{type(self.base).__name__} has no {TOWERS[side][0]}, so its {side} tower cannot have a rate or "
+                    "frozen layers of its own, or be frozen. Name its towers as `TwoTowers` does, or leave these "
+                    "options out; requires_grad_(False) freezes parameters."
                 )
         modules = {side: [getattr(self.model, name, None) for name in names] for side, names in TOWERS.items()}
         return {side: [module for module in both if module is not None] for side, both in modules.items()}
@@ -388,7 +384,7 @@ class DualEncoder:
         Raises:
             ValueError: a tower that trains has fewer layers, or one's own does not name its towers.
         """
-        for side, (tower, *projection) in self.parts(named=True).items():
+        for side, (tower, *projection) in self.parts(TOWERS).items():
             depth_of, layers = depths(dict(tower.named_parameters()))
             if count > layers and not all(map(_is_frozen, (tower, *projection))):
                 raise ValueError(
@@ -482,8 +478,7 @@ def _select(batch: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tens
 
 def check_patches(encoder: DualEncoder) -> None:
     """Raises a ValueError if the image tower has no patches to drop, or does not take a part of them."""
-    tower = getattr(encoder.model, TOWERS["image"][0], None)
-    kind = getattr(getattr(tower, "config", None), "model_type", None)
+    kind = getattr(getattr(encoder.towers().get("image"), "config", None), "model_type", None)
     if kind not in IMAGE_TOWERS:
         reason = "marks its patches with a mask" if kind == "siglip2_vision_model" else "is not known to take a part"
         raise ValueError(
@@ -500,17 +495,13 @@ class PatchDropout:
     has the random state of the first, drops the same patches. A hook of the image tower does it.
 
     Args:
+        encoder: one for which `check_patches` raises no error.
         share: the share of the patches to drop, in [0, 1). Of n patches, round(n · (1 - share)) stay, at least one.
-
-    Raises:
-        ValueError: see `check_patches`.
     """
 
     def __init__(self, encoder: DualEncoder, share: float) -> None:
-        self._share = share
-        check_patches(encoder)
-        self._tower: Any = getattr(encoder.model, TOWERS["image"][0])
-        embeddings = self._tower.embeddings
+        self._share, self._tower = share, encoder.towers()["image"]
+        embeddings: Any = self._tower.embeddings
         registers = getattr(embeddings, "register_tokens", None)
         self._prefix = int(hasattr(embeddings, "class_embedding") or hasattr(embeddings, "cls_token"))
         self._prefix += 0 if registers is None else registers.shape[1]

@@ -169,12 +169,9 @@ class _QuickGELU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # by create_graph=True: only operators have a derivative
-            gate = torch.sigmoid(1.702 * x)
-            return grad * gate * (1 + 1.702 * x * (1 - gate))
-        if x.is_cuda:
+        if x.is_cuda and not torch.is_grad_enabled():  # create_graph=True: only operators have a derivative
             from . import triton_quick_gelu
 
             return triton_quick_gelu.backward(x.contiguous(), grad.contiguous())
         gate = torch.sigmoid(1.702 * x)
-        return (1 - gate).mul_(1.702 * x).add_(1).mul_(gate).mul_(grad)
+        return grad * gate * (1 + 1.702 * x * (1 - gate))

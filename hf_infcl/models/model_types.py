@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -175,13 +175,6 @@ def text_positions(config: PretrainedConfig | None) -> int | None:
 LOOKED_AT = 10_000  # texts
 
 
-class Reading(NamedTuple):
-    """A text that a tower does not read to its end."""
-
-    read: tuple[int, ...]  # the tokens on which its embedding depends
-    text: tuple[int, ...]  # all tokens of the text
-
-
 @dataclass(frozen=True)
 class Pooling:
     """The token at which a causal text tower takes the embedding, so that nothing behind it is read."""
@@ -227,31 +220,15 @@ class Pooling:
         taken = (tokens if self.at_largest else tokens == self.stated).int().argmax(1, keepdim=True)
         return bool((mask[:, 1:] > mask[:, :-1]).any() or not mask.gather(1, taken).all())
 
-    def reading(self, tokens: Sequence[int], last: int, ends: int = 1) -> Reading | None:
-        """What the tower reads of a text; None if it takes the embedding at a token that ends texts.
-
-        Args:
-            last: the index of its last token.
-            ends: the number of tokens up to this one that may end it.
-        """
-        if self.at_largest:
-            taken = tokens.index(max(tokens))
-        else:
-            taken = tokens.index(self.stated) if self.stated in tokens else 0
-        if taken >= last or tokens[taken] in tokens[last + 1 - ends : last + 1]:
-            return None
-        return Reading(tuple(tokens[: taken + 1]), tuple(tokens[: last + 1]))
-
-    def fault(self, first: Reading, texts: tuple[str, str]) -> str:
-        """Why two texts have one embedding, and what to do."""
-        end, taken = first.text[-1], first.read[-1]
+    def fault(self, taken: int, end: int, texts: tuple[str, str]) -> str:
+        """Why two texts that end with one token have the embedding of another, and what to do."""
         if self.place == AT_LARGEST:
             why = "A model of this type takes the embedding of a text at its largest token"
             cure = f"Take a tokenizer that has no token above {end}."
         else:
-            why = f"The eos_token_id of the model's text_config is {self.stated}, "
-            why += "by which old configs mean the largest token of a text" if self.at_largest else ""
-            why += "" if self.at_largest else "and the embedding of a text is taken there, or else at its first token"
+            means = "and the embedding of a text is taken there, or else at its first token"
+            means = "by which old configs mean the largest token of a text" if self.at_largest else means
+            why = f"The eos_token_id of the model's text_config is {self.stated}, {means}"
             cure = (
                 f"Set eos_token_id to {end} in the text_config of the model's config.json and load the model again, or "
                 f"load tokenizer and model from one checkpoint. If {end} is a part of a word, the tokenizer adds no "
@@ -268,7 +245,7 @@ class SameEmbeddings:
 
     def __init__(self, pooling: Pooling | None) -> None:
         self._pooling, self._looked_at = pooling, 0
-        self._read: dict[tuple[int, ...], Reading] = {}
+        self._texts: dict[tuple[int, ...], tuple[int, ...]] = {}  # one of those with the same beginning, as it is read
 
     def check(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
         """Raises a ValueError if two of the texts so far have one embedding, although their tokens differ.
@@ -283,15 +260,20 @@ class SameEmbeddings:
         self._looked_at += len(input_ids)
         masks = [None] * len(input_ids) if attention_mask is None else attention_mask.tolist()
         for tokens, mask in zip(input_ids.tolist(), masks, strict=True):
-            if (reading := self._pooling.reading(tokens, *_last(tokens, mask, self._pooling.padding))) is None:
-                continue
-            other = self._read.setdefault(reading.read, reading)
-            if other.text != reading.text:
-                raise ValueError(self._pooling.fault(other, (_words(other.text), _words(reading.text))))
+            if self._pooling.at_largest:
+                taken = tokens.index(max(tokens))
+            else:
+                taken = tokens.index(self._pooling.stated) if self._pooling.stated in tokens else 0
+            last, ends = _last(tokens, mask, self._pooling.padding)
+            if taken >= last or tokens[taken] in tokens[last + 1 - ends : last + 1]:
+                continue  # it is read to its end
+            text = tuple(tokens[: last + 1])
+            if (other := self._texts.setdefault(text[: taken + 1], text)) != text:
+                raise ValueError(self._pooling.fault(tokens[taken], other[-1], (_words(other), _words(text))))
 
 
 def _last(tokens: list[int], mask: list[int] | None, padding: int | None) -> tuple[int, int]:
-    """The arguments of `Pooling.reading` that say where a text ends; -1 if nothing of it is attended to."""
+    """The last token of a text, and how many tokens up to it may be its end; -1 if nothing of it is attended to."""
     if mask is not None:
         return max((place for place, seen in enumerate(mask) if seen), default=-1), 1
     text = [*itertools.dropwhile(lambda token: token == padding, reversed(tokens))]
