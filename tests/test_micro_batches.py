@@ -210,7 +210,7 @@ def test_graphs_are_measured_in_windows_alone(monkeypatch, total, expected):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 0))
-    budget, kept = GraphBudget(None, torch.device("cuda")), []
+    budget, kept = GraphBudget("auto", torch.device("cuda")), []
     for _ in range(6):
         kept.append(budget.graphs(4))
         peak[0] = 200 + 100 + 1700 * kept[-1]
@@ -231,7 +231,7 @@ def test_further_graphs_may_have_been_the_smaller_ones(monkeypatch, alike, expec
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    budget = GraphBudget(None, torch.device("cuda"), alike=alike)
+    budget = GraphBudget("auto", torch.device("cuda"), alike=alike)
     for _ in range(3):
         peak[0] = 10 + 8 * (budget.graphs(12) - 1)
         budget.end_window()

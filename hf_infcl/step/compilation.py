@@ -11,7 +11,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -30,6 +30,7 @@ from ..processes.collectives import Processes
 from .grad_cache import undone
 from .terms import Context
 from .window import Window
+from .wrappers import is_compiled
 
 LAYERS, MODEL, NOTHING = "layers", "model", "nothing"  # what is compiled
 ENOUGH = 300.0  # seconds that the layers of a training take, some twenty times what their compilation takes
@@ -54,17 +55,15 @@ class LayerCompilation:
     Args:
         record: of the checkpoint that the training resumes from, which does what it did before.
         steps: of the whole training.
-        compiled: whether the model, or a part of it, is compiled already.
+        model: its model as the training loop calls it, which may be compiled already, or a part of it.
 
     Attributes:
         decided: what is compiled, `LAYERS`, `MODEL` or `NOTHING`; None before the first step.
-        is_active: whether layers are compiled now.
     """
 
-    def __init__(self, context: Context, record: RunRecord | None, *, steps: int, compiled: bool) -> None:
+    def __init__(self, context: Context, record: RunRecord | None, model: nn.Module, steps: int) -> None:
         self._context, self._before, self._steps = context, record and record.compiled, steps
-        self.decided = MODEL if compiled else None
-        self.is_active = False
+        self.decided = MODEL if is_compiled(model) else None
         self._functions: dict[nn.Module, Callable[..., Any]] = {}  # by the layers that call them
 
     @contextmanager
@@ -84,15 +83,13 @@ class LayerCompilation:
     @contextmanager
     def _called(self, window: Window) -> Iterator[None]:
         """The context in which the layers call their compiled functions."""
-        self.is_active = bool(self._functions)
         for layer, function in self._functions.items():
             layer._compiled_call_impl = function
-        competes = self.is_active and len(window) > 1
+        competes = bool(self._functions) and len(window) > 1
         try:
             with torch._functorch.config.patch(activation_memory_budget=_KEPT) if competes else nullcontext():
                 yield
         finally:
-            self.is_active = False
             for layer in self._functions:
                 layer._compiled_call_impl = None
 
@@ -102,21 +99,21 @@ class LayerCompilation:
         possible = may_compile(context.args) and not is_sharded(context.accelerator)
         if self._before in (MODEL, NOTHING) or not all(one for (one,) in Processes().agree([possible])):
             return NOTHING
-        layers: dict[str, list[nn.Module]] = {}
+        towers: dict[str, tuple[list[nn.Module], Callable[[], None]]] = {}
         seconds, failure = 0.0, ""
         with undone(context.encoder.model, context.args.device):
             with suppress(Exception):  # which the step raises as well
-                layers, trials = self._trials(window)
-                seconds = sum(_seconds(trials[name]) * len(of_tower) for name, of_tower in layers.items())
+                towers = self._trials(window)
+                seconds = sum(_seconds(trial) * len(layers) for layers, trial in towers.values())
             seconds = min(number for (number,) in Processes().agree([seconds * len(window) * self._steps]))
             if seconds < ENOUGH and not (self._before == LAYERS and seconds > 0):
                 return NOTHING
             began = time.perf_counter()
             try:
-                for name, of_tower in layers.items():
-                    self._functions |= _compiled(name, of_tower)
+                for name, (layers, _) in towers.items():
+                    self._functions |= _compiled(name, layers)
                 with self._called(window):
-                    for trial in trials.values():
+                    for _, trial in towers.values():
                         trial()
             except Exception as error:
                 failure = " ".join([f"{type(error).__name__}:", *str(error).split("\n")[:2]])
@@ -125,7 +122,7 @@ class LayerCompilation:
             self._functions = {}
             self._tell(f"The layers could not be compiled, and are computed as they are ({failure or 'elsewhere'}).")
             return NOTHING
-        numbers = " and ".join(f"{len(of_tower)} of the {name} tower" for name, of_tower in layers.items())
+        numbers = " and ".join(f"{len(layers)} of the {name} tower" for name, (layers, _) in towers.items())
         seconds = time.perf_counter() - began
         self._tell(f"The layers ({numbers}) were compiled in {seconds:.0f} s; --torch_compile false leaves that out.")
         return LAYERS
@@ -134,35 +131,27 @@ class LayerCompilation:
         if self._context.args.process_index == 0:
             logger.warning(message)
 
-    def _trials(self, window: Window) -> tuple[dict[str, list[nn.Module]], dict[str, Callable[[], None]]]:
-        """The layers of the towers that run, and for each tower a forward and a backward of its last layer.
+    def _trials(self, window: Window) -> dict[str, tuple[list[nn.Module], Callable[[], None]]]:
+        """For each tower that runs its layers, and a forward and backward of the last one with its inputs in the step.
 
-        The layer gets the inputs that it has in the step.
+        A tower whose outputs are cached does not run.
         """
         encoder = self._context.encoder
         layers = {name: found for name, tower in encoder.towers().items() if (found := layers_of(tower))}
         encoder.model.train()
         encoder.eval_frozen_parts()
         inputs: dict[str, tuple[Any, dict[str, Any]]] = {}
-        hooks = []
-        for name, of_tower in layers.items():
 
-            def keep(_: nn.Module, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
-                inputs[name] = args, kwargs
+        def keep(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            inputs[name] = args, kwargs
 
-            hooks.append(of_tower[-1].register_forward_pre_hook(keep, with_kwargs=True))
         batch = next(batch for batch in window.batches if not batch.get(NO_TEXTS))
-        try:
-            with torch.no_grad():
-                # Not by calling the model, whose hooks would take this for a forward of the training.
-                encoder.embed(encoder.model.forward, self._context.prepare_inputs(dict(batch)))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        trials: dict[str, Callable[[], None]] = {
-            name: partial(self._trial, name, layers[name][-1], *inputs[name]) for name in inputs
-        }
-        return {name: layers[name] for name in inputs}, trials  # a tower whose outputs are cached does not run
+        with ExitStack() as hooks, torch.no_grad():
+            for name, of_tower in layers.items():
+                hooks.enter_context(of_tower[-1].register_forward_pre_hook(partial(keep, name), with_kwargs=True))
+            # Not by calling the model, whose hooks would take this for a forward of the training.
+            encoder.embed(encoder.model.forward, self._context.prepare_inputs(dict(batch)))
+        return {name: (layers[name], partial(self._trial, name, layers[name][-1], *inputs[name])) for name in inputs}
 
     def _trial(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         trained = [p for p in layer.parameters() if p.requires_grad]
@@ -193,11 +182,9 @@ def _compiled(name: str, layers: Iterable[nn.Module]) -> dict[nn.Module, Callabl
 
 def _seconds(trial: Callable[[], None]) -> float:
     """What a trial takes after a first one, which chooses kernels."""
-    trial()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    trial()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for _ in range(2):
+        began = time.perf_counter()
+        trial()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     return time.perf_counter() - began

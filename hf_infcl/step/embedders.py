@@ -157,10 +157,7 @@ class ExactContrastiveLoss(nn.Module):
         if not torch.is_grad_enabled():
             features = torch.cat([encode(part)[0] for part in parts])
             return self.calculate_loss(_columns(features, order, rows), labels)
-        if self._budget is None:
-            wanted = None if self.retain_graphs == "auto" else int(self.retain_graphs)
-            self._budget = GraphBudget(wanted, device, alike=False)
-        budget = self._budget
+        budget = self._budget = self._budget or GraphBudget(self.retain_graphs, device, alike=False)
         # Without its exchange, as in accumulation, a wrapper has nothing to prepare in the last forward.
         exchanges = wrapper.synchronises and module.require_backward_grad_sync
         most = wrapper.most_graphs(len(parts)) if exchanges else len(parts)

@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -112,15 +112,13 @@ class Fetcher:
     def fetch(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields each batch on the device, ready for the current stream, after starting to copy the next one."""
         # A reference here to a yielded batch would keep it on the device together with the next two.
-        arriving: deque[dict[str, Any]] = deque()
+        sent = map(self.send, batches)
+        arriving = deque(islice(sent, 1))
         try:
-            for following in chain(batches, [None]):
-                if arriving:
-                    self._wait()  # before the next copy is queued behind it
-                if following is not None:
-                    arriving.append(self.send(following))
-                if len(arriving) == (1 if following is None else 2):
-                    yield arriving.popleft()
+            while arriving:
+                self._wait()  # before the next copy is queued behind it
+                arriving.extend(islice(sent, 1))
+                yield arriving.popleft()
         finally:
             self._wait()  # the memory of a batch that nobody takes is used again, too
 
@@ -159,7 +157,7 @@ class GraphBudget:
     """Decides for how many micro-batches of a window the autograd graph is kept.
 
     Args:
-        wanted: the number, or None for as many as fit into the memory of the GPU. Until this is known, one graph is
+        retain: the number, or "auto" for as many as fit into the memory of the GPU. Until this is known, one graph is
             kept. It is measured in the second window, because the optimizer's state is created at the end of the
             first, and again in the third, whose further graphs show how large one is.
         alike: whether all micro-batches are of one size. The further graphs of others may be the smaller ones, so they
@@ -169,9 +167,9 @@ class GraphBudget:
         kept: the number of graphs of the last window.
     """
 
-    def __init__(self, wanted: int | None, device: torch.device, *, alike: bool = True) -> None:
-        self._wanted, self._device, self._alike = wanted, device, alike
-        self._measures = wanted is None and device.type == "cuda"
+    def __init__(self, retain: int | str | None, device: torch.device, *, alike: bool = True) -> None:
+        self._wanted, self._device, self._alike = 1 if retain == "auto" else int(retain or 1), device, alike
+        self._measures = retain == "auto" and device.type == "cuda"
         self._trained = 0  # windows
         self._resting, self._peak_of_one, self._most_of_one = 0, 0, 0  # bytes
         self.kept = 1
@@ -181,7 +179,7 @@ class GraphBudget:
         if self._measures:
             self._resting = torch.cuda.memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-        self.kept = max(1, min(self._wanted or 1, most))
+        self.kept = max(1, min(self._wanted, most))
         return self.kept
 
     def keep_fewer(self) -> None:

@@ -28,7 +28,7 @@ from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
 from ..processes.signals import Phases
 from .checks import NumberChecks, RowsOfDataset, asked_for_loss, check_own_loss, finite_rows
-from .compilation import LayerCompilation
+from .compilation import LAYERS, MODEL, LayerCompilation
 from .extensions import (
     NO_ROWS,
     Extension,
@@ -46,7 +46,7 @@ from .extensions import (
 from .grad_cache import CachedWindow, Features, Fetcher, GraphBudget, undone
 from .terms import Context, DroppedPatches, KeptFeatures, PositiveCosines, TowerNorms
 from .window import MicroBatch, Window, WindowLoss, contents
-from .wrappers import DDP, is_compiled, make_wrapper
+from .wrappers import DDP, make_wrapper
 
 logger = logging.get_logger(__name__)
 
@@ -70,7 +70,7 @@ class WindowStep:
         phases: Phases,
         steps: int = 0,
     ) -> None:
-        args, compiled = context.args, is_compiled(model)
+        args = context.args
         self.windows, self._asks = 0, False  # that were trained; whether the next forward is asked for its loss
         self.extensions = [*_make_extensions(context), *context.extensions]
         check_names(self.extensions)
@@ -86,10 +86,8 @@ class WindowStep:
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
         # micro-batch, where other processes wait for what this one sends.
         self.may_repeat = self.repeats
-        # A trial or a first window of a compiled model leaves cycles: see `_collect_after_compiling`.
-        self._compiled, self._has_cycles = compiled, compiled
-        self.compilation = LayerCompilation(context, record, steps=steps, compiled=compiled)
-        self.graphs = GraphBudget(None if args.retain_graphs == "auto" else int(args.retain_graphs or 1), args.device)
+        self.compilation = LayerCompilation(context, record, model, steps)
+        self.graphs = GraphBudget(args.retain_graphs, args.device)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self.term_parameters = term_parameters(self.extensions)  # what trains beside the model
         self.checks = NumberChecks(context, record, self.term_parameters, rows_of_dataset)
@@ -105,9 +103,9 @@ class WindowStep:
         )
         self.wrapper = make_wrapper(model)
         self._resumes = record is not None and isinstance(self.wrapper, DDP) and args.world_size > 2
-        if args.ddp_broadcast_buffers is None:
+        if isinstance(self.wrapper, DDP) and args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
-            self.wrapper.broadcast_buffers(bool(context.encoder.batch_norms()))
+            self.wrapper.model.broadcast_buffers = bool(context.encoder.batch_norms())
         if not any((getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant") for name in CHECKPOINTING):
             context.encoder.stop_gradients_at_frozen_layers()
         self._largest_scale = _largest_scale(context, warns=steps > 0)
@@ -145,7 +143,7 @@ class WindowStep:
             micro_batches,
             device=args.device,
             retain=self.graphs.graphs(wrapper.most_graphs(count)),
-            keep_grad_mode=self._compiled or self.compilation.is_active,
+            keep_grad_mode=self.compilation.decided in (LAYERS, MODEL),
             alike=True,
             buffers=wrapper.buffers(),
         )
@@ -158,7 +156,7 @@ class WindowStep:
                     encoder.check_texts(batch)
                 if self.windows == 0 and encoder.has_own_forward:
                     # The same forwards tell it, except those of a compiled model and of FSDP, which change with it.
-                    alone = self._compiled or not self.repeats
+                    alone = self.compilation.decided == MODEL or not self.repeats
                     self._asks = not alone and any(images == texts for images, texts in zip(*window.sizes, strict=True))
                     if not self._asks:
                         check_own_loss(self.context, window.batches[0])
@@ -226,7 +224,7 @@ class WindowStep:
         if self.windows == 0:
             wrapper.check_gradients()
         self.windows += 1
-        self._term_values, self._has_cycles = window.term_values, False
+        self._term_values = window.term_values
         self.graphs.end_window()
         with self._announced():
             for observer in self._observers:
@@ -292,7 +290,7 @@ class WindowStep:
                 "_prepare_inputs or a StepChange has changed a batch in place, but makes it twice. Return a new one."
             )
         # Leaving out a tower would trigger another compilation of a whole model.
-        frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
+        frozen_outputs = None if self.compilation.decided == MODEL else micro_batch.frozen_outputs
         forward: Callable[..., object] = model
         if self._asks and len(images_of(inputs)) == len(inputs["input_ids"]) and not inputs.get(NO_TEXTS):
             forward, self._asks = asked_for_loss(self.context, model), False
@@ -302,12 +300,12 @@ class WindowStep:
         return embeds
 
     def _collect_after_compiling(self) -> None:
-        """Frees activations in the first window of a compiled model.
+        """Frees activations in the first window of a compiled model, and in a trial, which counts as the second one.
 
         Compilation leaves reference cycles that hold the activations of a micro-batch, so the window would hold the
         activations of two micro-batches. This is called after the first forward, the first backward and the last one.
         """
-        if self._has_cycles or (self.windows == 0 and self.compilation.is_active):
+        if self.windows < 2 and self.compilation.decided in (LAYERS, MODEL):
             gc.collect()
 
     @torch.no_grad()

@@ -51,9 +51,6 @@ class Wrapper:
 
     # ---- What wrappers exchange ----
 
-    def broadcast_buffers(self, wanted: bool) -> None:
-        """Called before the first window: whether the buffers of rank 0 reach the other processes in each window."""
-
     def most_graphs(self, micro_batches: int) -> int:
         """The maximum number of graphs that a window of this many micro-batches can keep from its first pass.
 
@@ -81,9 +78,6 @@ class DDP(Wrapper):
     """A model in `torch.nn.parallel.DistributedDataParallel`."""
 
     synchronises = True
-
-    def broadcast_buffers(self, wanted: bool) -> None:
-        self.model.broadcast_buffers = wanted
 
     def begin_window(self) -> None:
         # DDP would run both of these collectives in the next forward. A process that fails before that forward would
