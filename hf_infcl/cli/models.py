@@ -33,7 +33,7 @@ from ..quality.averages import SPLIT, Averaged, described, interpolated, not_tra
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.model_files import find_average, main_weights
 from ..trainer.trainer import InfCLTrainer
-from .benchmarks import lines_of_scores, means_of_groups
+from .benchmarks import scores_and_means
 from .datasets import check_columns, describe_sets, evaluation_datasets, guard_datasets, what_was_measured
 from .defaults import read_alpha
 from .launched import leave, mistakes_in_one_line, tell
@@ -116,13 +116,12 @@ def _check_models(models: Sequence[tuple[str, Any]]) -> None:
 def _write_metrics(trainer: Any, metrics: dict[str, float], datasets: Sets, options: EvaluationOptions) -> None:
     """Prints a table of the metrics of one model, and writes eval_results.json; collective."""
     dims = trainer.args.dims
-    means = means_of_groups(metrics, datasets, options.eval_benchmark)
+    scores, means = scores_and_means(metrics, datasets, options.eval_benchmark)
     computed = precision(trainer)
     how = {"eval_precision": computed} | ({} if dims is None else {"eval_dims": dims})
     trainer.save_metrics("eval", metrics | means | what_was_measured(datasets) | how, combined=False)
     if trainer.is_world_process_zero():
-        print(*table_lines(make_rows(metrics, datasets, every=True)), sep="\n")
-        print(*lines_of_scores(metrics, datasets, means), sep="\n")
+        print(*table_lines(make_rows(metrics, datasets, every=True)), *scores, sep="\n")
         cut = "" if dims is None else f" with the first {dims} dimensions of the embeddings"
         print(f"Measured in {computed}{cut}; another precision rounds otherwise, and changes a few answers.")
         print(f"The results were written to {Path(trainer.args.output_dir) / 'eval_results.json'}.")
