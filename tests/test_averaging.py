@@ -351,7 +351,7 @@ BOTH = "average DEMO/clip-init DEMO/clip-init"
         (f"{BOTH} --output_dir DEMO/clip-init", "already holds a model"),
         (f"{BOTH} --output_dir NOTES/README.md", "Nothing can be written to output_dir"),
         (f"{BOTH} --output_dir=", "--output_dir is empty. Name the folder"),
-        (f"{BOTH} --eval_dataset d --eval_pictures 3", "--eval_pictures draws those of one model"),
+        (f"{BOTH} --eval_dataset d --eval_pictures 3", "eval_pictures=3 is not supported: they are those of one model"),
         ("average DEMO/clip-init", "the following arguments are required: END"),
     ],
 )

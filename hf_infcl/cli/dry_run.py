@@ -20,7 +20,7 @@ from ..loss.strategies import machines_of
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..trainer.trainer import InfCLTrainer
-from .launched import leave, mistakes_in_one_line, tell
+from .launched import leave, tell
 
 STEPS = 3  # the first one also starts the workers, and chooses kernels or compiles them
 _GIB = 2**30
@@ -48,12 +48,11 @@ def write_nothing(args: InfCLTrainingArguments) -> None:
     args.report_to = []
 
 
-def dry_run(trainer: InfCLTrainer, command: str) -> None:
+def dry_run(trainer: InfCLTrainer) -> None:
     """Trains the first steps and prints memory, speed and the time of the whole training; collective."""
     quieten(trainer)
     trainer.add_callback(_FirstSteps())
-    with mistakes_in_one_line(command, of_libraries=False):
-        trainer.train()
+    trainer.train()
     device = trainer.args.device
     used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident()
     memory = max(peak for (peak,) in Processes().agree([used]))

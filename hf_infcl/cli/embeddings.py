@@ -68,8 +68,6 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             namespace.output_dir = folder
     options, _, _, data, columns, _, _, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        if args.fsdp:
-            raise ValueError("Every process embeds with the whole model. Omit the options of FSDP.")
         if namespace.data is None:
             sources = _sources_of_training(options, data, columns, args)
         else:
@@ -384,8 +382,6 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     """Scores the pairs, and tells how many are wrong."""
     options, columns, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        if args.fsdp:
-            raise ValueError("Every process scores with the whole model. Omit the options of FSDP.")
         chosen = {name: value for name, value in vars(options).items() if name != "window"}
         length = 1 if options.streaming else None  # which a training needs
         named: Any = [SetSpec.read("data", namespace.data)]

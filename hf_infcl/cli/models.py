@@ -20,7 +20,7 @@ from ..card.pictures import PicturesCallback
 from ..card.settings import precision
 from ..card.telling import make_rows, quieten, table_lines
 from ..data import ImageTextDataset, ZeroShotDataset, transparency
-from ..evaluation.intervals import Difference, differences
+from ..evaluation.intervals import differences
 from ..evaluation.metrics import Found
 from ..files.text import aligned, counted
 from ..models.dual_encoder import DualEncoder
@@ -92,8 +92,7 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
             tell(trainer, *conversion, *(() if found else describe_sets(datasets)), *of_loss)
         if evaluation.eval_pictures:
             PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
-        with mistakes_in_one_line(parser.prog, of_libraries=False):
-            metrics = trainer.evaluate()
+        metrics = trainer.evaluate()
         found.append({key: trainer.found[f"eval_{key}"] for key in datasets})
     with full_disk_explained(Path(trainer.args.output_dir), "again"):
         if len(models) == 1:
@@ -130,37 +129,22 @@ def _write_metrics(trainer: Any, metrics: dict[str, float], datasets: Sets, opti
 def _write_differences(models: Sequence[tuple[str, Any]], found: Sequence[dict[str, Found]], datasets: Sets) -> None:
     """Prints the differences of the other models from the first, and writes compare_results.json."""
     names = [name if args.dims is None else f"{name}, {args.dims} dimensions" for name, args in models]
-    changes = {key: [differences(found[0][key], other[key]) for other in found[1:]] for key in datasets}
-    sets = {
-        key: {"images": len(datasets[key]), "metrics": {m: [asdict(one[m]) for one in each] for m in each[0]}}
-        for key, each in changes.items()
-    }
+    sets: dict[str, Any] = {}
+    rows = [["", f"{1:>7}", *(head for n in range(2, 1 + len(names)) for head in (f"{n:>7}", f"{n} - 1"))]]
+    for key, dataset in datasets.items():
+        each = [differences(found[0][key], other[key]) for other in found[1:]]
+        sets[key] = {"images": len(dataset), "metrics": {m: [asdict(one[m]) for one in each] for m in each[0]}}
+        rows.append([f"{key}: {counted(len(dataset), 'image')}", *[""] * (len(rows[0]) - 1)])
+        for metric, of_first in each[0].items():
+            cells = [cell for one in each for cell in (f"{100 * one[metric].second:6.2f}%", one[metric].words(100, 2))]
+            rows.append([f"  {metric}", f"{100 * of_first.first:6.2f}%", *cells])
     path = Path(models[0][1].output_dir) / "compare_results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"models": names, **sets}, indent=2), encoding="utf-8")
     print(*(f"{number}: {name}" for number, name in enumerate(names, 1)), sep="\n")
-    print(*lines_of_differences(changes, {key: len(s) for key, s in datasets.items()}), sep="\n")
+    print(*aligned(rows), sep="\n")
+    print("In brackets are the 95% intervals of the differences (paired bootstrap over the images).")
     print(f"The results were written to {path}.")
-
-
-def lines_of_differences(
-    changes: Mapping[str, Sequence[Mapping[str, Difference]]], images: Mapping[str, int]
-) -> Iterator[str]:
-    """A table in per cent.
-
-    Args:
-        changes: for each set, the differences of every other model from the first, by metric.
-        images: the number of images of each set.
-    """
-    others = range(2, 2 + len(next(iter(changes.values()))))
-    rows = [["", f"{1:>7}", *(head for n in others for head in (f"{n:>7}", f"{n} - 1"))]]
-    for key, each in changes.items():
-        rows.append([f"{key}: {counted(images[key], 'image')}", *[""] * (len(rows[0]) - 1)])
-        for metric, difference in each[0].items():
-            cells = [cell for one in each for cell in (f"{100 * one[metric].second:6.2f}%", one[metric].words(100, 2))]
-            rows.append([f"  {metric}", f"{100 * difference.first:6.2f}%", *cells])
-    yield from aligned(rows)
-    yield "In brackets are the 95% intervals of the differences (paired bootstrap over the images)."
 
 
 def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
@@ -168,13 +152,6 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
     options, columns, evaluation, guards, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         alpha = read_alpha("alpha", options.alpha, guards, evaluation)
-        if evaluation.eval_pictures:
-            raise ValueError("--eval_pictures draws those of one model. Omit it, and draw them with `infcl evaluate`.")
-        if args.fsdp:
-            raise ValueError(
-                "The weights of an average are changed as a whole, which FSDP does not allow. Omit its options, or "
-                "start the command with scripts/configs/ddp.yaml."
-            )
         _check_output_dir(args.output_dir, namespace.start, namespace.end)
         chooses = alpha is None
         gains = evaluation_datasets(columns, evaluation, chooses=chooses)
@@ -189,7 +166,7 @@ def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str
         if args.process_index == 0:
             check_writable(str(args.output_dir))  # before all averages are measured
     folder = Path(args.output_dir)
-    with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(folder, "again"):
+    with full_disk_explained(folder, "again"):
         end, tolerance = main_weights(trainer), guards.guard_tolerance
         averaged = find_average(trainer, start, end, gains, halves, alpha=alpha, tolerance=tolerance)
         trainer.save_model(_internal_call=True)
@@ -240,11 +217,10 @@ def convert(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user
 def card(parser: argparse.ArgumentParser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Writes the card, and the curves if the folder has the log of the training."""
     folder = Path(namespace.folder)
-    with mistakes_in_one_line(parser.prog, of_libraries=False):
-        facts, log = TrainingFacts.load(folder), folder / TRAINER_STATE_NAME
-        try:
-            state = TrainerState.load_from_json(str(log)) if log.is_file() else TrainerState()
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{log} is damaged: {error}. Without that file the card has no curves.") from error
+    facts, log = TrainingFacts.load(folder), folder / TRAINER_STATE_NAME
+    try:
+        state = TrainerState.load_from_json(str(log)) if log.is_file() else TrainerState()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{log} is damaged: {error}. Without that file the card has no curves.") from error
     write_publication(facts, folder, state)
     print(f"The card was written to {folder / 'README.md'}.")

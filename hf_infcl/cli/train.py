@@ -110,7 +110,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
             tell(trainer, *short_check(trainer, train_dataset, data))
         tell(trainer, doubtful_rate(args))
     if data.dry_run:
-        dry_run(trainer, parser.prog)
+        dry_run(trainer)
         return
     if data.overwrite_output_dir:
         trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
