@@ -586,13 +586,11 @@ class TwoTowers(nn.Module):
 
     def get_image_features(self, **inputs: Tensor) -> Tensor:
         """Embeddings [images, D], not normalised."""
-        features: Tensor = self.visual_projection(self.vision_model(**inputs).pooler_output)
-        return features
+        return self.visual_projection(self.vision_model(**inputs).pooler_output)
 
     def get_text_features(self, **inputs: Tensor) -> Tensor:
         """Embeddings [texts, D], not normalised."""
-        features: Tensor = self.text_projection(self.text_model(**inputs).pooler_output)
-        return features
+        return self.text_projection(self.text_model(**inputs).pooler_output)
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True, **texts: Any) -> Embeddings:
         """The embeddings of images and texts."""

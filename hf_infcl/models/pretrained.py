@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import errors, hf_hub_download, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -90,7 +84,7 @@ def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSour
         with explained(str(source)):
             try:
                 hf_hub_download(str(source).removeprefix(HUB), WEIGHTS)
-            except EntryNotFoundError:
+            except errors.EntryNotFoundError:
                 hf_hub_download(str(source).removeprefix(HUB), PICKLED)
     if not (found := [folder / name for name in _ALL_WEIGHTS if (folder / name).is_file()]):
         raise ValueError(f"{str(folder)!r} has a config of OpenCLIP and no weights, such as {WEIGHTS}. Add them.")
@@ -223,15 +217,15 @@ def _explanation(checkpoint: str, error: BaseException, needed: str, kind: str) 
     tried = f"There is no {'file' if of_weights else 'folder'} {checkpoint!r}"
     if words := path_words(checkpoint):
         return f"{tried} to load a {kind} from{words}"
-    if HFValidationError in causes:
+    if errors.HFValidationError in causes:
         return f"{tried}, and the name is not the id of a {kind} on the Hub, such as openai/clip-vit-base-patch32."
-    if LocalEntryNotFoundError in causes:
+    if errors.LocalEntryNotFoundError in causes:
         return (
             f"{tried}, no {kind} of this name was downloaded before, and the Hub could not be reached. Check the name. "
             f"Without a network, run `hf download {f'{checkpoint} {needed}'.strip()}` on a machine that has one, and "
             f"pass {'the folder of the printed file' if needed else 'the printed folder'}."
         )
-    if RepositoryNotFoundError in causes:
+    if errors.RepositoryNotFoundError in causes:
         return (
             f"{tried}, and the Hub has no {kind} of this name that you may read. Check the name. If the {kind} is "
             "private, log in with `hf auth login`."

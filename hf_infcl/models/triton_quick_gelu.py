@@ -5,6 +5,8 @@ They compute in fp32 and round once, so that they are at least as precise as ope
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,22 +17,19 @@ _BLOCK, _WARPS = 2048, 8  # 16 bytes of bf16 for each thread
 
 def forward(x: Tensor) -> Tensor:
     """x·σ(1.702x) for a contiguous tensor of at most 32 bits each, with its shape and dtype."""
-    y = torch.empty_like(x)
-    with torch.cuda.device_of(x):
-        _forward[_grid(x)](x, y, x.numel(), block=_BLOCK, num_warps=_WARPS)
-    return y
+    return _computed(_forward, x)
 
 
 def backward(x: Tensor, grad: Tensor) -> Tensor:
     """The gradient by x, from that by the output; both are contiguous and have the same shape and dtype."""
-    grad_x = torch.empty_like(x)
-    with torch.cuda.device_of(x):
-        _backward[_grid(x)](x, grad, grad_x, x.numel(), block=_BLOCK, num_warps=_WARPS)
-    return grad_x
+    return _computed(_backward, x, grad)
 
 
-def _grid(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(x.numel(), _BLOCK),)
+def _computed(kernel: Any, *inputs: Tensor) -> Tensor:
+    result, count = torch.empty_like(inputs[0]), inputs[0].numel()
+    with torch.cuda.device_of(result):
+        kernel[(triton.cdiv(count, _BLOCK),)](*inputs, result, count, block=_BLOCK, num_warps=_WARPS)
+    return result
 
 
 @triton.jit

@@ -65,9 +65,8 @@ def save_weights(
     model = encoder.model
     # At the begin of a training, Trainer replaces the token at which the text tower takes its output in the config by
     # the tokenizer's, after the tower was built. A tower loaded with that one would take it at another position.
-    trained = getattr(getattr(encoder.base, "text_model", None), "eos_token_id", None)
-    if trained is not None and hasattr(encoder.base, "config"):
-        encoder.base.config.text_config.eos_token_id = trained
+    if encoder.pooling is not None and hasattr(encoder.base, "config"):
+        encoder.base.config.text_config.eos_token_id = encoder.pooling.stated
     if state_dict is not None:
         state_dict = stock_shapes(encoder, state_dict)
     if args.save_on_each_node:
