@@ -58,19 +58,19 @@ def compile_for(target: str) -> None:
     x = torch.zeros(6000, 512, dtype=torch.bfloat16)
     scale, vector = torch.tensor(1.0), torch.zeros(6000)
     ids = torch.arange(6000, dtype=torch.int32) // 2
-    of_ids, of_pairs = Block(x, x, scale, ids, ids), Block(x, x, scale, diagonal=0)
+    of_ids, of_pairs = Block(x, x, scale, ids, ids, equal_are_positive=True), Block(x, x, scale, diagonal=0)
     outputs = BlockGradients(None, None, accumulate=False)
     backend.positive_logits(of_pairs)
     backend.softmax_losses(*[vector] * 5)
     triton_quick_gelu.forward(x)
     triton_quick_gelu.backward(x, x)
     if architecture == "90":  # together the targets compile each kernel with ids, with ids as positives, and without
-        backend.multi_positive_statistics(of_ids, vector, vector)
-        backend.softmax_gradients(of_pairs, vector, vector, vector, outputs)
-        backend.sigmoid_block(of_ids._replace(equal_are_positive=True), scale, outputs)
+        backend.softmax_statistics(of_ids, vector, vector)
+        backend.softmax_gradients(of_pairs, vector, vector, None, None, vector, None, outputs)
+        backend.sigmoid_block(of_ids, scale, outputs)
     else:
         backend.softmax_statistics(of_pairs, vector, vector)
-        backend.multi_positive_gradients(of_ids, vector, vector, vector, vector, vector, vector, outputs)
+        backend.softmax_gradients(of_ids, vector, vector, vector, vector, vector, vector, outputs)
         backend.sigmoid_block(of_pairs, scale, outputs)
 
 

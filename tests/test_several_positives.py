@@ -211,8 +211,8 @@ def test_pairs_as_ids_are_pairs():
         ("softmax_statistics", "softmax", "pairs with pair_ids"),
         ("softmax_gradients", "softmax", "pairs with pair_ids"),
         ("sigmoid_block", "sigmoid", "pairs with pair_ids"),
-        ("multi_positive_statistics", "softmax", "ids and negatives"),
-        ("multi_positive_gradients", "softmax", "ids and negatives"),
+        ("softmax_statistics", "softmax", "ids and negatives"),
+        ("softmax_gradients", "softmax", "ids and negatives"),
         ("sigmoid_block", "sigmoid", "ids and negatives"),
     ],
 )

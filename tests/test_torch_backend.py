@@ -150,7 +150,7 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
         if diagonal is not None and 0 <= i + diagonal < n:
             positive[i, i + diagonal] = True
     negatives = logits.masked_fill(positive, -math.inf)
-    odds_x, odds_y = kernels.softmax_statistics(x, y, scale, anchor_x, anchor_y, diagonal=diagonal)
+    (odds_x,), (odds_y,) = kernels.softmax_statistics(x, y, scale, anchor_x, anchor_y, diagonal=diagonal)
     torch.testing.assert_close(odds_x, torch.logsumexp(negatives - anchor_x[:, None], 1))
     torch.testing.assert_close(odds_y, torch.logsumexp(negatives - anchor_y[None], 0))
 
@@ -159,7 +159,7 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
     grad_x, grad_y = (torch.full((rows, d), math.nan, dtype=torch.float64) for rows in (m, n))
     for times, accumulate in ((1, False), (2, True)):
         of_scale = kernels.softmax_gradients(
-            *(x, y, scale, anchor_x, anchor_y, own),
+            *(x, y, scale, anchor_x, anchor_y, None, None, own, None),
             **{"diagonal": diagonal, "grad_x": grad_x, "grad_y": grad_y, "accumulate": accumulate},
         )
         torch.testing.assert_close(of_scale, (coefficients * (x @ y.t())).sum())
@@ -192,10 +192,10 @@ def test_blocks_with_several_positives(tile, monkeypatch):
     positive = ids_x[:, None] == ids_y[None]
 
     block = (x, y, scale, pivot_x, pivot_y, ids_x, ids_y)
-    statistics = kernels.multi_positive_statistics(*block)
+    of_rows, of_columns = kernels.softmax_statistics(*block, equal_are_positive=True)
     for relative, dim, seen in (
-        (logits - pivot_x[:, None], 1, statistics[:3]),
-        (logits - pivot_y[None], 0, statistics[3:]),
+        (logits - pivot_x[:, None], 1, of_rows),
+        (logits - pivot_y[None], 0, of_columns),
     ):
         torch.testing.assert_close(seen[0], torch.logsumexp(relative.masked_fill(positive, -math.inf), dim))
         torch.testing.assert_close(seen[1], torch.logsumexp(relative.masked_fill(~positive, -math.inf), dim))
@@ -212,7 +212,8 @@ def test_blocks_with_several_positives(tile, monkeypatch):
             coefficients[i, j] = row + column
     grad_x, grad_y = (torch.ones(rows, d, dtype=torch.float64) for rows in (m, n))
     vectors = (pivot_x, pivot_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y)
-    of_scale = kernels.multi_positive_gradients(*(x, y, scale, *vectors), grad_x=grad_x, grad_y=grad_y, accumulate=True)
+    outputs = {"grad_x": grad_x, "grad_y": grad_y, "accumulate": True}
+    of_scale = kernels.softmax_gradients(*(x, y, scale, *vectors), equal_are_positive=True, **outputs)
     torch.testing.assert_close(of_scale, (coefficients * (x @ y.t())).sum())
     torch.testing.assert_close(grad_x, 1 + coefficients @ y)
     torch.testing.assert_close(grad_y, 1 + coefficients.t() @ x)
@@ -233,7 +234,7 @@ def test_a_backend_has_the_operators_with_the_parameters_and_results_that_are_de
         pytest.importorskip("triton")
     backend = importlib.import_module(f"hf_infcl.kernels.{name}")
     operators = {k: v for k, v in vars(kernels).items() if isinstance(v, type(torch.ops.aten.add.Tensor))}
-    assert len(operators) == 7
+    assert len(operators) == 5
     for operator, overload in operators.items():
         declared, own = inspect.signature(overload), inspect.signature(getattr(backend, operator))
         together = {"block": "x", "gradients": "grad_x"}  # the first one of those that stand together there

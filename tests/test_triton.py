@@ -373,13 +373,14 @@ def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatc
         a, b = x.to(dtype), y.to(dtype)
         s, c, px, py, lx, ly = (t.to(kind) for t in (scale, bias, positive_x, positive_y, lse_x, lse_y))
         block = (ids_x, ids_y, diagonal)
-        out = [*kernels.softmax_statistics(a, b, s, px, py, *block, module)]
+        out = [*kernels.softmax_statistics(a, b, s, px, py, *block, backend=module)]
         for own in (coefficients.to(kind), -coefficients.to(kind)):
             gradients = [torch.ones(rows, 16, dtype=kind, device=DEVICE) for rows in (m, n)]
-            of_scale = kernels.softmax_gradients(a, b, s, lx, ly, own, *block, *gradients, True, module)
+            vectors = (lx, ly, None, None, own, None)
+            of_scale = kernels.softmax_gradients(a, b, s, *vectors, *block, False, *gradients, True, module)
             out += [of_scale, *gradients]
         gradients = [torch.full((rows, 16), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
-        return [*out, *kernels.sigmoid_block(a, b, s, c, *block, *gradients, backend=module), *gradients]
+        return [*out, *kernels.sigmoid_block(a, b, s, c, *block, False, *gradients, backend=module), *gradients]
 
     for value, true in zip(of("triton", torch.float16), of("torch", torch.float64), strict=True):
         assert torch.equal(value.isfinite().cpu(), true.isfinite().cpu())
@@ -411,17 +412,19 @@ def test_several_positives(dtype: torch.dtype, scale: float, monkeypatch: pytest
         s, b, *given = (t.to(kind) for t in (torch.tensor(scale), torch.tensor(-5.0), *vectors))
         block = x.to(dtype), y.to(dtype), s.to(DEVICE)
         if len(given) == 2:
-            return list(kernels.multi_positive_statistics(*block, *given, ids_x, ids_y, module))
+            on = {"equal_are_positive": True, "backend": module}
+            of_rows, of_columns = kernels.softmax_statistics(*block, *given, ids_x, ids_y, **on)
+            return [*of_rows, *of_columns]
         gradients = [torch.full((rows, d), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
         of_x, of_y = gradients
-        outputs = {"grad_x": of_x, "grad_y": of_y, "backend": module}
-        of_scale = kernels.multi_positive_gradients(*block, *given, ids_x, ids_y, **outputs)
+        outputs = {"equal_are_positive": True, "grad_x": of_x, "grad_y": of_y, "backend": module}
+        of_scale = kernels.softmax_gradients(*block, *given, ids_x, ids_y, **outputs)
         out = [of_scale, *gradients]
         gradients = [torch.full((rows, d), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
         of_x, of_y = gradients
         block = *block, b.to(DEVICE), ids_x, ids_y
-        outputs = {"grad_x": of_x, "grad_y": of_y, "backend": module}
-        return [*out, *kernels.sigmoid_block(*block, equal_are_positive=True, **outputs), *gradients]
+        outputs |= {"grad_x": of_x, "grad_y": of_y}
+        return [*out, *kernels.sigmoid_block(*block, **outputs), *gradients]
 
     true = of("torch", torch.float64, references)
     for value, expected in zip(of("triton", dtype, references), true, strict=True):
@@ -481,18 +484,22 @@ def test_autocast_changes_nothing() -> None:
 def operators(name: str) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     x, y = pairs(20, 16)
     scale, vector, ids = torch.tensor(10.0, device=DEVICE), torch.randn(20, device=DEVICE), halves(20).int()
-    zeros = torch.zeros(20, 16, device=DEVICE)
+    zeros, pivots = torch.zeros(20, 16, device=DEVICE), (vector, vector)
     on, both = {"backend": name}, {"grad_x": zeros, "grad_y": zeros.clone(), "backend": name}
     return [
         (kernels.positive_logits, (x, y, scale), on),
-        (kernels.softmax_statistics, (x, y, scale, vector, vector, ids, ids, 0), on),
+        (kernels.softmax_statistics, (x, y, scale, *pivots, ids, ids, 0), on),
         (kernels.softmax_losses, (vector, vector, vector, vector, vector), on),
-        (kernels.softmax_gradients, (x, y, scale, vector, vector, vector, None, None, 0), both),
-        (kernels.softmax_gradients, (x, y, scale, vector, vector, None, ids, ids), {"grad_x": zeros, **on}),
+        (kernels.softmax_gradients, (x, y, scale, *pivots, None, None, vector, None, None, None, 0), both),
+        (kernels.softmax_gradients, (x, y, scale, *pivots, *[None] * 4, ids, ids), {"grad_x": zeros, **on}),
         (kernels.sigmoid_block, (x, y, scale, scale, None, None, 0), both),
         (kernels.sigmoid_block, (x, y, scale, scale, ids, ids), {"grad_y": zeros, "equal_are_positive": True, **on}),
-        (kernels.multi_positive_statistics, (x, y, scale, vector, vector, ids, ids), on),
-        (kernels.multi_positive_gradients, (x, y, scale, *[vector] * 6, ids, ids), {**both, "accumulate": True}),
+        (kernels.softmax_statistics, (x, y, scale, *pivots, ids, ids), {"equal_are_positive": True, **on}),
+        (
+            kernels.softmax_gradients,
+            (x, y, scale, *[vector] * 6, ids, ids),
+            {**both, "equal_are_positive": True, "accumulate": True},
+        ),
     ]
 
 
@@ -631,14 +638,14 @@ def test_more_elements_than_int32() -> None:
     y = torch.randn(n, d, device="cuda", dtype=torch.bfloat16)
     scale, bias = torch.tensor(1.0, device="cuda"), torch.tensor(0.0, device="cuda")
     zeros = torch.zeros(m, device="cuda")
-    rows, columns = kernels.softmax_statistics(x, y, scale, zeros, zeros[:n], backend="triton")
+    (rows,), (columns,) = kernels.softmax_statistics(x, y, scale, zeros, zeros[:n], backend="triton")
     last = x[-300:].double() @ y.double().t()
     assert relative_error(rows[-300:], last.logsumexp(1)) < 1e-5
     assert relative_error(columns, torch.logsumexp(x.float() @ y.float().t(), 0)) < 1e-5
     gradient, of_y = torch.empty(m, d, device="cuda"), torch.empty(n, d, device="cuda")
     kernels.sigmoid_block(x, y, scale, bias, grad_x=gradient, grad_y=of_y, backend="triton")
     assert relative_error(gradient[-300:], last.sigmoid() @ y.double()) < 3e-3
-    kernels.softmax_gradients(x, y, scale, rows, columns, None, grad_x=gradient, backend="triton")
+    kernels.softmax_gradients(x, y, scale, rows, columns, *[None] * 4, grad_x=gradient, backend="triton")
     coefficients = (last - rows[-300:, None]).exp() + (last - columns).exp()
     assert relative_error(gradient[-300:], coefficients @ y.double()) < 3e-3
 

@@ -11,12 +11,10 @@ scale and bias are 0-dim tensors on the device of the features, so that the host
 vectors and gradients are fp32 (fp64 for fp64 features). ``ids_x`` [m] and ``ids_y`` [n] are int32, in any order. The
 kernels are faster if rows and columns are sorted by id, because few tiles then contain equal ids.
 
-The operators of *pairs* take ``diagonal``, the position of the positives in the block: image i belongs to text
-i + diagonal. None means that the block has no positives. Ids are given for both sides or for neither. A cell with equal
-ids that is not a positive is excluded from all sums.
-
-The operators of *several positives*, whose names begin with ``multi_positive``, and `sigmoid_block` with
-``equal_are_positive`` take ids for both sides. Cells with equal ids are positives, all others are negatives.
+``diagonal`` is the position of the positives in the block: image i belongs to text i + diagonal. None means that there
+are no such positives. Ids are given for both sides or for neither. A cell with equal ids that is not a positive is
+excluded from all sums. With ``equal_are_positive`` it is a positive instead, so that a row or column may have several
+of them, and there is no diagonal. All other cells are negatives.
 """
 
 from __future__ import annotations
@@ -129,7 +127,8 @@ def _operator(declaration: Callable[P, R]) -> Callable[P, R]:
         module = select(backend, x) if x.numel() and y.numel() else torch_backend
         block = [Block(*[given[place] for place in of_block])] if of_block else []
         gradients = [BlockGradients(*[given[place] for place in of_gradients])] if of_gradients else []
-        return getattr(module, name)(*block, *[given[place] for place in others], *gradients)
+        with torch.cuda.device_of(x):  # Triton launches kernels on the current device
+            return getattr(module, name)(*block, *[given[place] for place in others], *gradients)
 
     torch.library.define(f"hf_infcl::{name}", torch.library.infer_schema(declaration, mutates_args=written))
     torch.library.impl(f"hf_infcl::{name}", "default", compute)
@@ -154,27 +153,43 @@ def softmax_statistics(
     x: Tensor,
     y: Tensor,
     scale: Tensor,
-    positive_x: Tensor,
-    positive_y: Tensor,
+    pivot_x: Tensor,
+    pivot_y: Tensor,
     ids_x: Tensor | None = None,
     ids_y: Tensor | None = None,
     diagonal: int | None = None,
+    equal_are_positive: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The log-odds of the block's negatives against the positive of each row and of each column.
+    """The statistics of each row and of each column of a block for the softmax loss, from the same tiles of logits.
 
-    These are log Σ_j exp(z_ij - positive_x_i) for row i and log Σ_i exp(z_ij - positive_y_j) for column j, with sums
-    over the negatives alone, and both from the same tiles of logits. The log-odds of several blocks are combined with
-    `torch.logaddexp`. The cross entropy of a row is the softplus of its log-odds, which has full relative precision
-    however small it is.
+    With d_ij = z_ij - pivot_x_i, those of row i are
+
+    - negatives: log Σ_j exp(d_ij) over the negatives; -inf if there are none.
+
+    and with ``equal_are_positive`` also
+
+    - positives: log Σ_j exp(d_ij) over the positives; -inf if there are none,
+    - distance: Σ_j d_ij over the positives, a plain sum; 0 if there are none.
+
+    The statistics of column j are defined likewise, with z_ij - pivot_y_j and sums over i. To combine those of
+    several blocks, use `torch.logaddexp` for negatives and positives, and addition for the distance.
+
+    Where the pivot is the logit of the only positive, the negatives are log-odds, and the cross entropy is their
+    softplus, which has full relative precision however small it is.
 
     Args:
-        positive_x: [m], the logit of each image's positive, which may lie in another block; positive_y: [n] likewise.
+        pivot_x: [m], one logit of each image, that of its only positive or preferably that of one of several, computed
+            by `positive_logits`. The positive may lie in another block. No result overflows, whichever logits are
+            chosen. If all terms of a sum lie 87 or more below the pivot, the result may be -inf; such a sum is
+            negligible beside the term of the pivot.
+        pivot_y: [n] likewise for the texts.
 
     Returns:
-        The log-odds of the rows, [m], and of the columns, [n]; -inf where there is no negative.
+        The statistics of the rows, [1, m], and of the columns, [1, n]; with ``equal_are_positive``, [3, m] and [3, n].
     """
-    return torch.empty_like(positive_x), torch.empty_like(positive_y)
+    count = 3 if equal_are_positive else 1
+    return pivot_x.new_empty(count, len(pivot_x)), pivot_y.new_empty(count, len(pivot_y))
 
 
 @_operator
@@ -190,7 +205,7 @@ def softmax_losses(
 
     Args:
         positive: [b], the logits of the pairs.
-        odds_x: [b], the log-odds of their images against the negatives of the whole batch (`softmax_statistics`).
+        odds_x: [b], the log-odds of the whole batch's negatives against their images' positives (`softmax_statistics`).
         odds_y: [b], the log-odds of their texts.
         positive_of_columns: [n], the positives of the columns of a block.
         odds_of_columns: [n], the log-odds of these columns.
@@ -208,12 +223,16 @@ def softmax_gradients(
     x: Tensor,
     y: Tensor,
     scale: Tensor,
-    lse_x: Tensor,
-    lse_y: Tensor,
-    positive_coefficient: Tensor | None,
+    pivot_x: Tensor,
+    pivot_y: Tensor,
+    relative_x: Tensor | None,
+    relative_y: Tensor | None,
+    share_x: Tensor | None,
+    share_y: Tensor | None,
     ids_x: Tensor | None = None,
     ids_y: Tensor | None = None,
     diagonal: int | None = None,
+    equal_are_positive: bool = False,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
     accumulate: bool = False,
@@ -221,13 +240,24 @@ def softmax_gradients(
 ) -> Tensor:
     """Computes the products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x``.
 
-    C_ij is exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) for negatives, positive_coefficient_i for positives, and 0 for
-    excluded cells. With the log-sum-exps of the whole batch of B pairs, C is 2B times the derivative of the symmetric
-    InfoNCE loss by z.
+    C_ij of a negative is the sum of a row term, e = exp((z_ij - pivot_x_i) - relative_x_i), and of a column term, which
+    is defined likewise. C_ij of a positive on the diagonal is share_x_i, that of an excluded cell 0. With
+    ``equal_are_positive`` the row term of a positive is
+
+    - e - share_x_i in a row with share_x_i >= 0,
+    - share_x_i itself in a row with share_x_i < 0. Such a row has a single positive, for which the difference would
+      lose the digits of a small gradient,
+
+    and the column term likewise. All terms are at most 1 in magnitude. With the log-sum-exps of the whole batch of B
+    pairs as pivots, C is 2B times the derivative of the symmetric InfoNCE loss by z.
 
     Args:
-        lse_x: [m], the log-sum-exp of each image's logits over the whole batch; lse_y: [n], that of each text's logits.
-        positive_coefficient: [m], used if ``diagonal`` is given.
+        pivot_x: [m], the log-sum-exp of each image's logits over the whole batch or, with relative_x, the pivot of its
+            statistics. pivot_y: [n], those of the texts.
+        relative_x: [m], that log-sum-exp minus the pivot and minus the logarithm of the weight of the image's loss;
+            relative_y: [n] likewise. None means 0. They are not added to the pivots, because the sums are large and
+            would lose digits in rounding. A row without a loss of its own has an infinite pivot or relative.
+        share_x: [m], used if ``diagonal`` or ``equal_are_positive`` is given; share_y: [n], used if the latter is.
         grad_x: [m, D], an output; None if it is not needed. grad_y: [n, D] likewise.
         accumulate: add to the contents of grad_x and grad_y instead of replacing them.
 
@@ -246,10 +276,10 @@ def sigmoid_block(
     ids_x: Tensor | None = None,
     ids_y: Tensor | None = None,
     diagonal: int | None = None,
+    equal_are_positive: bool = False,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
     accumulate: bool = False,
-    equal_are_positive: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the sigmoid loss of a block and, from the same tiles, ``grad_x = C·y`` and ``grad_y = Cᵀ·x``.
@@ -259,93 +289,9 @@ def sigmoid_block(
     Args:
         grad_x: [m, D], an output; None if it is not needed. grad_y: [n, D] likewise.
         accumulate: add to the contents of grad_x and grad_y instead of replacing them.
-        equal_are_positive: cells with equal ids are positives, as in the operators of several positives, instead of
-            excluded; not together with ``diagonal``.
 
     Returns:
         (-Σ_ij log σ(t_ij z_ij), Σ_ij C_ij, Σ_ij C_ij x_i·y_j), scalars: the loss and its derivatives by bias and by
         scale. Unlike the products they are computed from C in fp32.
     """
     return torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)
-
-
-@_operator
-def multi_positive_statistics(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    pivot_x: Tensor,
-    pivot_y: Tensor,
-    ids_x: Tensor,
-    ids_y: Tensor,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The statistics of each row and each column of a block for the softmax loss with several positives.
-
-    With d_ij = z_ij - pivot_x_i, the statistics of row i are
-
-    - negatives: log Σ_j exp(d_ij) over the columns with a different id; -inf if there are none,
-    - positives: log Σ_j exp(d_ij) over the columns with the same id; -inf if there are none,
-    - distance: Σ_j d_ij over the columns with the same id, a plain sum; 0 if there are none.
-
-    The statistics of column j are defined likewise, with z_ij - pivot_y_j and sums over i. To combine those of
-    several blocks, use `torch.logaddexp` for negatives and positives, and addition for the distance.
-
-    Args:
-        pivot_x: [m], one logit of each image, preferably that of a positive computed by `positive_logits`.
-            No result overflows, whichever logits are chosen. If all terms of a sum lie 87 or more below the pivot,
-            the result may be -inf; such a sum is negligible beside the term of the pivot.
-        pivot_y: [n] likewise for the texts.
-
-    Returns:
-        Negatives, positives and distance of the rows, each [m], and of the columns, each [n].
-    """
-    x_1, x_2, x_3 = (torch.empty_like(pivot_x) for _ in range(3))
-    y_1, y_2, y_3 = (torch.empty_like(pivot_y) for _ in range(3))
-    return x_1, x_2, x_3, y_1, y_2, y_3
-
-
-@_operator
-def multi_positive_gradients(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    pivot_x: Tensor,
-    pivot_y: Tensor,
-    relative_x: Tensor,
-    relative_y: Tensor,
-    share_x: Tensor,
-    share_y: Tensor,
-    ids_x: Tensor,
-    ids_y: Tensor,
-    grad_x: Tensor | None = None,
-    grad_y: Tensor | None = None,
-    accumulate: bool = False,
-    backend: str = "auto",
-) -> Tensor:
-    """Computes the products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x``.
-
-    C_ij is the sum of a row term and a column term. With e = exp((z_ij - pivot_x_i) - relative_x_i), the row term
-    is
-
-    - e for negatives,
-    - e - share_x_i for positives of a row with share_x_i >= 0,
-    - share_x_i itself for positives of a row with share_x_i < 0. Such a row has a single positive, for which the
-      difference would lose the digits of a small gradient.
-
-    The column term is defined likewise. All terms are at most 1 in magnitude. A row without a loss of its own has
-    relative_x_i = +inf and share_x_i = 0.
-
-    Args:
-        pivot_x: [m], as in `multi_positive_statistics`; pivot_y: [n] likewise.
-        relative_x: [m], the log-sum-exp of each image's logits over the whole batch, minus its pivot and minus the
-            logarithm of its weight; relative_y: [n] likewise. Pivots and relatives are separate arguments, because
-            their sum is large and would lose digits in rounding.
-        share_x: [m], share_y: [n].
-        grad_x: [m, D], an output; None if it is not needed. grad_y: [n, D] likewise.
-        accumulate: add to the contents of grad_x and grad_y instead of replacing them.
-
-    Returns:
-        Σ_ij C_ij x_i·y_j, a scalar: the derivative by scale. Unlike the products it is computed from C in fp32.
-    """
-    return torch.empty_like(scale)

@@ -61,19 +61,25 @@ def positive_logits(block: Block) -> Tensor:
     return out * block.scale
 
 
-def softmax_statistics(block: Block, positive_x: Tensor, positive_y: Tensor) -> tuple[Tensor, Tensor]:
-    log_odds_x = torch.full_like(positive_x, -torch.inf)
-    log_odds_y = torch.full_like(positive_y, -torch.inf)
+def softmax_statistics(block: Block, pivot_x: Tensor, pivot_y: Tensor) -> tuple[Tensor, Tensor]:
+    several = block.equal_are_positive
+    stats_x, stats_y = (pivot.new_full((3 if several else 1, len(pivot)), -torch.inf) for pivot in (pivot_x, pivot_y))
+    stats_x[2:], stats_y[2:] = 0, 0
     for r, c, cosines in _tiles(block):
         logits = cosines.mul_(block.scale)
-        if (equal := _equal(block, r, c)) is not None:
+        equal = _equal(block, r, c)
+        if equal is not None and not several:
             logits.masked_fill_(equal, -torch.inf)
         _positives(logits, r, c, block.diagonal)[0].fill_(-torch.inf)
-        row = torch.logsumexp(logits - positive_x[r, None], 1)
-        column = torch.logsumexp(logits.sub_(positive_y[None, c]), 0)
-        log_odds_x[r] = torch.logaddexp(log_odds_x[r], row)
-        log_odds_y[c] = torch.logaddexp(log_odds_y[c], column)
-    return log_odds_x, log_odds_y
+        for stats, pivot, dim in ((stats_x[:, r], pivot_x[r, None], 1), (stats_y[:, c], pivot_y[None, c], 0)):
+            relative = logits - pivot if dim == 1 else logits.sub_(pivot)
+            if equal is not None and several:
+                positives = torch.logsumexp(relative.masked_fill(~equal, -torch.inf), dim)
+                stats[1] = torch.logaddexp(stats[1], positives)
+                stats[2] += relative.masked_fill(~equal, 0).sum(dim)
+                relative.masked_fill_(equal, -torch.inf)
+            stats[0] = torch.logaddexp(stats[0], torch.logsumexp(relative, dim))
+    return stats_x, stats_y
 
 
 def softmax_losses(
@@ -86,18 +92,35 @@ def softmax_losses(
 
 
 def softmax_gradients(
-    block: Block, lse_x: Tensor, lse_y: Tensor, positive_coefficient: Tensor | None, gradients: BlockGradients
+    block: Block,
+    pivot_x: Tensor,
+    pivot_y: Tensor,
+    relative_x: Tensor | None,
+    relative_y: Tensor | None,
+    share_x: Tensor | None,
+    share_y: Tensor | None,
+    gradients: BlockGradients,
 ) -> Tensor:
     scale_sums = _sums(block, gradients)
     for r, c, cosines in _tiles(block):
         logits = cosines * block.scale
-        coefficients = torch.exp(logits - lse_x[r, None])
-        coefficients += logits.sub_(lse_y[None, c]).exp_()
-        if (equal := _equal(block, r, c)) is not None:
+        term_x, term_y = logits - pivot_x[r, None], logits.sub_(pivot_y[None, c])
+        if relative_x is not None and relative_y is not None:
+            term_x -= relative_x[r, None]
+            term_y -= relative_y[None, c]
+        term_x, term_y = term_x.exp_(), term_y.exp_()
+        equal = _equal(block, r, c)
+        if block.equal_are_positive and equal is not None and share_x is not None and share_y is not None:
+            term_x, term_y = (
+                torch.where(equal, torch.where(share < 0, share, term - share), term)
+                for term, share in ((term_x, share_x[r, None]), (term_y, share_y[None, c]))
+            )
+        coefficients = term_x.add_(term_y)
+        if equal is not None and not block.equal_are_positive:
             coefficients.masked_fill_(equal, 0)
-        positives, rows = _positives(coefficients, r, c, block.diagonal)
-        if positive_coefficient is not None:
-            positives.copy_(positive_coefficient[rows])
+        if share_x is not None:
+            positives, rows = _positives(coefficients, r, c, block.diagonal)
+            positives.copy_(share_x[rows])
         scale_sums.append(cosines.mul_(coefficients).sum())
         _accumulate(coefficients, block, r, c, gradients)
     return _sum(scale_sums)
@@ -127,56 +150,6 @@ def sigmoid_block(block: Block, bias: Tensor, gradients: BlockGradients) -> tupl
         scale_sums.append(cosines.mul_(coefficients).sum())
         _accumulate(coefficients, block, r, c, gradients)
     return _sum(loss_sums), _sum(bias_sums), _sum(scale_sums)
-
-
-def multi_positive_statistics(
-    block: Block, pivot_x: Tensor, pivot_y: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    stats_x, stats_y = (
-        (torch.full_like(pivot, -torch.inf), torch.full_like(pivot, -torch.inf), torch.zeros_like(pivot))
-        for pivot in (pivot_x, pivot_y)
-    )
-    for r, c, cosines in _tiles(block):
-        logits = cosines.mul_(block.scale)
-        equal = _equal(block, r, c)
-        assert equal is not None
-        sides = ((stats_x, r, pivot_x[r, None], 1), (stats_y, c, pivot_y[None, c], 0))
-        for (negatives, positives, distance), part, pivot, dim in sides:
-            relative = logits - pivot
-            negative = torch.logsumexp(relative.masked_fill(equal, -torch.inf), dim)
-            negatives[part] = torch.logaddexp(negatives[part], negative)
-            positive = torch.logsumexp(relative.masked_fill(~equal, -torch.inf), dim)
-            positives[part] = torch.logaddexp(positives[part], positive)
-            distance[part] += relative.masked_fill_(~equal, 0).sum(dim)
-    return *stats_x, *stats_y
-
-
-def multi_positive_gradients(
-    block: Block,
-    pivot_x: Tensor,
-    pivot_y: Tensor,
-    relative_x: Tensor,
-    relative_y: Tensor,
-    share_x: Tensor,
-    share_y: Tensor,
-    gradients: BlockGradients,
-) -> Tensor:
-    scale_sums = _sums(block, gradients)
-    for r, c, cosines in _tiles(block):
-        logits = cosines * block.scale
-        equal = _equal(block, r, c)
-        assert equal is not None
-        coefficients = torch.zeros_like(logits)
-        sides = (
-            (pivot_x[r, None], relative_x[r, None], share_x[r, None]),
-            (pivot_y[None, c], relative_y[None, c], share_y[None, c]),
-        )
-        for pivot, relative, share in sides:
-            terms = torch.exp(logits - pivot - relative)
-            coefficients += torch.where(equal, torch.where(share < 0, share, terms - share), terms)
-        scale_sums.append(cosines.mul_(coefficients).sum())
-        _accumulate(coefficients, block, r, c, gradients)
-    return _sum(scale_sums)
 
 
 def _softplus(t: Tensor) -> Tensor:

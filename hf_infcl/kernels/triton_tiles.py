@@ -1,9 +1,8 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Tiles of logits: how a device divides blocks into them, their operands, and the device code of both losses.
 
 Nothing is tuned at run time: the tiling depends on the architecture alone. On Hopper it was chosen by measurement. On
 other architectures tiles are as large as fits; the tests compile them for Ampere and AMD's CDNA 3 but never run them.
-
-Tiles of logits: the device code that the kernels of both losses share.
 
 A block has m images and n texts, with the cosines a_ij = x_i·y_j and the logits z_ij = s·a_ij (+ b). The logits are
 never stored: a kernel computes a tile of them ([BM, BN], on tensor cores, in registers), uses it and discards it. A
@@ -24,18 +23,18 @@ contain positives or equal ids, and those that extend beyond the block (`is_insi
 are sorted by id, few tiles can contain equal ids (`id_overlaps`). Each loss has one further reason for the slow launch,
 explained in its file. For small blocks and for fp32 features, the softmax loss has only the slow launch.
 
-fp32 features are given as sums of bfloat16 parts (`triton_operands.in_parts`). The parts of a row are concatenated in
+fp32 features are given as sums of bfloat16 parts (`in_parts`). The parts of a row are concatenated in
 such an order that a single product along the row adds up the products of all pairs of parts. The pair of the largest
 parts comes last, in the last CAREFUL steps of BK elements. CAREFUL is 0 for features in half precision.
-
-Converts features to the form that the tensor-core kernels take, and finds the tiles that have to compare ids."""
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,6 +45,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .torch_backend import Block
 
 INTERPRETED = triton.knobs.runtime.interpret
+
+
+class Bands(NamedTuple):
+    """The bands of row tiles into which a block is divided; each is the work of one program of a plain kernel."""
+
+    tiles: int  # row tiles of the block
+    blocks: int  # its column blocks
+    band: int  # the row tiles of a band
+
+    @property
+    def number(self) -> int:
+        return cdiv(self.tiles, self.band) * self.blocks
 
 
 @dataclass(frozen=True)
@@ -59,10 +70,8 @@ class Tiling:
     slots: int  # programs that run at the same time
 
     @functools.lru_cache  # noqa: B019 (tilings live as long as the module)
-    def launches(self, m: int, n: int, longest: int, together: int = 1) -> tuple[int, int, int]:
-        """The number of row tiles, the number of column blocks, and the row tiles of a band.
-
-        The band is the one with the shortest estimated time; a last wave that is nearly empty counts against it.
+    def bands(self, m: int, n: int, longest: int, together: int = 1) -> Bands:
+        """The bands with the shortest estimated time; a last wave that is nearly empty counts against it.
 
         Args:
             longest: the largest number of row tiles of a band.
@@ -73,16 +82,16 @@ class Tiling:
         def time(band: int) -> int:  # in units of one tile; starting a program takes as long as one tile
             return cdiv(blocks * cdiv(tiles, band * together), self.slots // together) * (band * together + 1)
 
-        return tiles, blocks, min(range(1, min(longest, cdiv(tiles, together)) + 1), key=time)
+        return Bands(tiles, blocks, min(range(1, min(longest, cdiv(tiles, together)) + 1), key=time))
 
-    def span(self, band: int) -> int:
-        """The rows of a band of so many row tiles, rounded up to a power of two of tiles."""
-        return self.tile << (band - 1).bit_length()
+    def span(self, bands: Bands) -> int:
+        """The rows of a band, rounded up to a power of two of tiles."""
+        return self.tile << (bands.band - 1).bit_length()
 
 
 @functools.lru_cache
 def tiling_for(device: torch.device, parts: int) -> Tiling:
-    """The tiling of a device for features that are split into this many parts (`triton_operands.in_parts`)."""
+    """The tiling of a device for features that are split into this many parts (`in_parts`)."""
     if INTERPRETED:
         return Tiling(tile=32, step=32, warps=1, stages=1, slots=4)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -93,8 +102,7 @@ def tiling_for(device: torch.device, parts: int) -> Tiling:
     # Hopper and newer: with 3 stages of 32 KiB, the shared memory of a multiprocessor has room for two programs.
     if parts == 1:
         return Tiling(tile=128, step=64, warps=4, stages=3, slots=2 * processors)
-    # The sums of fp32 features take twice the registers (`triton_tiles.tile_product`), so programs have twice the
-    # threads.
+    # The sums of fp32 features take twice the registers (`tile_product`), so programs have twice the threads.
     return Tiling(tile=128, step=64, warps=8, stages=3, slots=processors)
 
 
@@ -116,9 +124,6 @@ def has_descriptors(device: torch.device) -> bool:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)  # triton.cdiv takes microseconds on the host, and a block needs it a dozen times
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -340,8 +345,8 @@ class Operands:
     parts: int  # the number of parts that add up to an element; more than 1 for fp32 features
     ids_x: Tensor | None  # [m] int32
     ids_y: Tensor | None  # [n] int32
-    equal: int  # the meaning of equal ids: one of the three constants of `triton_tiles`
-    overlaps: Tensor | None  # [column blocks, 2] int32: where equal ids may be (`triton_tiles.id_overlaps`)
+    equal: int  # the meaning of equal ids: one of the three constants above
+    overlaps: Tensor | None  # [column blocks, 2] int32: where equal ids may be (`id_overlaps`)
     diagonal: int
     tiling: Tiling
 
@@ -374,15 +379,22 @@ class Operands:
             diagonal=self.diagonal + rows.start - columns.start,
         )
 
+    @functools.cached_property
     def features(self) -> tuple[Any, Any]:
         """x and y in the form in which kernels read boxes."""
         tile, step = self.tiling.tile, self.tiling.step
         return boxes(self.x, tile, step), boxes(self.y, tile, step)
 
+    @property
+    def place(self) -> tuple[Tensor | None, int, int, int]:
+        """What says where the block ends and which tiles need a mask."""
+        return self.overlaps, len(self.x), len(self.y), self.diagonal
+
+    @functools.cached_property
     def constants(self) -> dict[str, Any]:
         """The compile-time constants of all kernels, and Triton's options."""
-        # Triton 3.6 cannot pipeline a loop with a single step, so no loop of `triton_tiles.tile_product` has only one.
-        # For short features the second step reads zeros, which follow the end of each row.
+        # Triton 3.6 cannot pipeline a loop with a single step, so no loop of `tile_product` has only one. For short
+        # features the second step reads zeros, which follow the end of each row.
         length, step = self.x.shape[1], self.tiling.step
         steps = max(2, cdiv(length, step))
         careful = 0  # the number of last steps that contain all elements of the last pair of parts
@@ -397,6 +409,15 @@ class Operands:
             "num_stages": self.tiling.stages,
             "enable_fp_fusion": self.parts == 1,  # see triton_softmax.exp
         }
+
+    def launch(self, kernel: Any, bands: Bands, vectors: Sequence[Any], *more: int, **constants: Any) -> None:
+        """Launches a plain kernel of bands. ``vectors`` are its arguments between features and ids."""
+        kernel[(bands.number,)](
+            *(*self.features, *vectors, self.ids_x, self.ids_y, *self.place, *bands, *more),
+            **{"BM": self.tiling.tile, "BN": self.tiling.tile, "EQUAL": self.equal},
+            **constants,
+            **self.constants,
+        )
 
 
 def _features(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:

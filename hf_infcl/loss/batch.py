@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .. import kernels
+from .strategies import Rows, Statistics
 
 
 class RowCounts(NamedTuple):
@@ -15,6 +18,16 @@ class RowCounts(NamedTuple):
     images: tuple[int, ...]
     texts: tuple[int, ...]
     negative_texts: tuple[int, ...]
+
+
+class Wanted(NamedTuple):
+    """Whether the gradient of each input is wanted."""
+
+    x: bool
+    y: bool
+    negatives: bool
+    scale: bool
+    bias: bool
 
 
 @dataclass(frozen=True)
@@ -29,17 +42,45 @@ class Batch:
     ids_x: Tensor | None  # [n] int64; in a batch of pairs those with equal ids are not each other's negatives
     ids_y: Tensor | None  # [m] int64, equal to the ids of the images that a text belongs to; None in a batch of pairs
     counts: RowCounts
-    one_way: bool = False  # only images have a cross entropy, of finding their texts
+    wanted: Wanted
+    one_way: bool  # only images have a cross entropy, of finding their texts
 
 
-class Wanted(NamedTuple):
-    """Whether the gradient of each input is wanted."""
+@dataclass(frozen=True)
+class Blocks:
+    """Computes blocks for a `Strategy`: its methods are the functions that `Strategy.statistics` and `gradients` take.
 
-    x: bool
-    y: bool
-    negatives: bool
-    scale: bool
-    bias: bool
+    Rows and columns have vectors in the order of the parameters of the operators in `hf_infcl.kernels`, and ids last.
+    """
+
+    scale: Tensor
+    bias: Tensor
+    backend: str
+    paired: bool = False  # whether the positives are on the diagonal
+    equal_are_positive: bool = False
+
+    def softmax_statistics(self, x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
+        (images, pivot_x, ids_x), (texts, pivot_y, ids_y) = x, y
+        of_images, of_texts = kernels.softmax_statistics(
+            *(images, texts, self.scale, pivot_x, pivot_y, ids_x, ids_y, diagonal if self.paired else None),
+            *(self.equal_are_positive, self.backend),
+        )
+        return of_images.unbind(), of_texts.unbind()
+
+    def softmax_gradients(self, x: Rows, y: Rows, diagonal: int | None, *gradients: Any) -> tuple[Tensor, ...]:
+        (images, pivot_x, relative_x, share_x, ids_x), (texts, pivot_y, relative_y, share_y, ids_y) = x, y
+        of_scale = kernels.softmax_gradients(
+            *(images, texts, self.scale, pivot_x, pivot_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y),
+            *(diagonal if self.paired else None, self.equal_are_positive, *gradients, self.backend),
+        )
+        return (of_scale,)
+
+    def sigmoid(self, x: Rows, y: Rows, diagonal: int | None, *gradients: Any) -> tuple[Tensor, ...]:
+        (images, ids_x), (texts, ids_y) = x, y
+        return kernels.sigmoid_block(
+            *(images, texts, self.scale, self.bias, ids_x, ids_y, diagonal if self.paired else None),
+            *(self.equal_are_positive, *gradients, self.backend),
+        )
 
 
 class Terms(NamedTuple):

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -157,15 +158,12 @@ def _loss(inputs: Inputs, processes: Processes) -> Tensor:
         rows, columns = max(rows, columns), min(rows, columns)
     strategy = select_strategy(inputs.strategy, processes, inputs.backend, y, rows, columns)
     # Within a Function grad mode is always off, and its needs_input_grad ignores the mode of the caller.
-    wanted = inputs.wanted()
+    task = _Task(strategy, inputs.objective, counts, inputs.wanted(), inputs.directions == DIRECTIONS[1])
     with torch.autocast(x.device.type, enabled=False):
         scalars = None
         if processes.world_size > 1 and not inputs.scalars_are_read():
             scalars = Arriving(processes.gather(torch.stack((scale.detach(), bias.detach()))))
-        loss = _Loss.apply(
-            *(x, y, inputs.negative_texts, scale, bias, ids_x, inputs.text_ids),
-            *(counts, strategy, inputs.objective, wanted, inputs.directions == DIRECTIONS[1]),
-        )
+        loss = _Loss.apply(task, x, y, inputs.negative_texts, scale, bias, ids_x, inputs.text_ids)
     if scalars is not None:  # compared when the work is queued, so that the device goes on meanwhile
         inputs.compare(processes, scalars.tolist())
     return loss
@@ -179,6 +177,16 @@ def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> 
     return torch.full((), value, dtype=dtype, device=device)  # CUDA graphs allow it, unlike a copy from the host
 
 
+class _Task(NamedTuple):
+    """What the loss of some tensors depends on besides them."""
+
+    strategy: Strategy
+    objective: str
+    counts: RowCounts
+    wanted: Wanted
+    one_way: bool
+
+
 class _Loss(torch.autograd.Function):
     """The forward computes the loss and, from the same statistics, its gradients; the backward only scales them.
 
@@ -187,34 +195,19 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        y: Tensor,
-        negatives: Tensor | None,
-        scale: Tensor,
-        bias: Tensor,
-        ids_x: Tensor | None,
-        ids_y: Tensor | None,
-        counts: RowCounts,
-        strategy: Strategy,
-        objective: str,
-        wanted: Wanted,
-        one_way: bool,
-    ) -> Tensor:
-        evaluate = functools.partial(_evaluate, strategy, objective, wanted, counts, one_way)
-        processes = strategy.processes
-        if launches_dominate(strategy, x, counts):
-            evaluate = functools.partial(
-                cuda_graphs.run, (strategy.key, objective, wanted, counts, one_way), processes, evaluate
-            )
-        loss, *gradients = evaluate(x, y, negatives, scale, bias, ids_x, ids_y)
+    def forward(ctx: Any, task: _Task, x: Tensor, y: Tensor, *others: Tensor | None) -> Tensor:
+        evaluate = functools.partial(_evaluate, task)
+        strategy = task.strategy
+        if launches_dominate(strategy, x, task.counts):
+            name = (strategy.key, *task[1:])
+            evaluate = functools.partial(cuda_graphs.run, name, strategy.processes, evaluate)
+        loss, *gradients = evaluate(x, y, *others)
         assert loss is not None
         # A compiled backward cannot ask for the mode of autograd, so it contains an operator that takes the features,
         # and torch refuses to differentiate it.
         features = (x, y) if torch.compiler.is_compiling() else ()
         ctx.save_for_backward(*gradients, *features)
-        ctx.processes, ctx.dtype = processes, x.dtype
+        ctx.processes, ctx.dtype = strategy.processes, x.dtype
         return loss
 
     @staticmethod
@@ -224,16 +217,17 @@ class _Loss(torch.autograd.Function):
             grad = torch.ops.hf_infcl.once(grad, *ctx.saved_tensors[4:])
         else:
             refuse_second_derivative(_NO_SECOND_DERIVATIVE)
-        *want_products, want_scale, want_bias = ctx.needs_input_grad[:5]
+        *want_products, want_scale, want_bias = ctx.needs_input_grad[1:6]
         product_factor, grad_scale, grad_bias = (ctx.processes.sum(grad) * factors).unbind()
         return (
+            None,
             *(
                 _scaled(product, product_factor, ctx.dtype) if want else None
                 for product, want in zip(products, want_products, strict=True)
             ),
             grad_scale if want_scale else None,
             grad_bias if want_bias else None,
-            *(None,) * 7,
+            *(None, None),
         )
 
 
@@ -248,64 +242,45 @@ torch.library.impl("hf_infcl::once", "default", _once)
 torch.library.register_fake("hf_infcl::once", lambda grad, x, y: torch.empty_like(grad))
 
 
-def is_small(images: int, texts: int, dim: int, world_size: int, blocks: int) -> bool:
-    """Whether launching the kernels of a loss of this size takes longer than running them.
-
-    Args:
-        images: the number of images of this process.
-        texts: the number of texts of all processes.
-        dim: the width of the embeddings.
-        world_size: the number of processes.
-        blocks: the number of blocks that are computed one after another.
-    """
-    limit = RECORDED_WORK if world_size == 1 else RECORDED_WORK_OF_SEVERAL
-    return images * texts * dim <= (limit if blocks == 1 else RECORDED_WORK_OF_BLOCK * blocks)
-
-
 def launches_dominate(strategy: Strategy, x: Tensor, counts: RowCounts) -> bool:
     """Whether the kernels take longer to launch than to run, and can be recorded."""
-    texts = sum(counts.texts) + sum(counts.negative_texts)
-    processes = strategy.processes
+    processes, blocks = strategy.processes, strategy.blocks
+    limit = RECORDED_WORK if processes.world_size == 1 else RECORDED_WORK_OF_SEVERAL
+    if blocks > 1:
+        limit = RECORDED_WORK_OF_BLOCK * blocks
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
-        and is_small(max(counts.images), texts, x.shape[1], processes.world_size, strategy.blocks)
+        and max(counts.images) * (sum(counts.texts) + sum(counts.negative_texts)) * x.shape[1] <= limit
         # Collectives of GPUs are only queued, in the order of the stream.
         and (processes.world_size == 1 or processes.device == x.device)
         and kernels.select(strategy.backend, x) is not kernels.torch_backend
     )
 
 
-def _evaluate(
-    strategy: Strategy,
-    objective: str,
-    wanted: Wanted,
-    counts: RowCounts,
-    one_way: bool,
-    x: Tensor,
-    y: Tensor,
-    negatives: Tensor | None,
-    scale: Tensor,
-    bias: Tensor,
-    ids_x: Tensor | None,
-    ids_y: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def _evaluate(task: _Task, *tensors: Any) -> tuple[Tensor | None, ...]:
     """The loss; the products C·Y, [n, D], and Cᵀ·X, [m, D] and [h, D]; and three factors [3].
 
     If no gradient is wanted, only the loss is computed. Let G be the derivative of the loss with respect to the logits,
     which equals C up to a constant factor; then dX = s·G·Y and dY = s·Gᵀ·X. The first factor is s times that constant,
     by which the products have to be multiplied; the others are this process's part of the gradients of scale and bias.
+
+    Args:
+        tensors: those of a `Batch`.
     """
-    no_negatives = sum(counts.negative_texts) == 0  # on any process
-    batch = Batch(x, y, None if no_negatives else negatives, scale, bias, ids_x, ids_y, counts, one_way)
-    if ids_y is None:
-        terms = one_positive.evaluate(strategy, batch, OBJECTIVES[objective].of_pairs, wanted)
+    strategy, objective, *shared = task
+    batch = Batch(*tensors, *shared)
+    negatives, no_negatives = batch.negatives, sum(batch.counts.negative_texts) == 0  # on any process
+    if no_negatives:
+        batch = replace(batch, negatives=None)
+    if batch.ids_y is None:
+        terms = one_positive.evaluate(strategy, batch, OBJECTIVES[objective].of_pairs)
     else:
-        terms = several_positives.evaluate(strategy, batch, OBJECTIVES[objective].of_several_positives, wanted)
+        terms = several_positives.evaluate(strategy, batch, OBJECTIVES[objective].of_several_positives)
     loss = strategy.processes.sum(terms.loss) / terms.divisor
-    if terms.grad_scale is None or terms.grad_bias is None or not any(wanted):
+    if terms.grad_scale is None or terms.grad_bias is None or not any(batch.wanted):
         return loss, None, None, None, None
-    factors = torch.stack((scale, terms.grad_scale, terms.grad_bias)) / terms.divisor
+    factors = torch.stack((batch.scale, terms.grad_scale, terms.grad_bias)) / terms.divisor
     grad_negatives = negatives if no_negatives else terms.grad_negatives  # if given but empty, so is the gradient
     return loss, terms.grad_x, terms.grad_y, grad_negatives, factors
 

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
-from .batch import Batch, IdOrder, Terms, Wanted, number_ids
-from .strategies import Rows, Side, Statistics, Strategy
+from .batch import Batch, Blocks, IdOrder, Terms, number_ids
+from .strategies import Side, Statistics, Strategy
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class _Anchors:
     positives: Tensor  # [b], the number of positives of each in the global batch
     with_positive: Tensor  # scalar, the number of images, or of texts, of the global batch that have a positive
     counts: tuple[int, ...]
+    wanted: bool  # whether the gradient of the features is wanted
 
     def side(self, *vectors: Tensor) -> Side:
         return Side((self.features, *vectors, self.ids), self.counts)
@@ -46,7 +47,7 @@ class _Anchors:
         return replace(self, features=features, ids=ids, positives=positives), *vectors_of_columns
 
 
-def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms], wanted: Wanted) -> Terms:
+def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms]) -> Terms:
     """The `Terms` of a batch with ids of images and of texts. ``loss`` is `softmax` or `sigmoid`."""
     assert batch.ids_x is not None
     assert batch.ids_y is not None
@@ -62,20 +63,20 @@ def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms], wante
         y, ids_y = torch.cat((y, batch.negatives)), F.pad(ids_y, (0, len(batch.negatives)), value=-1)
         counts_y = tuple(m + h for m, h in zip(counts_y, batch.counts.negative_texts, strict=True))
 
-    def anchors(features: Tensor, order: IdOrder, same: Tensor, opposite: Tensor, counts: tuple[int, ...]) -> _Anchors:
+    def anchors(features: Tensor, order: IdOrder, same: Tensor, opposite: Tensor, *others: Any) -> _Anchors:
         positives = _occurrences(order.ids, opposite).to(batch.scale.dtype)
         with_positive = _occurrences(same, opposite).count_nonzero().to(batch.scale.dtype)
-        return _Anchors(order.sort(features), order.ids, positives, with_positive, counts)
+        return _Anchors(order.sort(features), order.ids, positives, with_positive, *others)
 
     order_x, order_y = IdOrder(ids_x), IdOrder(ids_y)
-    images = anchors(batch.x, order_x, ids_of_images, ids_of_texts, batch.counts.images)
-    texts = anchors(y, order_y, ids_of_texts, ids_of_images, counts_y)
-    want_images, want_texts = wanted.x, wanted.y or wanted.negatives
+    wanted = batch.wanted
+    images = anchors(batch.x, order_x, ids_of_images, ids_of_texts, batch.counts.images, wanted.x)
+    texts = anchors(y, order_y, ids_of_texts, ids_of_images, counts_y, wanted.y or wanted.negatives)
     if sum(texts.counts) <= sum(images.counts):
-        terms = loss(strategy, images, texts, batch, any(wanted), want_images, want_texts)
+        terms = loss(strategy, images, texts, batch)
         grad_x, grad_y = terms.grad_x, terms.grad_y
     else:  # the smaller side is sent between processes; the loss is symmetric
-        terms = loss(strategy, texts, images, batch, any(wanted), want_texts, want_images)
+        terms = loss(strategy, texts, images, batch)
         grad_y, grad_x = terms.grad_x, terms.grad_y
     del images, texts, y  # frees the sorted copies before the gradients are copied into the order of the arguments
     grad_texts = order_y.restore(grad_y)
@@ -86,39 +87,21 @@ def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms], wante
     )
 
 
-def softmax(
-    strategy: Strategy, x: _Anchors, y: _Anchors, batch: Batch, want: bool, want_x: bool, want_y: bool
-) -> Terms:
+def softmax(strategy: Strategy, x: _Anchors, y: _Anchors, batch: Batch) -> Terms:
     """C is 2·min(n', m') times the derivative of the loss, and its sum is 0."""
     scale, backend = batch.scale, strategy.backend
-
-    def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
-        (rows, pivot_x, ids_x), (columns, pivot_y, ids_y) = x, y
-        all_six = kernels.multi_positive_statistics(rows, columns, scale, pivot_x, pivot_y, ids_x, ids_y, backend)
-        return all_six[:3], all_six[3:]
-
-    def gradients(
-        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
-    ) -> tuple[Tensor, ...]:
-        (rows, pivot_x, relative_x, share_x, ids_x), (columns, pivot_y, relative_y, share_y, ids_y) = x, y
-        return (
-            kernels.multi_positive_gradients(
-                *(rows, columns, scale, pivot_x, pivot_y, relative_x, relative_y, share_x, share_y),
-                *(ids_x, ids_y, grad_x, grad_y, accumulate, backend),
-            ),
-        )
-
+    blocks = Blocks(scale, batch.bias, backend, equal_are_positive=True)
     pivot_x, pivot_y = _pivot(x, y, scale, backend), _pivot(y, x, scale, backend)
     y, pivot_y = y.as_columns(strategy, pivot_y)
     combine = (torch.logaddexp, torch.logaddexp, torch.add)  # for N, P and Z
-    stats_x, stats_y = strategy.statistics(statistics, combine, x.side(pivot_x), y.side(pivot_y))
+    stats_x, stats_y = strategy.statistics(blocks.softmax_statistics, combine, x.side(pivot_x), y.side(pivot_y))
     fewest = torch.minimum(x.with_positive, y.with_positive)
     weight_x, weight_y = fewest / x.with_positive, fewest / y.with_positive
     losses_x, relative_x, share_x = _cross_entropies(stats_x, x.positives, weight_x)
     losses_y, relative_y, share_y = _cross_entropies(stats_y, y.positives, weight_y)
     loss = weight_x * losses_x.sum() + weight_y * strategy.of_this_process(losses_y, y.counts).sum()
     divisor = 2 * fewest
-    if not want:
+    if not any(batch.wanted):
         return Terms(loss, divisor)
 
     def side(anchors: _Anchors, pivot: Tensor, relative: Tensor, share: Tensor, losses: bool) -> Side:
@@ -133,12 +116,12 @@ def softmax(
             side(y, pivot_y, relative_y, share_y, losses_y),
         )
 
-    (grad_scale,), grad_x, grad_y = strategy.softmax_gradients(gradients, sides, want_x, want_y)
+    (grad_scale,), grad_x, grad_y = strategy.softmax_gradients(blocks.softmax_gradients, sides, x.wanted, y.wanted)
     return Terms(loss, divisor, grad_scale, torch.zeros_like(scale), grad_x, grad_y)
 
 
 def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cross entropies of anchors, and two arguments of `kernels.multi_positive_gradients`.
+    """The cross entropies of anchors, and two arguments of `kernels.softmax_gradients`.
 
     Args:
         statistics: N, P and Z of each anchor over the global batch.
@@ -166,23 +149,12 @@ def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) 
     )
 
 
-def sigmoid(
-    strategy: Strategy, x: _Anchors, y: _Anchors, batch: Batch, want: bool, want_x: bool, want_y: bool
-) -> Terms:
+def sigmoid(strategy: Strategy, x: _Anchors, y: _Anchors, batch: Batch) -> Terms:
     """C is 2 / (1/n' + 1/m') times the derivative. Terms and coefficients come from one pass over the logits."""
-
-    def gradients(
-        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
-    ) -> tuple[Tensor, ...]:
-        (rows, ids_x), (columns, ids_y) = x, y
-        return kernels.sigmoid_block(
-            *(rows, columns, batch.scale, batch.bias, ids_x, ids_y, None, grad_x, grad_y, accumulate),
-            equal_are_positive=True,
-            backend=strategy.backend,
-        )
-
+    blocks = Blocks(batch.scale, batch.bias, strategy.backend, equal_are_positive=True)
     (y,) = y.as_columns(strategy)
-    (loss, grad_bias, grad_scale), grad_x, grad_y = strategy.gradients(gradients, x.side(), y.side(), want_x, want_y)
+    sums, grad_x, grad_y = strategy.gradients(blocks.sigmoid, x.side(), y.side(), x.wanted, y.wanted)
+    loss, grad_bias, grad_scale = sums
     divisor = 2 / (1 / x.with_positive + 1 / y.with_positive)
     return Terms(loss, divisor, grad_scale, grad_bias, grad_x, grad_y)
 

@@ -167,29 +167,18 @@ Rows = tuple[Any, ...]  # features [b, D], and vectors [b] or None that the kern
 Statistics = tuple[Tensor, ...]  # [b] each
 Combine = Callable[..., Any]  # combine(a, b, out=a): `torch.add` or `torch.logaddexp`
 
+# block(x, y, diagonal) computes the statistics of a block's rows and of its columns.
+StatisticsBlock = Callable[[Rows, Rows, int | None], tuple[Statistics, Statistics]]
+# block(x, y, diagonal, grad_x, grad_y, accumulate) returns some scalars, and computes the gradients of a block's rows
+# and columns (None: not wanted), which replace the content of grad_x and grad_y or, if ``accumulate``, are added to it.
+GradientsBlock = Callable[[Rows, Rows, int | None, Tensor | None, Tensor | None, bool], tuple[Tensor, ...]]
+
 
 class Side(NamedTuple):
     """The images of this process, or its texts: the rows or the columns of blocks."""
 
     rows: Rows
     counts: tuple[int, ...]  # the number of rows on each process
-
-
-class StatisticsBlock(Protocol):
-    """Computes the statistics of a block's rows and of its columns."""
-
-    def __call__(self, x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]: ...
-
-
-class GradientsBlock(Protocol):
-    """Computes the gradients of a block's rows and columns (None: not wanted), and returns some scalars.
-
-    The gradients replace the content of grad_x and grad_y, or are added to it if ``accumulate``.
-    """
-
-    def __call__(
-        self, x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
-    ) -> tuple[Tensor, ...]: ...
 
 
 class Gradients(NamedTuple):
