@@ -468,15 +468,12 @@ class StreamBatches(MicroBatches):
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
         self._cursors: dict[int, dict[str, Any]] = {}  # by lane
-        split = None
         if checkpoint is not None:
             self._check_identity(checkpoint)
-            self._consumed, split = checkpoint["consumed"], checkpoint["pieces"]
+            self._consumed = checkpoint["consumed"]
             self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
-        if split is None:
-            self._pieces = [self._dealt(group) for group in stream.groups]
-        else:
-            self._pieces = [[Piece(*piece) for piece in group] for group in split]
+        split = checkpoint and checkpoint["pieces"]
+        self._pieces = [[Piece(*piece) for piece in group] for group in split or map(self._dealt, stream.groups)]
 
     # ---- What was consumed ----
 
@@ -508,7 +505,7 @@ class StreamBatches(MicroBatches):
         return {
             "samples": sum(cursor["drawn"] for cursor in cursors) - skipped,
             "skipped": skipped,
-            "shards": sum(at["opened"] + at["reached"] for cursor in cursors for at in cursor["sources"]),
+            "shards": sum(at["opened"] for cursor in cursors for at in cursor["sources"] if at),
         }
 
     def _own_cursors(self) -> dict[int, dict[str, Any]]:
@@ -548,64 +545,58 @@ class StreamBatches(MicroBatches):
         return pieces
 
     def reader(self) -> ReadItems:
-        lanes: dict[int, Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]] = {}
+        lanes: dict[int, Iterator[tuple[Any, int, dict[str, Any]]]] = {}
         cursors = dict(self._cursors)  # batches may be consumed while this reader goes on
 
         def read(number: int) -> tuple[list[Any], dict[str, Any]]:
-            lane = number % self._order.lanes
+            lane, items = number % self._order.lanes, []
             if lane not in lanes:
-                lanes[lane] = self._lane(lane, cursors.get(lane), number)
-            items, passes, cursor = next(lanes[lane])
-            if passes and number < self._share.micro_batches and len(self._pieces) == 1:
-                raise ValueError(
-                    f"The stream is shorter than {self._share.words}: lane {lane} of {self._order.lanes}, each of "
-                    f"which a worker reads, has read its share of the {len(self._stream.shards)} shards such as "
-                    f"{self._stream.shards[0].url!r} before one was full. Lower the batch, or use fewer workers."
-                )
-            return items, {"number": number, "lane": lane, "cursor": cursor}
+                cursors.setdefault(lane, {"drawn": 0, "skipped": 0, "sources": [None] * len(self._pieces)})
+                lanes[lane] = self._items(lane, cursors[lane])
+            for item, passes, cursor in itertools.islice(lanes[lane], len(self._share.pairs(number))):
+                items.append(item)
+                cursors[lane] = cursor
+                if passes and number < self._share.micro_batches and len(self._pieces) == 1:
+                    raise ValueError(
+                        f"The stream is shorter than {self._share.words}: lane {lane} of {self._order.lanes}, each of "
+                        f"which a worker reads, has read its share of the {len(self._stream.shards)} shards such as "
+                        f"{self._stream.shards[0].url!r} before one was full. Lower the batch, or use fewer workers."
+                    )
+            return items, {"number": number, "lane": lane, "cursor": cursors[lane]}
 
         return read
 
-    def _lane(
-        self, lane: int, cursor: dict[str, Any] | None, first: int
-    ) -> Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]:
-        """(items, number of passes before the last one, cursor after them) of a lane, from micro-batch ``first`` on."""
-        stream = self._stream
-        cursor = cursor or {"drawn": 0, "skipped": 0, "sources": [None] * len(self._pieces)}
-        drawn, skipped = cursor["drawn"], cursor["skipped"]
+    def _items(self, lane: int, cursor: dict[str, Any]) -> Iterator[tuple[Any, int, dict[str, Any]]]:
+        """(item, number of passes before it, cursor after it) of a lane, from a cursor on."""
+        stream, skipped, at = self._stream, cursor["skipped"], list(cursor["sources"])
         sources = [
-            LaneSource(stream.shards, pieces, self._order, lane, number, at)
-            for number, (pieces, at) in enumerate(zip(self._pieces, cursor["sources"], strict=True))
+            LaneSource(stream.shards, pieces, self._order, lane, number).samples(at[number])
+            for number, pieces in enumerate(self._pieces)
         ]
-        samples = [iter(source) for source in sources]
         draws: list[int] = []
-        in_succession = passes = 0
-        for number in itertools.count(first, self._order.lanes):
-            items: list[Any] = []
-            reported, size = skipped, len(self._share.pairs(number))
-            while len(items) < size:
-                if not draws or drawn % _DRAWS == 0:  # each block by its number, so that a cursor needs no more
-                    rng = self._order.random("mixture", lane, drawn // _DRAWS)
-                    draws = rng.choices(range(len(sources)), stream.weights, k=_DRAWS)
-                passes, shard, key, sample = next(samples[draws[drawn % _DRAWS]])
-                drawn += 1
-                try:
-                    item = stream.item(passes, shard, key, sample)
-                except BadSampleError as error:
-                    if stream.on_bad_sample == "raise":
-                        raise
-                    if isinstance(sample, DamagedShardError):  # more than one sample is lost
-                        logger.warning("%s", sample)
-                    skipped, in_succession = skipped + 1, in_succession + 1
-                    if in_succession == _MAX_BAD:
-                        raise ValueError(f"{_MAX_BAD} samples in succession were bad. The last: {error}") from error
-                    continue
-                in_succession = 0
-                if stream.on_bad_sample == "skip":
-                    item["skipped"], reported = skipped - reported, skipped
-                name = stream.shards[shard].name
-                items.append(KeyedItem(item, sample_key(name, key), f"{name} {key}") if self._keyed else item)
-            yield items, passes, {"drawn": drawn, "skipped": skipped, "sources": [s.cursor() for s in sources]}
+        bad = 0  # samples in succession
+        for drawn in itertools.count(cursor["drawn"]):
+            if not draws or drawn % _DRAWS == 0:  # each block by its number, so that a cursor needs no more
+                rng = self._order.random("mixture", lane, drawn // _DRAWS)
+                draws = rng.choices(range(len(sources)), stream.weights, k=_DRAWS)
+            source = draws[drawn % _DRAWS]
+            passes, shard, key, sample, at[source] = next(sources[source])
+            try:
+                item = stream.item(passes, shard, key, sample)
+            except BadSampleError as error:
+                if stream.on_bad_sample == "raise":
+                    raise
+                if isinstance(sample, DamagedShardError):  # more than one sample is lost
+                    logger.warning("%s", sample)
+                bad += 1
+                if bad == _MAX_BAD:
+                    raise ValueError(f"{_MAX_BAD} samples in succession were bad. The last: {error}") from error
+                continue
+            if stream.on_bad_sample == "skip":
+                item["skipped"] = bad
+            skipped, bad, name = skipped + bad, 0, stream.shards[shard].name
+            keyed = KeyedItem(item, sample_key(name, key), f"{name} {key}") if self._keyed else item
+            yield keyed, passes, {"drawn": drawn + 1, "skipped": skipped, "sources": [*at]}
 
 
 def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

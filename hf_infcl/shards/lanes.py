@@ -77,113 +77,91 @@ class SampleOrder:
         )
 
 
+@dataclass(frozen=True)
 class LaneSource:
-    """The samples that one lane reads from one source, pass after pass.
+    """What one lane reads of one source."""
 
-    Its cursor is a dict of
-        pass: number of passes that the lane has completed.
-        buffer: number of the buffer in this pass.
-        next: first of the lane's pieces of this pass that had not been opened when the buffer began to fill.
-        open: [piece, position] of the pieces that were open then, in the order of their turns.
-        taken: number of samples already taken from the buffer.
-        opened: number of pieces of the previous passes.
-        reached: as ``next``, when the buffer was full.
-    """
+    shards: Sequence[Shard]
+    pieces: Sequence[Piece]
+    order: SampleOrder
+    lane: int
+    source: int
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        pieces: Sequence[Piece],
-        order: SampleOrder,
-        lane: int,
-        source: int,
-        cursor: dict[str, Any] | None,
-    ) -> None:
-        self._shards, self._pieces, self._order, self._lane, self._source = shards, pieces, order, lane, source
-        self._start = cursor or _begin_of_pass(0, 0)
-        self._taken, self._reached = self._start["taken"], self._start.get("reached", 0)
+    def samples(self, cursor: dict[str, Any] | None) -> Iterator[tuple[int, int, str, Sample, dict[str, Any]]]:
+        """(passes before it, shard, key, raw sample, cursor after it) of each sample after a cursor, without end.
 
-    def cursor(self) -> dict[str, Any]:
-        """The position after the last sample returned."""
-        return {**self._start, "taken": self._taken, "reached": self._reached}
-
-    def __iter__(self) -> Iterator[tuple[int, int, str, Any]]:
-        """(number of passes before it, shard, key, raw sample) of each sample, without end."""
-        size, empty_passes = self._order.shuffle_buffer, 0
-        turns = self._turns(self._start)
-        buffer: list[Any] = list(itertools.islice(turns, size))
+        A cursor is a dict of
+            pass: number of passes that the lane has completed.
+            buffer: number of the buffer in this pass.
+            next: first of the lane's pieces of this pass that had not been opened when the buffer began to fill.
+            open: [piece, position] of the pieces that were open then, in the order of their turns.
+            taken: number of samples already taken from the buffer.
+            opened: number of pieces that had been opened in all passes when the buffer was full.
+        """
+        size, empty_passes = self.order.shuffle_buffer, 0
+        at = cursor or _begin_of_pass(0)
+        samples = self._in_turns(at)
+        buffer: list[Any] = list(itertools.islice(samples, size))
         while True:
-            start, self._reached = self._start, turns.next
+            dealt = len(range(self.lane, len(self.pieces), self.order.lanes))
             if len(buffer) == size:
-                following = {**start, "buffer": start["buffer"] + 1, **turns.position(), "taken": 0}
+                following = {"pass": at["pass"], "buffer": at["buffer"] + 1, **buffer[-1][-1], "taken": 0}
+                opened = at["pass"] * dealt + following["next"]
             else:  # the pass ends with this buffer
-                empty_passes = 0 if buffer or start["buffer"] else empty_passes + 1
+                empty_passes = 0 if buffer or at["buffer"] else empty_passes + 1
                 if empty_passes == _MAX_EMPTY_PASSES:
-                    urls = sorted({self._shards[piece.shard].url for piece in self._pieces})
+                    urls = sorted({self.shards[piece.shard].url for piece in self.pieces})
                     raise ValueError(f"There are no samples in {counted(len(urls), 'shard')} such as {urls[0]!r}.")
-                following = _begin_of_pass(start["pass"] + 1, start["opened"] + len(turns.pieces))
-                turns = self._turns(following)
+                following = _begin_of_pass(at["pass"] + 1)
+                opened = following["pass"] * dealt
+                samples = self._in_turns(following)
             places = list(range(len(buffer)))
-            self._order.random(self._source, self._lane, start["pass"], start["buffer"]).shuffle(places)
+            self.order.random(self.source, self.lane, at["pass"], at["buffer"]).shuffle(places)
             # The next buffer fills as this one empties. No sample has to wait until a whole buffer has been read, and
             # together they hold no more samples than one buffer.
             refill: list[Any] = []
-            for taken, place in enumerate(places[self._taken :], self._taken + 1):
-                refill.extend(itertools.islice(turns, 1))
-                sample, buffer[place] = buffer[place], None
-                self._start, self._taken = (start, taken) if taken < len(places) else (following, 0)
-                yield start["pass"], *sample
-            refill.extend(itertools.islice(turns, size - len(refill)))
-            buffer, self._start, self._taken = refill, following, 0
+            for taken, place in enumerate(places[at["taken"] :], at["taken"] + 1):
+                refill.extend(itertools.islice(samples, 1))
+                (*sample, _), buffer[place] = buffer[place], None
+                after = {**at, "taken": taken} if taken < len(places) else following
+                yield at["pass"], *sample, {**after, "opened": opened}
+            refill.extend(itertools.islice(samples, size - len(refill)))
+            buffer, at = refill, following
 
-    def _turns(self, cursor: Mapping[str, Any]) -> _Turns:
-        """The pieces of this lane in a pass, which are every L-th of an order drawn anew."""
-        dealt = list(range(len(self._pieces)))
-        self._order.random(self._source, cursor["pass"]).shuffle(dealt)
-        mine = [self._pieces[number] for number in dealt[self._lane :: self._order.lanes]]
-        return _Turns(self._shards, mine, self._order.open_shards, cursor)
+    def _in_turns(self, at: Mapping[str, Any]) -> Iterator[tuple[int, str, Sample, dict[str, Any]]]:
+        """(shard, key, raw sample, the entries of a cursor from which the next ones follow) in the rest of a pass.
 
+        The pieces of the lane are every L-th of an order that each pass draws anew. Several of them are open and yield
+        one sample in turn. Where a shard is damaged, the error replaces the rest of it.
+        """
+        numbers = list(range(len(self.pieces)))
+        self.order.random(self.source, at["pass"]).shuffle(numbers)
+        pieces = [self.pieces[number] for number in numbers[self.lane :: self.order.lanes]]
 
-def _begin_of_pass(number: int, opened: int) -> dict[str, Any]:
-    """The cursor at the beginning of a pass, after so many ``opened`` pieces."""
-    return {"pass": number, "buffer": 0, "next": 0, "open": [], "taken": 0, "opened": opened}
+        def read(number: int, position: int) -> tuple[int, int, Iterator[tuple[int, str, Sample]]]:
+            piece = pieces[number]
+            return number, position, self.shards[piece.shard].samples(position, piece.stop)
 
-
-class _Turns:
-    """Raw samples of pieces. Several pieces are open and yield one sample in turn."""
-
-    def __init__(self, shards: Sequence[Shard], pieces: Sequence[Piece], most: int, cursor: Mapping[str, Any]) -> None:
-        self.pieces, self.next = pieces, cursor["next"]
-        self._shards, self._most = shards, most
-        self._open = deque((number, position, self._samples(number, position)) for number, position in cursor["open"])
-
-    def _samples(self, number: int, position: int) -> Iterator[tuple[int, str, Any]]:
-        piece = self.pieces[number]
-        return self._shards[piece.shard].samples(position, piece.stop)
-
-    def position(self) -> dict[str, Any]:
-        """The entries of a cursor from which the same samples follow."""
-        return {"next": self.next, "open": [[number, position] for number, position, _ in self._open]}
-
-    def __iter__(self) -> Iterator[tuple[int, str, Any]]:
-        return self
-
-    def __next__(self) -> tuple[int, str, Any]:
-        """(shard, key, raw sample); if a shard is damaged from here on, the error replaces the rest of it."""
+        pending, following = deque(itertools.starmap(read, at["open"])), at["next"]
         while True:
-            while len(self._open) < self._most and self.next < len(self.pieces):
-                start = self.pieces[self.next].start
-                self._open.append((self.next, start, self._samples(self.next, start)))
-                self.next += 1
-            if not self._open:
-                raise StopIteration
-            number, _, samples = self._open.popleft()
-            shard = self.pieces[number].shard
+            while len(pending) < self.order.open_shards and following < len(pieces):
+                pending.append(read(following, pieces[following].start))
+                following += 1
+            if not pending:
+                return
+            number, _, samples = pending.popleft()
             try:
                 position, key, sample = next(samples)
             except StopIteration:
                 continue
             except DamagedShardError as error:
-                return shard, "", error
-            self._open.append((number, position, samples))
-            return shard, key, sample
+                key, sample = "", error
+            else:
+                pending.append((number, position, samples))
+            entries = {"next": following, "open": [[piece, place] for piece, place, _ in pending]}
+            yield pieces[number].shard, key, sample, entries
+
+
+def _begin_of_pass(number: int) -> dict[str, Any]:
+    """The cursor at the beginning of a pass."""
+    return {"pass": number, "buffer": 0, "next": 0, "open": [], "taken": 0}
