@@ -64,7 +64,7 @@ def read(
     steps, found, after = 4 // processes, [[] for _ in range(windows)], []
     for rank in range(processes):
         where = {"rank": rank, "world_size": processes, "num_workers": workers}
-        batches = pairs.batches(4, 4, numbers_and_captions, **where, position=position, states=states)
+        batches = pairs.batches(Share(4, 4), numbers_and_captions, **where, position=position, states=states)
         loader = iter(DataLoader(batches, batch_size=None, num_workers=workers))
         for window in found:
             for _ in range(steps):
@@ -137,7 +137,7 @@ def test_every_pair_has_an_id_and_a_count_of_skipped_ones_if_any_has(tmp_path):
     pairs = replayed(table(NEW), stream_of(tmp_path, on_bad_sample="skip"))
     collator = ContrastiveCollator(clip_processor())
     for processes in (1, 2):
-        of_ranks = [pairs.batches(4, 4, collator, rank=rank, world_size=processes) for rank in range(processes)]
+        of_ranks = [pairs.batches(Share(4, 4), collator, rank=rank, world_size=processes) for rank in range(processes)]
         of_workers = pickle.loads(pickle.dumps(of_ranks))  # as workers get them that are not forked
         batches = [batch for of_rank in of_workers for batch, _ in itertools.islice(of_rank, 4 // processes)]
         ids = torch.cat([batch["pair_ids"] for batch in batches])

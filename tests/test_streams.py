@@ -712,7 +712,11 @@ def test_wrong_options_and_columns(folder, tmp_path):
     for source, options, words in (
         ([], {}, "A stream needs at least one source, got none"),
         (parquet, {"image_column": "picture"}, r"a.parquet' has no column 'picture'.* with image_column \(--im"),
-        (parquet, {"image_column": "wrong"}, "image_column 'wrong' must hold encoded images, or structs"),
+        (
+            parquet,
+            {"image_column": "wrong"},
+            "image_column 'wrong' must hold images, encoded images, their paths",
+        ),
         (parquet, {"caption_column": "wrong"}, "caption_column 'wrong' must hold strings or lists of strings"),
         (parquet, {"pair_id_column": "wrong"}, "pair_id_column 'wrong' must hold integers or strings"),
         (str(folder), {"caption_column": "text"}, r"No caption was found for caption_column 'text'.*\.png, \.txt"),

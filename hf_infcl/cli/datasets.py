@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from ..card.facts import source_name
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset
-from ..data.images import find_column, is_string
+from ..data.images import find_column
 from ..data.labelled import captions_of_classes, read_lines
 from ..data.sets import SetSpec, read_sets
 from ..files.text import counted
@@ -20,6 +20,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from ..quality.averages import halves
 from ..quality.ledger import rows_kept, stream_kept
+from ..shards.readers import is_string
 from .benchmarks import benchmark_sets
 
 

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 
-from ..files.text import ERRORS, Url, lacks_column, without_secrets, written_otherwise
+from ..files.text import ERRORS, Url, without_secrets, written_otherwise
 from ..files.whole import LFS_POINTER
 from ..shards.layout import is_member, member_file, member_size, read_member
+from ..shards.readers import check_column, holds_captions, holds_images
 
 if TYPE_CHECKING:
     import datasets
@@ -93,16 +94,15 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 joined = "rows.map(lambda row: {'captions': [row['a'], row['b']]})"
                 more = f" Join several into one of lists: {joined}." if option == "caption_column" else ""
                 raise ValueError(f"The {option} must be the name of one column, got {column!r}.{more}")
-            if column not in dataset.column_names:
-                hint = ""
-                if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
-                    hint = (
-                        " The captions of a folder of images belong in its metadata.jsonl or metadata.csv, beside the "
-                        f"file names (file_name).{_metadata_above(dataset)} Folders of classes get them by "
-                        "--caption_templates (captions_of_classes in Python); --zero_shot_dataset evaluates classes."
-                    )
-                lacks = lacks_column(column, dataset.column_names)
-                raise ValueError(f"The dataset {lacks} Name the right one with {option} (--{option}).{hint}")
+            hint = ""
+            if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
+                hint = (
+                    " The captions of a folder of images belong in its metadata.jsonl or metadata.csv, beside the "
+                    f"file names (file_name).{_metadata_above(dataset)} Folders of classes get them by "
+                    "--caption_templates (captions_of_classes in Python); --zero_shot_dataset evaluates classes."
+                )
+            if option != "pair_id_column" or column not in (image_column, options["caption_column"]):
+                check_column("The dataset", option, column, dataset.features, hint)
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")
         if dataset.format["type"] == "custom":
@@ -110,9 +110,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 "The dataset has a transform, which would see undecoded images. Call reset_format() and transform the "
                 "items in a dataset around this one."
             )
-        feature = dataset.features[image_column]
-        if not holds_images(feature):
-            raise ValueError(f"image_column {image_column!r} must hold images, paths or encoded images, not {feature}.")
         rows = dataset.with_format(None).select_columns(with_errors(dataset, dict.fromkeys(self.columns.values())))
         # The rows with undecoded images, and only the columns that the options name.
         self.table = rows.cast_column(image_column, datasets.Image(decode=False))
@@ -397,39 +394,6 @@ def read_encoded(value: EncodedImage) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{value['path']} is not a regular file")
         return file.read()
-
-
-def is_value(feature: object, *dtypes: str) -> bool:
-    """Whether a feature of `datasets` is a plain value of one of the dtypes."""
-    import datasets
-
-    return isinstance(feature, datasets.Value) and feature.dtype in dtypes
-
-
-def holds_images(feature: object) -> bool:
-    """Whether a column of this feature can hold images: as such, as paths, encoded, or as ``bytes`` or ``path``."""
-    import datasets
-
-    if isinstance(feature, dict):
-        kinds = {"bytes": ("binary", "large_binary", "null"), "path": ("string", "large_string", "null")}
-        fields = [name for name in kinds if name in feature]
-        return bool(fields) and all(is_value(feature[name], *kinds[name]) for name in fields)
-    is_image = isinstance(feature, datasets.Image)
-    return is_image or is_value(feature, "string", "large_string", "binary", "large_binary")
-
-
-def is_string(feature: object) -> bool:
-    return is_value(feature, "string", "large_string")
-
-
-def holds_captions(feature: object) -> bool:
-    """Whether a column of this feature can hold captions: strings, or lists of them."""
-    return is_string(feature) or is_string(getattr(feature, "feature", None))
-
-
-def is_integer(feature: object) -> bool:
-    """Whether a feature holds integers, as a ClassLabel also does."""
-    return getattr(feature, "dtype", "").startswith(("int", "uint"))
 
 
 IMAGES = ("image", "img", "filepath", "file_path", "image_path", "path", "jpg", "jpeg", "png", "webp")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files.text import ERRORS, in_brackets
-from .images import ImageDataset, is_integer, is_string, usual_column
+from ..shards.readers import is_integer, is_string
+from .images import ImageDataset, usual_column
 
 if TYPE_CHECKING:
     import datasets
@@ -63,8 +64,6 @@ class ZeroShotDataset(ImageDataset):
         super().__init__(dataset, usual_column("image", image_column, dataset), {"label_column": label_column})
         feature = dataset.features[label_column]
         several = is_integer(getattr(feature, "feature", None))
-        if not (several or is_integer(feature)):
-            raise ValueError(f"The label_column {label_column!r} must hold integers or strings, not {feature}.")
         known = getattr(feature, "names", None)
         given: Any = known if class_names is None else class_names
         names = list(given) if _is_list(given) else []

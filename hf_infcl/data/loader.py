@@ -21,8 +21,8 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.signals import heed_parent_alone
 from .collator import DataCollator
-from .replay import Replayed, epochs_of, make_micro_batches
-from .streams import MicroBatches, Share
+from .replay import epochs_of, make_micro_batches
+from .streams import Share
 
 # After WAIT_WINDOWS windows, a warning is logged if the share of the whole training exceeds WAIT_SHARE, and one if a
 # process is behind the median one by SLOW_SHARE of a step.
@@ -144,10 +144,7 @@ class TrainingLoader(DataLoader[Any]):
         where |= {"num_workers": args.dataloader_num_workers, "keyed": args.leave_out is not None}
         if record is not None:
             where |= {"position": record.position or 0, "states": record.stream or ()}
-        if isinstance(dataset, Replayed):
-            self.batches: MicroBatches = dataset.batches(*sizes, collate, **where)
-        else:
-            self.batches = make_micro_batches(dataset, Share(*sizes), collate, args, **where)
+        self.batches = make_micro_batches(dataset, Share(*sizes), collate, args, **where)
         self._lasting: Iterator[Any] | None = None
         self._fetched: list[dict[str, Any]] = []  # the tags of batches that are not consumed yet
         self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their pairs

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 
 from ..files.text import ON_BAD_SAMPLE, is_unicode, shortened
-from ..shards.readers import Columns
-from .images import BadSampleError, ImageDataset, holds_captions, is_integer, is_string, usual_column
+from ..shards.readers import Columns, is_string
+from .images import BadSampleError, ImageDataset, usual_column
 from .transforms import PRESETS, Augmentation, augment
 
 if TYPE_CHECKING:
@@ -218,18 +218,8 @@ class ImageTextDataset(PairSource, ImageDataset):
         if both := [option for option, column in caption_columns.items() if column == image_column]:
             raise ValueError(f"image_column and {both[0]} are both {image_column!r}. Name another column for one.")
         super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
-        for option, column in caption_columns.items():
-            captions = dataset.features[column] if column else None
-            if column and not holds_captions(captions):
-                mixed = " If some rows have a list, write a list in every row." if "Json" in str(captions) else ""
-                raise ValueError(f"{option} {column!r} must hold strings or lists of strings, not {captions}.{mixed}")
         if is_string(dataset.features[caption_column]):
             self._check_single()
-        if pair_id_column and pair_id_column not in (caption_column, image_column):
-            ids = dataset.features[pair_id_column]
-            if not (is_integer(ids) or is_string(ids)):
-                held = "lists, since a pair has one id" if hasattr(ids, "feature") else ids
-                raise ValueError(f"The pair_id_column {pair_id_column!r} must hold integers or strings, not {held}.")
         self._texts = self.table.remove_columns(image_column)
         self._all_captions = all_captions
         self._or_skip = "" if all_captions else ', or pass on_bad_sample="skip" (--on_bad_sample skip in a command)'

@@ -212,7 +212,7 @@ class Replayed(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """The items of the global batches without end, the new ones of each first."""
-        for items, _ in self.batches(self._args.global_batch_size, 1, list):
+        for items, _ in self.batches(Share(self._args.global_batch_size, 1), list):
             yield from items
 
     def check(self) -> None:
@@ -240,24 +240,18 @@ class Replayed(IterableDataset[Any]):
                 )
 
     def batches(
-        self,
-        batch_size: int,
-        micro_batches: int,
-        collate: DataCollator,
-        *,
-        states: Sequence[Mapping[str, Any]] = (),
-        **where: Any,
+        self, share: Share, collate: DataCollator, *, states: Sequence[Mapping[str, Any]] = (), **where: Any
     ) -> MixedRows:
-        """The micro-batches of one process; see `Share` and `make_micro_batches` for the arguments."""
+        """The micro-batches of one process; see `make_micro_batches` for the arguments."""
         self.check()
         parts: list[MicroBatches] = []
         for number, dataset in enumerate(self.datasets):
-            share = Share(batch_size, micro_batches, self.old, is_old=number == 1)
+            of_part = Share(share.batch_size, share.micro_batches, self.old, is_old=number == 1)
             part_states = [state["parts"][number] for state in states]
             # Of these keys all items of a batch must have one or none.
             filled = [key for key in ("pair_id", "skipped") if gives(self, key) and not gives(dataset, key)]
-            parts.append(make_micro_batches(dataset, share, list, self._args, filled, states=part_states, **where))
-        return MixedRows(parts, Share(batch_size, micro_batches), collate, **where)
+            parts.append(make_micro_batches(dataset, of_part, list, self._args, filled, states=part_states, **where))
+        return MixedRows(parts, share, collate, **where)
 
 
 def is_own(dataset: object) -> bool:
@@ -285,7 +279,7 @@ def epochs_of(dataset: Any, args: InfCLTrainingArguments) -> Epochs | None:
 
 
 def make_micro_batches(
-    dataset: Source,
+    dataset: Source | Replayed,
     share: Share,
     collate: DataCollator,
     args: InfCLTrainingArguments,
@@ -294,14 +288,14 @@ def make_micro_batches(
     states: Sequence[Mapping[str, Any]] = (),
     **where: Any,
 ) -> MicroBatches:
-    """The micro-batches of one process from a table or an `ImageTextStream`.
+    """The micro-batches of one process.
 
     Args:
         filled: as for `TableRows`.
-        states: the `state` of every process of the checkpoint to resume from, which a stream needs.
+        states: the `state` of every process of the checkpoint to resume from, which streams need.
         **where: as for `MicroBatches`.
     """
-    if isinstance(dataset, ImageTextStream):
+    if isinstance(dataset, (ImageTextStream, Replayed)):
         return dataset.batches(share, collate, states=states, **where)
     shuffle = share.is_old or args.train_sampling_strategy == "random"
     seed = args.seed_of_data + share.is_old * _SEED_OF_OLD

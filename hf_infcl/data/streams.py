@@ -322,7 +322,7 @@ class Share:
 
     def __init__(self, batch_size: int, micro_batches: int, old: int | None = None, *, is_old: bool = False) -> None:
         self.micro_batches, self.is_old = micro_batches, is_old
-        self._batch_size, self._old = batch_size, old or 0
+        self.batch_size, self._old = batch_size, old or 0
         self.of_batch = self._old if is_old else batch_size * micro_batches - self._old
         self.identity: dict[str, Any] = {"batch_size": batch_size}
         self.words = f"one global batch of {self.of_batch} pairs"
@@ -342,7 +342,7 @@ class Share:
             """The pairs of the source in the first so many micro-batches of the global batch."""
             again = max(0, min(place, end - self.micro_batches))
             old = each * place + min(place, end) - min(place, start) + again
-            return old if self.is_old else self._batch_size * place - old
+            return old if self.is_old else self.batch_size * place - old
 
         return range(before(place), before(place + 1))
 

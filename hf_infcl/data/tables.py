@@ -18,10 +18,11 @@ from ..files.hub import not_there
 from ..files.text import Url, written_otherwise
 from ..files.whole import check_pulled
 from ..shards import opening
-from ..shards.layout import IMAGE_EXTENSIONS, register
+from ..shards.layout import IMAGE_EXTENSIONS
 from ..shards.opening import KINDS_OF_FILES, dataset_builder, existing_part, kind_of_file, open_shard
+from ..shards.readers import holds_images, is_value
 from ..shards.tar_tables import tar_table
-from .images import EncodedImage, find_column, holds_images, is_value
+from .images import EncodedImage, find_column
 
 if TYPE_CHECKING:
     import datasets
@@ -66,7 +67,6 @@ class Table:
         """`load_pairs` of this dataset."""
         import datasets
 
-        register()  # a saved table may refer to images in tar files
         source = self._source
         if "://" in source and not source.startswith("hf://"):
             raise ValueError(

@@ -3,7 +3,7 @@
 A tar file is read from any header on by Python's `tarfile`. A URL says where the contents of a file begin, how long
 they are, and which tar file and name they have.
 
-`fsspec`, and so `datasets`, opens such URLs once `register` was called in the process; `read_member` always does.
+`fsspec`, and so `datasets`, opens such URLs in a process that has imported this module.
 """
 
 from __future__ import annotations
@@ -159,8 +159,7 @@ def truncated(url: str, position: int) -> DamagedShardError:
     return DamagedShardError(f"The shard {url!r} is truncated: byte {position} of the tar file is missing.")
 
 
-PROTOCOL = "tarmember"
-_SCHEME = f"{PROTOCOL}://"
+_SCHEME = "tarmember://"
 
 
 def member_url(shard: str, position: int, size: int, name: str) -> str:
@@ -204,7 +203,7 @@ def read_member(url: str) -> bytes:
 class _TarMembers(fsspec.AbstractFileSystem):
     """The file system of these URLs, which can only be read."""
 
-    protocol = PROTOCOL
+    protocol = "tarmember"
 
     def _open(self, path: str, mode: str = "rb", **options: object) -> io.BytesIO:
         if mode != "rb":
@@ -215,9 +214,7 @@ class _TarMembers(fsspec.AbstractFileSystem):
         return {"name": path, "size": member_size(path), "type": "file"}
 
 
-def register() -> None:
-    """Makes `fsspec` open these URLs in this process."""
-    fsspec.register_implementation(PROTOCOL, _TarMembers, clobber=True)
+fsspec.register_implementation(_TarMembers.protocol, _TarMembers, clobber=True)
 
 
 def _parts(url: str) -> tuple[int, int, str]:

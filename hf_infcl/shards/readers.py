@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
-import pyarrow.types as types
 
 from ..files.text import counted, lacks_column, listed, shortened
 from .layout import IMAGE_EXTENSIONS, DamagedShardError, apart, dots_in, files_of_samples, tar_samples, truncated
@@ -55,6 +54,65 @@ class Columns(NamedTuple):
         ):
             if column:
                 yield option, what, column
+
+
+def is_value(feature: object, *dtypes: str) -> bool:
+    """Whether a feature of `datasets` is a plain value of one of the dtypes."""
+    import datasets
+
+    return isinstance(feature, datasets.Value) and feature.dtype in dtypes
+
+
+def holds_images(feature: object) -> bool:
+    """Whether a column of this feature can hold images: as such, as paths, encoded, or as ``bytes`` or ``path``."""
+    import datasets
+
+    if isinstance(feature, dict):
+        kinds = {"bytes": ("binary", "large_binary", "null"), "path": ("string", "large_string", "null")}
+        fields = [name for name in kinds if name in feature]
+        return bool(fields) and all(is_value(feature[name], *kinds[name]) for name in fields)
+    is_image = isinstance(feature, datasets.Image)
+    return is_image or is_value(feature, "string", "large_string", "binary", "large_binary")
+
+
+def is_string(feature: object) -> bool:
+    return is_value(feature, "string", "large_string")
+
+
+def holds_captions(feature: object) -> bool:
+    """Whether a column of this feature can hold captions: strings, or lists of them."""
+    return is_string(feature) or is_string(getattr(feature, "feature", None))
+
+
+def is_integer(feature: object) -> bool:
+    """Whether a feature holds integers, as a ClassLabel also does."""
+    return getattr(feature, "dtype", "").startswith(("int", "uint"))
+
+
+# By the option that names a column: whether it can have a feature of `datasets`, and what it must hold.
+_FITS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "image_column": (holds_images, "images, encoded images, their paths, or structs of both"),
+    **dict.fromkeys(("caption_column", "negative_caption_column"), (holds_captions, "strings or lists of strings")),
+    "pair_id_column": (lambda feature: is_integer(feature) or is_string(feature), "integers or strings"),
+    "label_column": (lambda feature: is_integer(getattr(feature, "feature", feature)), "integers or strings"),
+}
+
+
+def check_column(place: str, option: str, column: str, features: Mapping[str, object], hint: str = "") -> None:
+    """Raises a ValueError if a table or a shard lacks the column that an option names, or it holds something else.
+
+    A message calls it ``place``, and ends with the ``hint`` if the column is missing.
+    """
+    if column not in features:
+        lacks = lacks_column(column, [*features])
+        raise ValueError(f"{place} {lacks} Name the right one with {option} (--{option}).{hint}")
+    feature = features[column]
+    fits, kinds = _FITS.get(option, (lambda _: True, ""))
+    if not fits(feature):
+        is_list_of_ids = option == "pair_id_column" and hasattr(feature, "feature")
+        held = "lists, since a pair has one id" if is_list_of_ids else feature
+        mixed = " If some rows have a list, write a list in every row." if "Json" in str(feature) else ""
+        raise ValueError(f"{place}: its {option} {column!r} must hold {kinds}, not {held}.{mixed}")
 
 
 class Pieces:
@@ -221,24 +279,23 @@ class ParquetReader(Pieces):
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
         self._image_column = columns.image
         self._columns = list(dict.fromkeys(column for column in columns if column))
-        with _parquet_file(urls[0]) as file:
-            schema = file.schema_arrow
-        named = [("image_column", "image", columns.image)] if columns.image else []
-        for option, what, column in (*named, *columns.texts()):
-            if column not in schema.names:
-                lacks = lacks_column(column, schema.names)
-                raise ValueError(f"The shard {urls[0]!r} {lacks} Name the right one with {option} (--{option}).")
-            (fits, kinds), found = _FITS[what], schema.field(column).type
-            if not fits(found):
-                raise ValueError(f"The shard {urls[0]!r}: its {option} {column!r} must hold {kinds}, not {found}.")
-        self.has_lists = bool(columns.caption) and _are_lists(schema.field(columns.caption).type)
+        features = self.features(urls, "")
+        named = [("image_column", "", columns.image)] if columns.image else []
+        for option, _, column in (*named, *columns.texts()):
+            check_column(f"The shard {urls[0]!r}", option, column, features)
+        self.has_lists = bool(columns.caption) and not is_string(features[columns.caption])
 
     @staticmethod
-    def features(urls: Sequence[str], image_column: str) -> datasets.Features:
+    def features(urls: Sequence[str], image_column: str) -> Mapping[str, object]:
         import datasets
 
         with _parquet_file(urls[0]) as file:
-            return datasets.Features.from_arrow_schema(file.schema_arrow)
+            schema = file.schema_arrow
+        features: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
+        for field in schema:
+            with suppress(ValueError):  # `datasets` knows no map, and no column needs one
+                features |= datasets.Features.from_arrow_schema(pyarrow.schema([field], schema.metadata))
+        return features
 
     def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Sample]]:
         with _parquet_file(url) as file:
@@ -280,27 +337,6 @@ def _rows(file: pyarrow.parquet.ParquetFile, url: str, group: int, columns: list
             yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise DamagedShardError(f"Row group {group} of the shard {url!r} is damaged: {error}") from error
-
-
-def _are_lists(kind: pyarrow.DataType) -> bool:
-    return types.is_list(kind) or types.is_large_list(kind)
-
-
-def _is_text(kind: pyarrow.DataType) -> bool:
-    return types.is_string(kind) or types.is_large_string(kind)
-
-
-def _are_images(kind: pyarrow.DataType) -> bool:
-    is_struct = types.is_struct(kind) and any(kind.get_field_index(name) >= 0 for name in ("bytes", "path"))
-    return is_struct or _is_text(kind) or types.is_binary(kind) or types.is_large_binary(kind)
-
-
-# Whether a column of this type can hold such values, and what it must hold.
-_FITS: dict[str, tuple[Callable[[pyarrow.DataType], bool], str]] = {
-    "image": (_are_images, "encoded images, or structs with their bytes"),
-    "caption": (lambda kind: _is_text(kind.value_type if _are_lists(kind) else kind), "strings or lists of strings"),
-    "pair id": (lambda kind: types.is_integer(kind) or _is_text(kind), "integers or strings"),
-}
 
 
 # ---- Formats ----

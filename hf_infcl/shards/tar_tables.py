@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 
 from ..files.text import ERRORS, describe_cause, is_unicode, shortened, written_otherwise
-from .layout import IMAGE_EXTENSIONS, DamagedShardError, member_url, register, tar_samples
+from .layout import IMAGE_EXTENSIONS, DamagedShardError, member_url, tar_samples
 from .opening import content_tag, digest, open_shard
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def tar_table(
     """
     import datasets
 
-    register()
     samples = _Samples(image_column)
     for path, name in shards:
         if most is None or len(samples.errors) < most:
