@@ -243,8 +243,17 @@ def test_a_checkpoint_stays_until_it_has_arrived(slow_hub, tmp_path, caplog):
     assert b'"step": 3' in slow_hub.files("me/mine")["last-checkpoint/trainer_state.json"]
 
 
+class Running(concurrent.futures.Future[None]):
+    """The copy of the first checkpoint, which still runs at the next save."""
+
+    def done(self) -> bool:
+        return False
+
+
 def test_a_copy_into_a_store_hinders_no_push(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(pushes.CheckpointStore, "copying", lambda store: [tmp_path / "checkpoint-1"])
+    job = Running()
+    job.set_result(None)  # so that the end of the training does not wait for it
+    monkeypatch.setattr(pushes.CheckpointStore, "copy", lambda store, folder, **_: store.jobs.setdefault(job, folder))
     options = {**PUSHING, "hub_strategy": "all_checkpoints", "checkpoint_store": f"memory://{tmp_path.name}"}
     trainer_for(tmp_path, **options).train()
     assert folders(hub.files("me/mine")) == {"checkpoint-1", "checkpoint-2"}

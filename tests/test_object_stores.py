@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_the_newest_complete_copy_is_fetched_with_the_best(tmp_path, monkeypatch
         (folder / MANIFEST_NAME).write_text(json.dumps({"written": number + 1}))
         (folder / "trainer_state.json").write_text('{"best_model_checkpoint": "lost/checkpoint-1"}')
         store.copy(folder, limited=False)
-        store.finish()
+        wait(store.jobs)
     (tmp_path / "store" / "checkpoint-3" / MANIFEST_NAME).unlink()  # the machine was lost while it was copied
     CheckpointStore(f"file://{tmp_path}/store").fetch(tmp_path / "new")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoint-1", "checkpoint-2"]

@@ -157,13 +157,17 @@ def test_a_signal_ends_a_training_with_one_checkpoint_of_its_last_step(caplog, t
     checkpoints, saves = Checkpoints(completes=False, flushes=False), []
     checkpoints.saved_step = saved_step
 
-    def save() -> None:
-        saves.append(checkpoints.saved_step)
+    def save(model: str, trial: str) -> None:
+        saves.append((checkpoints.saved_step, model, trial))
         checkpoints.saved_step = 3
 
-    ended = saved_early(15, TrainerState(global_step=3), checkpoints, trained=trained, saves=(save,))
+    handler = SimpleNamespace(on_save=lambda *told: saves.append(told))
+    parts = {"state": TrainerState(global_step=3), "checkpoints": checkpoints, "callback_handler": handler}
+    parts |= {"model_wrapped": "model", "args": "args", "control": "control"}
+    trainer = SimpleNamespace(**parts, steps_trained=int(trained), _save_checkpoint=save)
+    ended = saved_early(trainer, "trial", 15)
     assert ended.code == 128 + 15
-    assert saves == ([2] if saved_step == 2 else [])
+    assert saves == ([(2, "model", "trial"), ("args", trainer.state, "control")] if saved_step == 2 else [])
     assert f"SIGTERM has ended the training after step 3. {expected}." in caplog.text
 
 

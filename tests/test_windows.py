@@ -397,7 +397,7 @@ def test_windows_are_full_and_counted_until_the_data_ends(tmp_path):
     ):
         fetch(data, iter([batch]), 0, [])
     for epoch in range(2):
-        data.begin_epoch(epoch, 0, lambda _: NO_ROWS)
+        data.begin_epoch(epoch, lambda _: NO_ROWS)
         batches = iter([{**batch, "skipped": torch.tensor([0, 1, 0, 1])} for _ in range(5)])
         lengths = []
         for step in range(1, 6):
@@ -406,7 +406,7 @@ def test_windows_are_full_and_counted_until_the_data_ends(tmp_path):
                 data.end_window()
         assert lengths == [2, 2, 0, 0, 0]
         assert len(agreed) == 3 * (epoch + 1)
-        assert data.position() == {"position": None, "skipped_samples": 8 * (epoch + 1), "stream": None}
+        assert RunRecord({}, **data.position()) == RunRecord({}, skipped_samples=8 * (epoch + 1))
     resumed = TrainingData(None, arguments(tmp_path), RunRecord({}, skipped_samples=16))
     assert resumed.position() == data.position()
 

@@ -160,14 +160,15 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), None if self.epochs is None else len(self)):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, trained: int, rows: Any) -> dict[str, int]:
-        """Begins an epoch, of which so many windows are trained; ``rows`` as for `skip_rows`.
+    def begin_epoch(self, epoch: int, rows: Any) -> dict[str, int]:
+        """Begins an epoch, or goes on in it where the checkpoint was written; ``rows`` as for `skip_rows`.
 
         Returns:
             Arguments of ``Trainer._run_epoch`` that differ from those of the first epoch.
         """
-        first = 0 if self.epochs is None else self.epochs.begin(epoch)
-        if self.batches.begin_at(first + trained) | self.batches.skip_rows(rows):
+        # The epoch before may have been ended early.
+        position = max(self.batches.position, 0 if self.epochs is None else self.epochs.begin(epoch))
+        if self.batches.begin_at(position) | self.batches.skip_rows(rows):
             self.close()
         if self.epochs is None:
             return {}

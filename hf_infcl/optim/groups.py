@@ -66,15 +66,13 @@ def _role(path: Sequence[nn.Module], parameter: Tensor) -> Role:
     return Role(FUSED, parts=3) if in_attention and parameter.size(0) == 3 * parameter.size(1) else Role(LAYERS)
 
 
-def _is_adapter(path: Sequence[nn.Module]) -> bool:
+def _is_adapter(path: Sequence[Any]) -> bool:
     """Whether the last module of a path belongs to an adapter of PEFT, whose layers name the adapters in them."""
-    names: Any
-    for layer, part in pairwise(path):
-        names = getattr(layer, "adapter_layer_names", ())
-        is_layer = any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
-        if is_layer and any(part is getattr(layer, name, None) for name in names):
-            return True
-    return False
+    return any(
+        any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
+        and any(part is getattr(layer, name, None) for name in layer.adapter_layer_names)
+        for layer, part in pairwise(path)
+    )
 
 
 def parameter_groups(

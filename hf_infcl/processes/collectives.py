@@ -381,19 +381,18 @@ class _EarlyLoader:
         self._loader = loader
         self._begun: Iterator[Any] | None = None
 
-    def begin(self) -> None:
-        self._begun = iter(self._loader)
+    def begin(self) -> Iterator[Any]:
+        self._begun = begun = iter(self._loader)
         # Otherwise torch's thread would pin all batches that the workers have loaded ahead, and allocate memory for
         # each, of up to twice its size, because the sizes of pinned blocks are powers of two. There is no option for
         # this, so the queue into which it puts them is bounded.
-        if isinstance(ready := getattr(self._begun, "_data_queue", None), queue.Queue):
+        if isinstance(ready := getattr(begun, "_data_queue", None), queue.Queue):
             ready.maxsize = _PINNED
+        return begun
 
     def __iter__(self) -> Iterator[Any]:
-        if self._begun is None:
-            self.begin()
-        begun, self._begun = self._begun, None
-        assert begun is not None
+        begun = self.begin() if self._begun is None else self._begun
+        self._begun = None
         return begun
 
     def __getattr__(self, name: str) -> Any:

@@ -85,10 +85,16 @@ class Phases:
             threading.Thread(target=self._watch, args=(self._of_this_machine(stated),), daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or issubclass(kind, SystemExit):
-            self.enter(_END)
-        self._left.set()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Ends the training. An error of a collective whose other process is lost names that process and its phase."""
+        try:
+            if kind is None or issubclass(kind, SystemExit):
+                self.enter(_END)
+            elif isinstance(error, RuntimeError) and is_lost_connection(error):
+                self.log_once(message := self.describe_lost())
+                raise OtherRankFailedError(message) from error
+        finally:
+            self._left.set()
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Records that this process begins a phase, after this number of trained optimizer steps."""
@@ -110,18 +116,6 @@ class Phases:
         if message not in self.logged:
             self.logged.add(message)
             logger.error(message)
-
-    @contextmanager
-    def naming_lost_processes(self) -> Iterator[None]:
-        """Within the context, an error of a collective whose other process is lost names that process and its phase."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_lost_connection(error):
-                raise
-            message = self.describe_lost()
-            self.log_once(message)
-            raise OtherRankFailedError(message) from error
 
     def describe_lost(self) -> str:
         """A sentence about the processes that do not answer, for a message after a failed collective.
@@ -322,15 +316,7 @@ class _Handler:
 
 
 class EndRequestedError(Exception):
-    """A signal has requested the end of the training in a place where it cannot be saved.
-
-    Args:
-        number: the signal's.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """A signal, whose number is its argument, has requested the end of the training where it cannot be saved."""
 
 
 class Preemption:

@@ -16,10 +16,11 @@ import posixpath
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from safetensors import SafetensorError
@@ -341,6 +342,9 @@ class CheckpointStore:
 
     A copy counts if it has the manifest, which is written last and removed first. While a checkpoint is copied, only
     the newest one waits. An error is logged, and the next checkpoint is copied again.
+
+    Attributes:
+        jobs: the copies that run or wait, with their checkpoints, and those that have ended since the last `copy`.
     """
 
     def __init__(self, url: str) -> None:
@@ -351,22 +355,14 @@ class CheckpointStore:
         except (ImportError, ValueError) as error:
             raise ValueError(f"checkpoint_store={url} cannot be opened: {error}") from error
         self._root, self._thread = root.rstrip("/"), ThreadPoolExecutor(1)
-        self._jobs: dict[Future[None], Path] = {}
-
-    def copying(self) -> list[Path]:
-        """The checkpoints that are being copied or wait for it."""
-        return [folder for job, folder in self._jobs.items() if not job.done()]
-
-    def finish(self) -> None:
-        """Waits until all is copied."""
-        wait(self._jobs)
+        self.jobs: dict[Future[Any], Path] = {}
 
     def copy(self, folder: Path, *, limited: bool) -> None:
         """Begins to copy a checkpoint; with ``limited``, those that are no longer beside it are then removed."""
-        for job in list(self._jobs):
+        for job in list(self.jobs):
             if job.cancel() or job.done():
-                del self._jobs[job]
-        self._jobs[self._thread.submit(self._copy, folder, limited)] = folder
+                del self.jobs[job]
+        self.jobs[self._thread.submit(self._copy, folder, limited)] = folder
 
     def _copy(self, folder: Path, limited: bool) -> None:
         try:

@@ -23,21 +23,13 @@ from ..models.layers import can_fuse, fuse_layers
 from ..models.model_types import fit_tokenizer
 from ..models.sharding import check_wrapper, is_sharded, prepare_for_fsdp
 from ..options.arguments import InfCLTrainingArguments
+from ..options.combinations import REFUSALS
 from ..processes.lock import check_writable
 from ..step.extensions import check_extensions
 from ..step.terms import Start
 from .loaders import check_data_seed, check_selectable, set_sizes
 from .model_files import check_formats, saves_shards
 from .optimization import options_of_own_optimizer
-
-# Arguments of its constructor that it refuses, and why.
-_NOT_TAKEN = {
-    "teacher": "A teacher does not run beside the student: its embeddings of the training set are stored. Name it in "
-    "the arguments, InfCLTrainingArguments(teacher=...), which embeds the set once, or pass teacher_embeddings=....",
-    "compute_loss_func": "InfCLTrainer computes the loss itself and would never call compute_loss_func. Omit it.",
-    "preprocess_logits_for_metrics": "InfCLTrainer computes no logits that preprocess_logits_for_metrics could "
-    "change. Leave it out, and compute in compute_metrics what you need of the embeddings.",
-}
 
 logger = logging.get_logger(__name__)
 
@@ -172,7 +164,7 @@ def checked_arguments(
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
     check_extensions(kwargs.get("extensions", ()))
-    for name, why in _NOT_TAKEN.items():
+    for name, why in REFUSALS["arguments"].items():
         if kwargs.get(name) is not None:
             raise ValueError(why)
     kwargs = _with_replay(args, kwargs)
@@ -240,40 +232,12 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
         check_has_rows(dataset)
 
 
-_ONE_LOSS = (
-    "makes one loss over all pairs of a step and would never look at",
-    "Leave it out: nothing is averaged over micro-batches",
-)
-_UNDER_AUTOCAST = (
-    "encodes under the autocast of accelerate and would never call",
-    "Override training_step to surround the training",
-)
-_NEVER_CALLED = {  # what people override of Trainer: what InfCLTrainer does instead, and what to write
-    "compute_loss": (
-        "computes the loss of a window itself and would never call",
-        "Override training_step to change the training, or use transformers.Trainer",
-    ),
-    "_get_train_sampler": (
-        "draws the rows of a global batch itself and would never call",
-        "Override get_train_dataloader, or choose a train_sampling_strategy",
-    ),
-    "loss_is_scaled_for_ga": _ONE_LOSS,
-    "_get_num_items_in_batch": _ONE_LOSS,
-    "compute_loss_context_manager": _UNDER_AUTOCAST,
-    "autocast_smart_context_manager": _UNDER_AUTOCAST,
-    "prediction_step": (
-        "evaluates embeddings of the whole set and takes no loss and logits from",
-        "Compute metrics of your own in compute_metrics, or override evaluate",
-    ),
-}
-
-
 def check_overrides(kind: Any, base: Any) -> None:
     """Raises a ValueError if a subclass ``kind`` of ``base`` overrides a method that is not called as Trainer does."""
-    for name, (does, cure) in _NEVER_CALLED.items():
+    for name, does in REFUSALS["overrides"].items():
         of_step = name == "compute_loss" and kind.training_step is not base.training_step
         if getattr(kind, name, None) is not getattr(base, name, None) and not of_step:
-            raise ValueError(f"InfCLTrainer {does} {kind.__name__}.{name}. {cure}.")
+            raise ValueError(f"InfCLTrainer {does.format(f'{kind.__name__}.{name}')}.")
 
 
 def make_collator(trainer: Any, passed: DataCollator | None) -> DataCollator:

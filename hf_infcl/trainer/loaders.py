@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import inspect
-import json
 import platform
 import statistics
 import sys
@@ -325,14 +324,11 @@ class TrainingData:
         self.given: list[tuple[Any, object]] = []  # the batches of the window for Trainer's loop, with their `contents`
         self._exhausted = False  # whether a stream has no full window left
 
-    def begin_epoch(self, epoch: int, windows: int, skipped_rows: Callable[[int], Tensor]) -> dict[str, int]:
-        """Begins a pass over the data, in which so many windows are trained.
-
-        See `WindowStep.skipped_rows` and, for what is returned, `TrainingLoader.begin_epoch`.
-        """
+    def begin_epoch(self, epoch: int, skipped_rows: Callable[[int], Tensor]) -> dict[str, int]:
+        """Begins a pass over the data; see `WindowStep.skipped_rows` and `TrainingLoader.begin_epoch`."""
         self._exhausted = False
         if self._loader is not None:
-            return self._loader.begin_epoch(epoch, windows, partial(skipped_rows, epoch))
+            return self._loader.begin_epoch(epoch, partial(skipped_rows, epoch))
         set_epoch(self._stream, epoch)
         return {}
 
@@ -418,13 +414,12 @@ class TrainingData:
 
     def position(self) -> dict[str, Any]:
         """The fields of `RunRecord` that say how far the training has come in the data; collective."""
-        loader, position, stream = self._loader, None, None
-        if loader is not None:
-            position = loader.batches.position
-            # For each process, the part of the stream that it has trained on.
-            stream = [json.loads(state) for state in self._processes.gather_objects(json.dumps(loader.batches.state()))]
-            stream = None if None in stream else stream
-        return {"position": position, "skipped_samples": self._skipped_samples(), "stream": stream}
+        skipped = self._skipped_samples()
+        if self._loader is None:
+            return {"skipped_samples": skipped}
+        batches = self._loader.batches
+        states = self._processes.gather_objects(batches.state())  # of a stream, the part that each has trained on
+        return {"position": batches.position, "skipped_samples": skipped, "stream": None if None in states else states}
 
     def _skipped_samples(self) -> int | None:
         """The sum over all processes since the run began, or None if the data does not report them; collective."""

@@ -23,7 +23,6 @@ from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..step.step import WindowStep
 from ..step.window import Window
-from .checkpoints import Checkpoints
 from .loaders import TrainingData
 from .model_files import cause
 
@@ -109,22 +108,16 @@ def trained_seconds(state: TrainerState) -> float:
 # ---- Its end: by a signal, or by a metric that no longer improves ----
 
 
-def saved_early(
-    number: int, state: TrainerState, checkpoints: Checkpoints, *, trained: bool, saves: Iterable[Callable[[], object]]
-) -> Preempted:
-    """The end of a training by a signal, for which it saves a checkpoint, if it has trained any step; collective.
-
-    ``saves`` save a checkpoint of the last step, and tell the callbacks of it.
-    """
+def saved_early(trainer: Any, trial: object, number: int) -> Preempted:
+    """The end of a training by a signal, for which it saves a checkpoint, if it has trained any step; collective."""
+    state, checkpoints, what = trainer.state, trainer.checkpoints, "Nothing was trained before that"
     step = state.global_step
-    for save in saves if trained and checkpoints.saved_step != step else ():
-        save()
-    if not trained:
-        what = "Nothing was trained before that"
-    elif checkpoints.saved_step == step:
-        what = f"checkpoint-{step} is saved"
-    else:
-        what = "No checkpoint of it could be saved"
+    if trainer.steps_trained > 0:
+        if checkpoints.saved_step != step:
+            trainer._save_checkpoint(trainer.model_wrapped, trial)
+            trainer.callback_handler.on_save(trainer.args, state, trainer.control)
+        is_saved = checkpoints.saved_step == step
+        what = f"checkpoint-{step} is saved" if is_saved else "No checkpoint of it could be saved"
     if state.is_world_process_zero:
         logger.warning(
             f"{signal.Signals(number).name} has ended the training after step {step}. {what}. "

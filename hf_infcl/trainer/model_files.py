@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ from ..models.dual_encoder import DualEncoder
 from ..models.open_clip import Loaded, load, save_open_clip, write_sentence_files
 from ..models.open_clip_names import open_clip_config
 from ..models.pretrained import base_of_adapters
-from ..models.sharding import is_sharded, reshard, stock_shapes
+from ..models.sharding import reshard, stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import LoraOptions, TrainedModelOptions
 from ..processes.collectives import Processes
 from ..quality.averages import ALPHAS, Averaged, Measured, chosen, interpolated, measured_at, with_halves
-from .checkpoints import Checkpoint, Checkpoints, CheckpointStore
+from .checkpoints import Checkpoint, CheckpointStore
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 _SINCE_LOG = "loss_since_log"
@@ -107,13 +106,6 @@ def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, process
             "adapters (--lora_merge), and write the other format with `infcl convert FOLDER FOLDER --to open_clip`."
         )
     open_clip_config(model.config, processor)
-
-
-def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator) -> Checkpoints:
-    """The checkpoints that a training writes."""
-    return Checkpoints(
-        completes=args.should_save, flushes=args.local_process_index == 0, ends_on_failure=is_sharded(accelerator)
-    )
 
 
 def write_checkpoint(trainer: Any, save: Callable[[], None], checkpoint: Checkpoint) -> None:
@@ -314,10 +306,10 @@ class Pushes:
         self._jobs: dict[Future[Any], Path] = {}  # of the last push, with its checkpoint
         self._store = None if args.checkpoint_store is None else CheckpointStore(args.checkpoint_store)
 
-    def uploading(self) -> list[Path]:
-        """The checkpoints that are read now: of a push, and of copies into ``checkpoint_store``."""
-        copied = [] if self._store is None else self._store.copying()
-        return [checkpoint for job, checkpoint in self._jobs.items() if not job.done()] + copied
+    def uploading(self) -> dict[Future[Any], Path]:
+        """The jobs that run, of a push and of copies into ``checkpoint_store``, with the checkpoints that they read."""
+        jobs = self._jobs | ({} if self._store is None else self._store.jobs)
+        return {job: checkpoint for job, checkpoint in jobs.items() if not job.done()}
 
     def copy_checkpoint(self, checkpoint: Path) -> None:
         """Begins to copy it into ``checkpoint_store``, if there is one."""
@@ -346,11 +338,9 @@ class Pushes:
             The seconds of the wait, which are no part of the training's time.
         """
         begin = time.monotonic()
-        if self.uploading():
+        if running := self.uploading():
             logger.info("Waiting for what is uploaded, which may take some minutes.")
-            wait(self._jobs)
-            if self._store is not None:
-                self._store.finish()
+            wait(running)
         return time.monotonic() - begin
 
     def push_checkpoint(
@@ -423,15 +413,20 @@ def _report_failure(step: str, job: Future[Any]) -> None:
         logger.error(f"The push of step {step} has failed: {cause(error)}. The next save pushes again.")
 
 
-@contextmanager
-def errors_of_repository(args: InfCLTrainingArguments) -> Iterator[None]:
-    """Within the context, an error while a repository is created becomes an OSError that says what to do.
+def make_repository(trainer: Any, create: Callable[[], None], token: str | None) -> None:
+    """Creates the repository as Trainer does, and the branch ``hub_revision`` on the main process.
 
     The Hub may be unreachable, or reject the token or the name. Trainer's constructor creates the repository, so this
     is reported before the first step.
+
+    Raises:
+        OSError: this could not be done; the message says what to do.
     """
+    args, branch = trainer.args, trainer.args.hub_revision
     try:
-        yield
+        create()
+        if branch is not None and not branch.startswith("refs/") and args.process_index == 0:
+            HfApi().create_branch(trainer.hub_model_id, branch=branch, token=token or args.hub_token, exist_ok=True)
     except Exception as error:  # of the Hub's client or of its HTTP library
         name = args.hub_model_id or Path(str(args.output_dir)).absolute().name
         cure = (
@@ -443,14 +438,6 @@ def errors_of_repository(args: InfCLTrainingArguments) -> Iterator[None]:
         raise OSError(
             f"The repository {name} of the Hub could not be created or found: {cause(error)}. {cure}"
         ) from error
-
-
-def create_branch(args: InfCLTrainingArguments, repository: str | None, token: str | None) -> None:
-    """Creates the branch ``hub_revision`` if this option is set, unless the branch exists; on the main process."""
-    branch = args.hub_revision
-    if branch is not None and not branch.startswith("refs/") and args.process_index == 0:
-        assert repository is not None
-        HfApi().create_branch(repository, branch=branch, token=token or args.hub_token, exist_ok=True)
 
 
 def checkpoint_of_hub_if_named(
@@ -469,8 +456,8 @@ def checkpoint_of_hub_if_named(
         return resumes
     repository = processes.gather_objects(repository or args.hub_model_id or "")[0]
     if not repository:
-        problem = f"{LAST_CHECKPOINT} is in a repository on the Hub: name the repository with hub_model_id."
-    elif args.local_process_index == 0:
+        raise ValueError(f"{LAST_CHECKPOINT} is in a repository on the Hub: name the repository with hub_model_id.")
+    if args.local_process_index == 0:
         try:
             token, revision = args.hub_token, args.hub_revision
             # By its hash, because an older snapshot of the branch may lie in the cache.

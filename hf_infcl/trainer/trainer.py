@@ -23,11 +23,12 @@ from ..data.replay import epochs_of, is_own
 from ..data.store import PlainRows, check_has_rows, has_epochs, most_captions
 from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
+from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.collectives import gather_rows
 from ..processes.lock import locked
-from ..processes.signals import EndRequestedError, Interruptions, Preempted, heed_parent_alone
+from ..processes.signals import EndRequestedError, Interruptions, heed_parent_alone
 from ..quality.embedding import with_cached_features
 from ..quality.selection import make_selections
 from ..quality.teachers import make_teachers
@@ -36,7 +37,7 @@ from ..step.step import WindowStep
 from ..step.terms import Context, Start
 from . import loaders
 from . import model_files as files
-from .checkpoints import rotate
+from .checkpoints import Checkpoints, rotate
 from .construction import check_overrides, checked_arguments, make_collator, prepare_model
 from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
 from .loaders import CaptionNotices, TrainingData
@@ -101,7 +102,8 @@ class InfCLTrainer(Trainer):
         self.data_collator = make_collator(self, data_collator)
         self._extensions += make_teachers(self.context, remakes_model=model is None)
         add_own_callbacks(self)
-        self.checkpoints = files.make_checkpoints(args, self.accelerator)
+        flushes, sharded = args.local_process_index == 0, is_sharded(self.accelerator)
+        self.checkpoints = Checkpoints(completes=args.should_save, flushes=flushes, ends_on_failure=sharded)
         self._begin_training()
 
     # ---- The life of a training ----
@@ -133,14 +135,13 @@ class InfCLTrainer(Trainer):
             self._pushes.fetch_checkpoint(resume_from_checkpoint)
             self.resumption = make_resumption(self.context, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
-            self.checkpoints = files.make_checkpoints(self.args, self.accelerator)
-            with self.interruptions.phases.naming_lost_processes():
-                try:
-                    return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
-                except EndRequestedError as requested:  # between two steps, on all processes alike
-                    raise self._saved_early(requested.number, trial) from None
-                finally:
-                    self.window_step.close()
+            self.checkpoints.saved_step = -1
+            try:
+                return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
+            except EndRequestedError as requested:  # between two steps, on all processes alike
+                raise saved_early(self, trial, requested.args[0]) from None
+            finally:
+                self.window_step.close()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         batches = partial(loaders.checked_batches, self.get_train_dataloader, self.context.equal_ids)
@@ -166,16 +167,9 @@ class InfCLTrainer(Trainer):
 
     def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: Any) -> None:
         if not self.resumption.ends_with_evaluation(self, self._decisions, epoch, kwargs):
-            trained = kwargs["steps_trained_in_current_epoch"] if epoch == kwargs["epochs_trained"] else 0
-            windows = trained // self.args.gradient_accumulation_steps
-            kwargs |= self.training_data.begin_epoch(epoch, windows, self.window_step.skipped_rows)
+            kwargs |= self.training_data.begin_epoch(epoch, self.window_step.skipped_rows)
             super()._run_epoch(model, epoch, *args, **kwargs)
             self.interruptions.agree()  # a signal may have come in the last step
-
-    def _saved_early(self, number: int, trial: object) -> Preempted:
-        save = partial(self._save_checkpoint, self.model_wrapped, trial)
-        tell = partial(self.callback_handler.on_save, self.args, self.state, self.control)
-        return saved_early(number, self.state, self.checkpoints, trained=self.steps_trained > 0, saves=(save, tell))
 
     @property
     def steps_trained(self) -> int:
@@ -398,7 +392,7 @@ class InfCLTrainer(Trainer):
             return
         best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
         if args.should_save:
-            rotate(output_dir, args.save_total_limit, [saved.folder, *self._pushes.uploading(), *best])
+            rotate(output_dir, args.save_total_limit, [saved.folder, *self._pushes.uploading().values(), *best])
         self._pushes.copy_checkpoint(saved.folder)
         if args.push_to_hub:  # last, as the Hub's client looks into all folders
             self._push_from_checkpoint(str(saved.folder))
@@ -417,10 +411,8 @@ class InfCLTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards, which Trainer does not."""
         switch_weights(self.optimizer, "eval")
-        in_shards = files.saves_shards(self.accelerator) and not self.checkpoints.partial_dir
-        state = self.accelerator.get_state_dict(self.model) if in_shards else None
-        if state is not None and self.args.should_save:
-            self._save(output_dir, state)
+        if files.saves_shards(self.accelerator) and self.checkpoints.partial_dir is None:
+            self._save(output_dir, self.accelerator.get_state_dict(self.model))
         super().save_model(output_dir, _internal_call)
         if not _internal_call and output_dir is None:
             for callback in self.callback_handler.callbacks:
@@ -431,10 +423,8 @@ class InfCLTrainer(Trainer):
         files.save_weights(self, output_dir, state_dict, super()._save)
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Creates the repository and the branch ``hub_revision``; see `files.errors_of_repository`."""
-        with files.errors_of_repository(self.args):
-            super().init_hf_repo(token, *args, **kwargs)
-            files.create_branch(self.args, self.hub_model_id, token)
+        """Creates the repository and the branch ``hub_revision``; see `files.make_repository`."""
+        files.make_repository(self, partial(super().init_hf_repo, token, *args, **kwargs), token)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
