@@ -20,7 +20,7 @@ from hf_infcl import (
     InfCLTrainingArguments,
     load_pairs,
 )
-from hf_infcl.quality.ledger import make_ledger
+from hf_infcl.quality.ledger import Ledger
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_pairs_of_a_ledger_are_left_out(tmp_path, small):
     pairs, file = str(tmp_path / "pairs"), tmp_path / "ledger.parquet"
     whole = ImageTextDataset(load_pairs(pairs, split="train"))
     scores = np.where(np.arange(len(whole)) % 5 == 0, -1.0, 5.0)
-    make_ledger(whole.content_fingerprint(), np.arange(len(whole)), scores).write(file)
+    Ledger(whole.content_fingerprint(), np.arange(len(whole)), scores).write(file)
     changes, names = {"my/images": pairs, "outputs/scores/_ledger.parquet": str(file)}, {}
     exec(replaced(block_of("hf_infcl/trainer/README.md", "rows_kept"), changes), names)
     assert names["kept"].tolist() == [row for row in range(len(whole)) if row % 5]

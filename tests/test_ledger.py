@@ -15,17 +15,17 @@ from hf_infcl import ImageTextDataset, ImageTextStream, load_pairs
 from hf_infcl.card.facts import FACTS_FILE, content_of, has_learned
 from hf_infcl.cli.checking import _named
 from hf_infcl.cli.embeddings import file_names, write_ledger_of_training
-from hf_infcl.quality.ledger import LEDGER_FILE, SHEET_FILE, ledger_lines, make_ledger
+from hf_infcl.quality.ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_lines
 
 
 def test_scores_that_mean_nothing_advise_to_exclude_none(tmp_path):
-    strange = make_ledger("data", np.arange(60), np.random.default_rng(0).normal(size=60))
+    strange = Ledger("data", np.arange(60), np.random.default_rng(0).normal(size=60))
     (line,) = ledger_lines(strange, tmp_path)
     assert "do not mean anything yet" in line
-    some = make_ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
+    some = Ledger("data", np.arange(50), np.array([-1.0] + [5.0] * 49))
     (line,) = ledger_lines(some, tmp_path, waits_for="pairs score 0.6")
     assert line.startswith("Do not exclude pairs by the scores")
-    none = make_ledger("data", np.arange(50), np.full(50, 5.0))
+    none = Ledger("data", np.arange(50), np.full(50, 5.0))
     line, *_ = ledger_lines(none, tmp_path, waits_for="0.0% of the pairs score below 0")
     assert "None of 50 pairs seems wrong, but this model was trained on all of them, and may know wrong ones" in line
     first, second, *_ = ledger_lines(some, tmp_path, learned=True)
@@ -37,14 +37,14 @@ def test_a_model_that_knows_all_pairs_by_heart_is_told_how_to_go_on(tmp_path):
     """Hardly any score is below 0, so the rule of `leave_out` waits; the lowest ones may be those of wrong pairs."""
     waits_for, share = "0.5% of the pairs score below 0, and the rule begins at 1%", f"{tmp_path / LEDGER_FILE}:5%`"
     for wrong in (0, 2):
-        ledger = make_ledger("data", np.arange(400), np.array([-1.0] * wrong + [5.0] * (400 - wrong)))
+        ledger = Ledger("data", np.arange(400), np.array([-1.0] * wrong + [5.0] * (400 - wrong)))
         for of in ({"waits_for": waits_for}, {"learned": True}):
             *lines, sheet, advice = ledger_lines(ledger, tmp_path, **of)
             assert any(line.startswith("At least 2 of 400" if wrong else "None of 400") for line in lines)
             assert str(tmp_path / SHEET_FILE) in sheet
             assert f"`infcl train --exclude {share}" in advice
         assert not any(share in line for line in ledger_lines(ledger, tmp_path)), "of a model that has not seen them"
-    many = make_ledger("data", np.arange(400), np.array([-1.0] * 40 + [5.0] * 360))
+    many = Ledger("data", np.arange(400), np.array([-1.0] * 40 + [5.0] * 360))
     assert not any(share in line for line in ledger_lines(many, tmp_path, learned=True))
 
 

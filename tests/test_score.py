@@ -30,13 +30,13 @@ from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.models.dual_encoder import DualEncoder
 from hf_infcl.options.commands import ColumnOptions, DataOptions
 from hf_infcl.quality.ledger import (
+    CERTAIN,
     LEDGER_FILE,
     SHEET_FILE,
     Ledger,
     draw_suspicious,
     ledger_lines,
     letters_of,
-    make_ledger,
     probability_wrong,
     rows_kept,
     small_jpeg,
@@ -190,7 +190,7 @@ def test_one_pair_cannot_be_compared(learned):
 
 def small() -> Ledger:
     scores = np.array([4.0, -1.0, 3.0, 5.0])
-    return make_ledger("data", np.array([5, 2, 9, 7]), scores, ["five", "two", "nine", "seven"])
+    return Ledger("data", np.array([5, 2, 9, 7]), scores, ["five", "two", "nine", "seven"])
 
 
 def test_a_ledger_is_a_table(tmp_path):
@@ -200,7 +200,7 @@ def test_a_ledger_is_a_table(tmp_path):
     assert columns["caption"] == ["two", "five", "seven", "nine"]
     assert columns["p_wrong"] == [1, 0, 0, 0]
     assert set(columns["content"]) == {"data"}
-    assert small().certainly_wrong().tolist() == [0]
+    assert np.flatnonzero(small().p_wrong >= CERTAIN).tolist() == [0]
     assert "sample" not in columns, "a table's pair is its row"
 
 
@@ -216,7 +216,7 @@ def test_files_that_are_no_ledgers(tmp_path):
 
 def test_a_copy_that_a_person_has_edited_excludes_what_he_judged(tmp_path):
     data, path, edited = numbered(range(10)), tmp_path / "ledger.parquet", tmp_path / "edited.parquet"
-    make_ledger(data.content_fingerprint(), np.arange(10), np.full(10, 5.0)).write(path)
+    Ledger(data.content_fingerprint(), np.arange(10), np.full(10, 5.0)).write(path)
     frame = pandas.read_parquet(path)
     frame.loc[[2, 7], "p_wrong"] = 1.0
     frame.to_parquet(edited)
@@ -234,7 +234,7 @@ def test_a_copy_that_a_person_has_edited_excludes_what_he_judged(tmp_path):
 def test_excluding(tmp_path):
     data, path = numbered(range(10)), tmp_path / "ledger.parquet"
     scores = np.array([1, -1, 1, 1, 1, -2, 1, 1, 1, 1.0])
-    make_ledger(data.content_fingerprint(), np.arange(10), scores).write(path)
+    Ledger(data.content_fingerprint(), np.arange(10), scores).write(path)
     assert rows_kept(data, f"{path}:0.9").tolist() == [0, 2, 3, 4, 6, 7, 8, 9]
     with pytest.raises(ValueError, match=r"The ledger .* is of other data"):
         rows_kept(numbered(range(11)), f"{path}:0.9")
@@ -247,9 +247,9 @@ def test_excluding(tmp_path):
         with pytest.raises(ValueError, match="exclude must be a ledger and the least probability"):
             rows_kept(data, asked)
     more = numbered(range(50))
-    make_ledger(more.content_fingerprint(), np.arange(50), np.arange(50.0)).write(path)
+    Ledger(more.content_fingerprint(), np.arange(50), np.arange(50.0)).write(path)
     assert rows_kept(more, f"{path}:58%").tolist() == list(range(29, 50)), "although 0.58 * 50 is less than 29"
-    make_ledger(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
+    Ledger(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
     assert words_of_excluded(f"{path}:20%") == ("2 of 10, the 20% with the lowest scores", "ledger.parquet")
     for asked in ("0.9", "100%"):
         with pytest.raises(ValueError, match="excludes all 10 pairs"):
@@ -263,9 +263,9 @@ def test_a_ledger_is_of_its_captions_whatever_else_is_read(tmp_path):
     plain = ImageTextDataset(table)
     more = ImageTextDataset(table, negative_caption_column="wrong", pair_id_column="id")
     for written, read in ((plain, more), (more, plain)):
-        make_ledger(written.key_fingerprint(), np.arange(10), np.arange(10.0)).write(tmp_path / "ledger.parquet")
+        Ledger(written.key_fingerprint(), np.arange(10), np.arange(10.0)).write(tmp_path / "ledger.parquet")
         assert rows_kept(read, f"{tmp_path}/ledger.parquet:20%").tolist() == list(range(2, 10))
-    make_ledger(more.content_fingerprint(), np.arange(10), np.arange(10.0)).write(tmp_path / "ledger.parquet")
+    Ledger(more.content_fingerprint(), np.arange(10), np.arange(10.0)).write(tmp_path / "ledger.parquet")
     assert len(rows_kept(more, f"{tmp_path}/ledger.parquet:20%")) == 8, "it is of an earlier version"
 
 
@@ -281,7 +281,7 @@ def test_a_ledger_is_of_its_captions_whatever_else_is_read(tmp_path):
 )
 def test_a_copy_with_other_values_than_a_ledger_s_is_refused(tmp_path, column, value, asked, message):
     data, path = numbered(range(10)), tmp_path / "ledger.parquet"
-    make_ledger(data.content_fingerprint(), np.arange(10), -np.arange(10.0)).write(path)
+    Ledger(data.content_fingerprint(), np.arange(10), -np.arange(10.0)).write(path)
     pandas.read_parquet(path).assign(**{column: [value] * 10}).to_parquet(path)
     with pytest.raises(ValueError, match=message):
         rows_kept(data, f"{path}:{asked}")
@@ -292,7 +292,7 @@ def test_excluding_from_a_stream(tmp_path):
     stream, path = stream_of(tmp_path / "shards", lanes=2, samples_per_epoch=40), tmp_path / "ledger.parquet"
     names = {sample_key(f"0/{n // 15:05d}.tar", f"{n:06d}"): n for n in range(40)}
     scores = np.array([-1.0 if n % 5 == 2 or n < 3 else 5.0 for n in names.values()])
-    make_ledger(stream.content_fingerprint(), np.array([*names]), scores).write(path)
+    Ledger(stream.content_fingerprint(), np.array([*names]), scores).write(path)
     kept = stream_kept(stream, f"{path}:0.9")
     left = {n for n in range(40) if n % 5 == 2 or n < 3}
 
@@ -318,7 +318,7 @@ def test_excluding_from_a_stream(tmp_path):
     assert "without 10 samples" in kept.content_fingerprint()
     with pytest.raises(ValueError, match=r"The ledger .* is of other data"):
         stream_kept(kept, f"{path}:0.9")
-    make_ledger(stream.content_fingerprint(), np.array([*names]), -np.ones(40)).write(path)
+    Ledger(stream.content_fingerprint(), np.array([*names]), -np.ones(40)).write(path)
     with pytest.raises(ValueError, match="excludes all 40 pairs"):
         stream_kept(stream, f"{path}:0.9")
     (tmp_path / "text.parquet").write_text("no parquet")
@@ -335,7 +335,7 @@ def test_the_sheet_shows_pictures_and_captions(tmp_path):
 
 
 def test_wide_letters_stay_in_their_cell():
-    ledger = make_ledger("data", np.arange(2), np.array([1.0, 2.0]), ["W" * 36, ""], ["W" * 18, ""])
+    ledger = Ledger("data", np.arange(2), np.array([1.0, 2.0]), ["W" * 36, ""], ["W" * 18, ""])
     sheet = np.asarray(draw_suspicious(ledger, {}))
     assert (sheet[:, 250:260] < 250).any(), "as far as its right end"
     assert (sheet[:, 260:268] == 255).all()
@@ -399,7 +399,7 @@ def test_score_check_and_exclude(folder, capsys, caplog, tmp_path):
     assert "left_out" not in ledger, "nothing was trained"
     # ---- As a model would find that knows the pairs ----
     scores = np.where(np.arange(96) % 16 == 3, -1.0, 5.0)
-    make_ledger(ledger.content[0], ledger.key.to_numpy(), scores, ledger.caption).write(out / LEDGER_FILE)
+    Ledger(ledger.content[0], ledger.key.to_numpy(), scores, ledger.caption).write(out / LEDGER_FILE)
     batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--logging_steps", 1, "--save_strategy", "no"]
     words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--leave_out", "noisy"]
     infcl("train", *words, "--output_dir", tmp_path / "run", "--exclude", f"{out / LEDGER_FILE}:0.9")
@@ -434,7 +434,7 @@ def test_what_two_ledgers_leave_has_the_numbers_of_the_whole_table(folder, tmp_p
     for name, keys in (("first", [3, 10]), ("second", [0, 9])):  # rows of what was left before
         found = training_set(DataOptions([str(folder / "pictures")], exclude=asked), ColumnOptions(), args)
         scores = np.where(np.isin(np.arange(len(found)), keys), -1.0, 5.0)
-        make_ledger(found.content_fingerprint(), np.arange(len(found)), scores).write(tmp_path / f"{name}.parquet")
+        Ledger(found.content_fingerprint(), np.arange(len(found)), scores).write(tmp_path / f"{name}.parquet")
         asked = [*asked, f"{tmp_path / name}.parquet:0.9"]
     found = training_set(DataOptions([str(folder / "pictures")], exclude=asked), ColumnOptions(), args)
     assert found.numbers.tolist() == sorted({*range(96)} - {3, 10, 0, 11})
@@ -447,6 +447,6 @@ def test_a_ledger_without_wrong_pairs_advises_to_exclude_none(tmp_path):
         (np.full(50, 5.0), f"None of 50 pairs seems wrong. The score of each is in {tmp_path / LEDGER_FILE}."),
         (np.array([-1.0] + [5.0] * 49), "1 of 50 pairs does not seem to belong together, 1 of them with a probability"),
     ):
-        (line, *_) = ledger_lines(make_ledger("data", np.arange(50), scores), tmp_path)
+        (line, *_) = ledger_lines(Ledger("data", np.arange(50), scores), tmp_path)
         assert told in line
         assert ("--exclude" in line) == (scores.min() < 0)

@@ -39,7 +39,7 @@ from ..options.commands import ColumnOptions, DataOptions, EmbedOptions
 from ..processes.collectives import Processes, failures_announced
 from ..quality import WINDOW
 from ..quality.embedding import embed as embedded
-from ..quality.ledger import SHOWN, Ledger, ledger_lines, make_ledger, small_jpeg, write_ledger_and_sheet
+from ..quality.ledger import SHOWN, Ledger, ledger_lines, small_jpeg, write_ledger_and_sheet
 from ..quality.selection import WithoutNoisyPairs
 from ..shards.layout import IMAGE_EXTENSIONS, member_file
 from ..shards.opening import find_shards
@@ -257,7 +257,7 @@ def score_pairs(
     of_all = itertools.chain(*processes.gather_objects(lowest))
     pictures = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, of_all)}
     caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
-    ledger = make_ledger(dataset.key_fingerprint(), pairs["key"], pairs["score"], caption, name if any(name) else ())
+    ledger = Ledger(dataset.key_fingerprint(), pairs["key"], pairs["score"], caption, name if any(name) else ())
     return ledger, pictures
 
 
@@ -351,8 +351,8 @@ def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset) -
         column = dataset.caption_column
         captions = dataset.table.select_columns([column])[rows.tolist()][column] if len(rows) else []
         captions = [usable_captions(value)[0] for value in captions]
-        left_out, names = selections[0].left_out().numpy(), file_names(dataset, rows)
-        ledger = make_ledger(dataset.key_fingerprint(), rows, scores, captions, names, left_out)
+        left_out, names = selections[0].left_out().tolist(), file_names(dataset, rows)
+        ledger = Ledger(dataset.key_fingerprint(), rows, scores, captions, names, left_out)
         lowest = ledger.key[ledger.most_suspicious(SHOWN)].tolist()
         pictures = {row: small_jpeg(dataset.image(row)) for row in lowest}
         write_ledger_and_sheet(ledger, pictures, Path(str(trainer.args.output_dir)))

@@ -9,7 +9,7 @@ import io
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,19 +34,27 @@ _WIDTH = 0.25  # of the window in which scores are counted, to both sides
 
 @dataclass
 class Ledger:
-    """What is known about the n pairs of a training set, by their keys in ascending order."""
+    """What is known about the n pairs of a training set, which it puts in the ascending order of their keys."""
 
     content: str  # the `key_fingerprint` of the training set, or its `content_fingerprint` in earlier versions
     key: np.ndarray  # [n] int64, the row of a table, or the hash of a stream's sample
     # [n] fp32; see `hf_infcl.loss.pair_scores.pair_scores`. After a training with ``leave_out``, their moving averages.
     score: np.ndarray
-    p_wrong: np.ndarray  # [n] fp32; see `probability_wrong`
-    caption: list[str]  # of each pair one
+    caption: Sequence[str] = ()  # of each pair one
     # n names of a stream's samples, each after that of its shard; of a table, the image files of its rows if it names
     # all of them, or else no names.
-    sample: list[str]
-    # [n] bool: whether a training with ``leave_out`` leaves the pair out at its end; None without such a training.
-    left_out: np.ndarray | None = None
+    sample: Sequence[str] = ()
+    # n times whether a training with ``leave_out`` leaves the pair out at its end; empty without such a training.
+    left_out: Sequence[bool] = ()
+    p_wrong: np.ndarray = field(init=False)  # [n] fp32; see `probability_wrong`
+
+    def __post_init__(self) -> None:
+        order = np.argsort(self.key, kind="stable")
+        self.key, self.score = self.key[order], self.score[order].astype(np.float32)
+        for name in ("caption", "sample", "left_out"):
+            if len(values := getattr(self, name)):
+                setattr(self, name, [values[place] for place in order])
+        self.p_wrong = probability_wrong(self.score)
 
     def __len__(self) -> int:
         return len(self.key)
@@ -55,49 +63,15 @@ class Ledger:
         """The places of the pairs with the lowest scores, the lowest first."""
         return np.argsort(self.score, kind="stable")[:count]
 
-    def certainly_wrong(self) -> np.ndarray:
-        """The places of the pairs that are wrong with a probability of `CERTAIN` at least."""
-        return np.flatnonzero(self.p_wrong >= CERTAIN)
-
-    def says_nothing(self) -> bool:
-        """Whether most pairs look wrong, as they do to a model that does not know such pairs yet."""
-        return len(self) > 0 and float(np.median(self.p_wrong)) >= 0.5
-
-    # ---- Files ----
-
     def write(self, path: str | Path) -> None:
-        """Writes a parquet file with these columns.
-
-        A ledger without names has no column ``sample``, and one that no training has written no ``left_out``.
-        """
+        """Writes a parquet file with these columns, without those that are empty."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns: dict[str, Any] = {name: getattr(self, name) for name in ("key", "score", "p_wrong")}
-        columns["caption"] = pa.array(self.caption, pa.string())
-        if self.sample:
-            columns["sample"] = pa.array(self.sample, pa.string())
-        if self.left_out is not None:
-            columns["left_out"] = self.left_out
+        columns = {name: values for name, values in vars(self).items() if name != "content" and len(values)}
         columns["content"] = pa.DictionaryArray.from_arrays(np.zeros(len(self), np.int8), pa.array([self.content]))
         with written_whole(Path(path)) as partial:
             pq.write_table(pa.table(columns), partial)
-
-
-def make_ledger(
-    content: str,
-    key: np.ndarray,
-    score: np.ndarray,
-    caption: Sequence[str] = (),
-    sample: Sequence[str] = (),
-    left_out: np.ndarray | None = None,
-) -> Ledger:
-    """The ledger of pairs in any order; the arguments as for `Ledger`."""
-    order = np.argsort(key, kind="stable")
-    score = score[order].astype(np.float32)
-    captions, samples = ([values[place] for place in order] if len(values) else [] for values in (caption, sample))
-    left_out = None if left_out is None else left_out[order]
-    return Ledger(content, key[order], score, probability_wrong(score), captions or [""] * len(key), samples, left_out)
 
 
 def probability_wrong(score: np.ndarray) -> np.ndarray:
@@ -271,12 +245,12 @@ def write_ledger_and_sheet(ledger: Ledger, pictures: Mapping[int, bytes], folder
 def lines_of(text: str, letters: int, most: int) -> list[str]:
     """At most so many lines of a text, each of at most so many letters; "…" stands for the rest of a longer one."""
     lines = textwrap.wrap(text, letters)
-    if len(lines) <= most:
-        return lines
-    last = lines[most - 1]
-    if len(last) > letters - 2:  # at a space, which some languages do not write
-        last = last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
-    return [*lines[: most - 1], f"{last} …"]
+    if len(lines) > most:
+        last = lines[most - 1]
+        if len(last) > letters - 2:  # at a space, which some languages do not write
+            last = last[: letters - 2].rpartition(" ")[0] or last[: letters - 2]
+        lines[most - 1 :] = [f"{last} …"]
+    return lines
 
 
 def letters_of(size: int) -> Any:
@@ -298,7 +272,7 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
         waits_for: why the rule of ``leave_out`` has not begun, or has stopped; empty if there was none.
         learned: whether the model was trained on these pairs, wrong ones included.
     """
-    wrong, expected = len(ledger.certainly_wrong()), float(ledger.p_wrong.sum())
+    wrong, expected = int((ledger.p_wrong >= CERTAIN).sum()), float(ledger.p_wrong.sum())
     few = expected < max(0.5, LEAST_BELOW * len(ledger))
     file = Path(folder, LEDGER_FILE)
     if learned:
@@ -306,7 +280,7 @@ def ledger_lines(ledger: Ledger, folder: str | Path, *, waits_for: str = "", lea
             "This model was trained on these pairs, as its record says. It may know wrong ones by heart, and finds too "
             "few of them. Score with another model, or train with --leave_out noisy."
         )
-    if ledger.says_nothing():
+    if len(ledger) > 0 and float(np.median(ledger.p_wrong)) >= 0.5:  # as to a model that does not know such pairs yet
         yield (
             f"The scores in {file} do not mean anything yet: to this model most of the {len(ledger):,} pairs look "
             "wrong. Do not exclude pairs by them."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,8 @@ _BETWEEN = 0.5  # visits from one look at it to the next
 TURNS = 4  # epochs after which a row of a table has rested once, or was looked at again
 RESTED = 0.5, 0.3  # as FAST and SLOW, for a visit after an epoch without training
 _ITERATIONS = 12
+# What a resumed training goes on from, beside the averages.
+_STATE = "border waits_for _stopped _look _epoch _skipped_rows _missing _trained _counts _logged".split()
 
 logger = logging.get_logger(__name__)
 
@@ -95,13 +98,13 @@ class WithoutNoisyPairs(PairSelection):
         self._missing = 0.0  # the share of the rows that this epoch skips because they are left out
         self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
         self._takes_turns = False  # whether the epochs of this training pass rows over
-        self._counts = [0.0, 0.0]  # pairs left out, and all new ones, since the last log
-        self._logged = [0.0, 0.0]  # the same before it
+        self._counts = 0.0, 0.0  # the pairs left out, and all new ones
+        self._logged = 0.0, 0.0  # the same at the last log
 
     @property
     def card(self) -> Mapping[str, str]:
         which = "those that did not seem to belong together"
-        left, pairs = (one + other for one, other in zip(self._counts, self._logged, strict=True))
+        left, pairs = self._counts
         if self.waits_for:
             before = f"; before it stopped, {left / pairs:.1%} of those seen" if left else ""
             return {"pairs left out": f"none, because {self.waits_for}{before}"}
@@ -121,46 +124,36 @@ class WithoutNoisyPairs(PairSelection):
         new = torch.ones_like(keys, dtype=torch.bool) if old is None else processes.gather(~old.to(images.device)).cpu()
         pairs = int(new.sum())
         left = self._missing * pairs + (1 - self._missing) * int((~stays).sum())  # of a window of all rows
-        self._counts = [self._counts[0] + left, self._counts[1] + pairs]
+        self._counts = self._counts[0] + left, self._counts[1] + pairs
         return None if bool(stays.all()) else stays[processes.rank]
 
     def _stays(self, keys: Tensor, score: Tensor) -> Tensor:
         """Which pairs of the window are trained, [processes, images of each]."""
-        stays = self._decided(keys, score)
-        if self._takes_turns:
-            self._trained[keys[stays & (keys != NO_KEY)]] = self._epoch
-        return stays
-
-    def _decided(self, keys: Tensor, score: Tensor) -> Tensor:
         statistics = self.averages.visit(keys.flatten(), score.flatten(), self._weights(keys.flatten()))
         average, visits = (numbers.view_as(keys) for numbers in statistics)
-        known = average[visits > 0]
-        if len(known) == 0:
-            return torch.ones_like(keys, dtype=torch.bool)
-        if begins := self.border is None and not self._stopped:
-            self._begin(mean_of_trained(known, BORDER))
-        if self.border is None:
-            return torch.ones_like(keys, dtype=torch.bool)
+        if begins := self.border is None and not self._stopped and bool(visits.any()):
+            self._begin(mean_of_trained(average[visits > 0], BORDER))
         left = self._left(average, visits)
         if self._stops(at_once=begins or float(left.double().mean()) > MOST):
-            return torch.ones_like(keys, dtype=torch.bool)
+            left = self._left(average, visits)  # none
         # ---- At least one new pair stays on each process ----
         for none_stays, row, averages in zip((left | (keys == NO_KEY)).all(1), left, average, strict=True):
             if none_stays and bool(row.any()):
                 row[averages.masked_fill(~row, -torch.inf).argmax()] = False
+        if self._takes_turns:
+            self._trained[keys[~left & (keys != NO_KEY)]] = self._epoch
         return ~left
 
     def _left(self, average: Tensor, visits: Tensor) -> Tensor:
-        """Which pairs the rule leaves out once it has begun, bool, by their averages fp64 and visits of this shape."""
-        assert self.border is not None
+        """Which pairs the rule leaves out, bool, by their averages fp64 and visits of this shape."""
+        if self.border is None:
+            return torch.zeros_like(visits, dtype=torch.bool)
         return (visits >= LEAST_VISITS) & (average < self.border * mean_of_trained(average[visits > 0], self.border))
 
     def left_out(self) -> Tensor:
         """Whether the rule leaves each pair seen out by its present average, [n] bool, as by `PairAverages.slow`."""
-        seen = self.averages.visits > 0
-        if self.border is None:
-            return torch.zeros(int(seen.sum()), dtype=torch.bool)
-        return self._left(self.averages.fast.double(), self.averages.visits)[seen]
+        visits = self.averages.visits
+        return self._left(self.averages.fast.double(), visits)[visits > 0]
 
     def _weights(self, keys: Tensor) -> Tensor | None:
         """The least weights of these visits for `PairAverages.visit`; None for its own."""
@@ -208,7 +201,7 @@ class WithoutNoisyPairs(PairSelection):
     def _stops(self, at_once: bool) -> bool:
         """Whether it leaves out too many of all pairs; looked at after each half visit, or at once."""
         visits = self.averages.mean_visits
-        if not at_once and visits - self._look[0] < _BETWEEN:
+        if self.border is None or not (at_once or visits - self._look[0] >= _BETWEEN):
             return False
         self._look = visits, *self._look[1:]
         if (share := float(self.left_out().double().mean())) > MOST:
@@ -220,9 +213,8 @@ class WithoutNoisyPairs(PairSelection):
 
     def logs(self) -> dict[str, float]:
         """``left_out``: the share of the new pairs that were left out, since the last log."""
-        left, pairs = self._counts
-        self._logged = [self._logged[0] + left, self._logged[1] + pairs]
-        self._counts = [0.0, 0.0]
+        left, pairs = (now - before for now, before in zip(self._counts, self._logged, strict=True))
+        self._logged = self._counts
         return {"left_out": round(left / pairs, 4)} if pairs else {}
 
     def close(self) -> None:
@@ -230,20 +222,12 @@ class WithoutNoisyPairs(PairSelection):
             logger.warning(f"leave_out has left nothing out: {self.waits_for}.")
 
     def state_dict(self) -> dict[str, Any]:
-        numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
-        numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing}
-        numbers |= {"stopped": self.waits_for if self._stopped else ""}
-        rows = {"skipped_rows": self._skipped_rows, "trained": self._trained}
-        return {**self.averages.state_dict(), **numbers, **rows}
+        return {**self.averages.state_dict(), **{name: getattr(self, name) for name in _STATE}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)
-        self.border, self._counts = state["border"] or None, list(state["counts"])
-        self._logged, self._look = list(state["logged"]), tuple(state["look"])
-        self._trained = state["trained"].clone()
-        self._epoch, self._skipped_rows = state["epoch"], state["skipped_rows"].clone()
-        self._missing, self._stopped = state["missing"], bool(state["stopped"])
-        self.waits_for = state["stopped"]
+        for name in _STATE:
+            setattr(self, name, copy.deepcopy(state[name]))
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:
