@@ -13,7 +13,6 @@ from typing import Any
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..files.text import counted
 from ..models.adapters import config_for_images
-from ..models.model_types import check_type_of_config
 from ..models.open_clip import load_readers
 from ..options.commands import DataOptions
 from ..processes.lock import check_writable
@@ -45,7 +44,6 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
         config, processor = load_readers(of_model.model, of_model.open_clip_model, of_model.tokenizer)
-        check_type_of_config(config, of_model.model)
         config = config_for_images(config, args.image_size)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         set_sizes(collator, args)  # what is cut on purpose is no finding

@@ -24,7 +24,6 @@ from ..evaluation.intervals import differences
 from ..evaluation.metrics import Found
 from ..files.text import aligned, counted
 from ..models.dual_encoder import DualEncoder
-from ..models.model_types import check_type_of_config
 from ..models.open_clip import convert as converted
 from ..models.open_clip import load, load_readers
 from ..options.commands import EvaluationOptions
@@ -105,7 +104,7 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, user_options: set[st
 def _check_models(models: Sequence[tuple[str, Any]]) -> None:
     """Raises a ValueError if one of several models, each with its arguments, cannot be measured."""
     for name, args in models:
-        check_type_of_config(load_readers(name)[0], name)
+        load_readers(name)  # raises an error for a model that is no dual encoder
         if args.dims is not None and args.dims > (width := DualEncoder(load(name).model).width()):
             raise ValueError(
                 f"--dims {args.dims} does not fit the embeddings of {name}, which have {width} dimensions. Take fewer."

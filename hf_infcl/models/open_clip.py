@@ -149,7 +149,7 @@ def load(
 def load_readers(
     checkpoint: str, open_clip_model: str | None = None, tokenizer: str | None = None
 ) -> tuple[PretrainedConfig, Any]:
-    """The model's config and its processor; takes and raises what `load` does, and needs no weights."""
+    """The config of a dual encoder and its processor; takes and raises what `load` does, and needs no weights."""
     if not is_of_open_clip(checkpoint, open_clip_model):
         return load_pretrained_readers(checkpoint, tokenizer)
     stated, folder = read_config(checkpoint, open_clip_model)

@@ -125,19 +125,18 @@ def transformers_config(config: dict[str, Any]) -> Any:
             refuse(allowed is None, f"{has}, which is not known")
             refuse(allowed and stated.get(key) not in allowed, f"{has}, and transformers' towers have only {only}")
     text_config = _tower_config(text, _TEXT, quick)
-    config_class: Any = transformers.SiglipConfig
     if timm:
         side, of_timm = _edge(image.get("image_size")), TIMM_TOWERS[timm]["image_size"]
         refuse(side not in (None, of_timm), f"its config has image_size={side}, and timm's {timm} {of_timm}")
         text_config |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1, "projection_size": width}
-        return config_class(text_config=text_config, vision_config=dict(TIMM_TOWERS[timm]))
+        return transformers.SiglipConfig(text_config=text_config, vision_config=dict(TIMM_TOWERS[timm]))
     # The ids with which transformers' text tower takes the token that OpenCLIP's takes: of XLM-V; of CLIP, whose end is
     # the largest id; or 2, by which CLIPModel means the largest id, and MetaClip2Model, with equal names, means 2.
     ends, end, of_clip = text.get("pool_type") == "eos", text.get("eos_id", 2), text_config["vocab_size"] == 49408
     ids = (0, 1, end) if ends else (49406, 49407, 49407) if of_clip else (0, 0, 2)
     text_config |= dict(zip(("bos_token_id", "pad_token_id", "eos_token_id"), ids, strict=True))
     vision_config = _tower_config(image, _IMAGE, quick)
-    config_class = transformers.MetaClip2Config if ends and end == 2 else transformers.CLIPConfig
+    config_class: Any = transformers.MetaClip2Config if ends and end == 2 else transformers.CLIPConfig
     size = {"projection_dim": width}
     return config_class(text_config=text_config | size, vision_config=vision_config | size, **size)
 

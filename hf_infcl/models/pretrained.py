@@ -34,7 +34,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, fi
 from ..files.hub import asks_hub_once, path_words
 from ..files.text import listed
 from ..files.whole import check_pulled, give_usual_modes
-from .model_types import fit_tokenizer
+from .model_types import check_type_of_config, fit_tokenizer
 
 CONFIG = "open_clip_config.json"
 HUB = "hf-hub:"  # OpenCLIP's prefix of Hub repositories
@@ -277,10 +277,11 @@ def load_pretrained(
 
 
 def load_pretrained_readers(checkpoint: str, tokenizer: str | None = None) -> tuple[PretrainedConfig, Any]:
-    """The config of a model of transformers, or of that under adapters, and its processor; as `load_pretrained`."""
+    """The config of a dual encoder, or of that under adapters, and its processor; as `load_pretrained`."""
     base = base_of_adapters(checkpoint)
     with explained(base or checkpoint, needed=CONFIG_NAME):
         config = AutoConfig.from_pretrained(base or checkpoint)
+    check_type_of_config(config, checkpoint)
     return config, _processor(checkpoint, base, config, tokenizer)
 
 
