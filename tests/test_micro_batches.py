@@ -94,7 +94,7 @@ def test_sharded_weights_are_not_tried(tmp_path):
         searched = trainer.context, None, trainer.get_train_dataloader
         with (
             mock.patch.object(finding, "memory_is_known", return_value=True),
-            mock.patch.object(type(trainer.accelerator), "distributed_type", "FSDP"),
+            mock.patch.object(type(trainer.accelerator), "is_fsdp2", True),
         ):
             finding.find_micro_batches(*searched)
         args = trainer.args

@@ -19,11 +19,6 @@ from .dual_encoder import DualEncoder
 FSDP_SINCE = "1.14"  # with older releases of accelerate plain tensors meet sharded ones in the backward of FSDP2
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether no process holds all that belongs to the training: under FSDP."""
-    return accelerator.distributed_type == DistributedType.FSDP
-
-
 def check_wrapper(accelerator: Accelerator) -> None:
     """Raises a ValueError for wrappers under which the gradients have not been verified or are wrong."""
     # Also from the variables that `accelerate launch` sets, and for a model that was split while it was loaded.
@@ -35,13 +30,13 @@ def check_wrapper(accelerator: Accelerator) -> None:
             "copies. Leave all three at 1; FSDP shards the parameters, and gradient_accumulation_steps bounds the "
             "activations."
         )
-    if is_sharded(accelerator) and not accelerator.is_fsdp2:
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
             "InfCLTrainer's gradients have been verified under FSDP version 2, not 1. Version 2 is the default of "
             "--fsdp from transformers 5.10 on. Before that, use accelerate launch --config_file "
             "scripts/configs/fsdp2.yaml instead of --fsdp."
         )
-    if is_sharded(accelerator) and compare_versions("accelerate", "<", FSDP_SINCE):
+    if accelerator.is_fsdp2 and compare_versions("accelerate", "<", FSDP_SINCE):
         raise ValueError(
             f"InfCLTrainer needs accelerate {FSDP_SINCE} or newer under FSDP, but {accelerate.__version__} is "
             "installed. Upgrade it, or train with DDP."
@@ -117,4 +112,4 @@ def failures_announced_unless_sharded(
     accelerator: Accelerator, *, repeats: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
-    return contextlib.nullcontext() if is_sharded(accelerator) else failures_announced(repeats=repeats)
+    return contextlib.nullcontext() if accelerator.is_fsdp2 else failures_announced(repeats=repeats)

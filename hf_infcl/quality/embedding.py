@@ -33,7 +33,6 @@ from ..data.store import PartFiles, Store, Writer, of_caption
 from ..files.text import was_and_is
 from ..files.whole import written_whole
 from ..models.adapters import weight_fingerprint
-from ..models.sharding import is_sharded
 from ..options.record import as_json, options_of_model
 from ..processes.collectives import Processes, failures_announced
 from ..processes.lock import check_writable
@@ -369,7 +368,7 @@ def check_cacheable(context: Context, tower: nn.Module | None, *, keeps: bool) -
         reason = "images may differ from epoch to epoch. Use augmentation='none' and on_bad_sample='raise'"
     elif not isinstance(collator, ContrastiveCollator):
         reason = f"the data collator is a {type(collator).__name__}. Pass processing_class, or a ContrastiveCollator"
-    elif is_sharded(context.accelerator):
+    elif context.accelerator.is_fsdp2:
         reason = "FSDP is on. Use plain processes, which hold the whole tower"
     elif keeps and pairs.negative_caption_column:
         reason = "keep_features needs the embeddings of negative captions at every step. Leave one of the three out"

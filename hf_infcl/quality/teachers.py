@@ -25,7 +25,6 @@ from ..files.hub import stated_licence
 from ..files.text import counted
 from ..models.dual_encoder import DualEncoder
 from ..models.open_clip import load
-from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..step.extensions import LossTerm, of_kind
 from ..step.terms import OF_TEACHER, Context, TeacherDistance
@@ -281,7 +280,7 @@ def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDist
         folders = embedding_folders(args.teacher_embeddings)
     teacher = StoredTeacher(folders, [context.data], args)
     term = TeacherDistance(teacher, args.teacher_weight, context.encoder.width(), args.seed, args.device)
-    if term.parameters() and is_sharded(context.accelerator):
+    if term.parameters() and context.accelerator.is_fsdp2:
         raise ValueError(
             f"A teacher of another width ({teacher.width}, the student has {context.encoder.width()}) needs a linear "
             "map beside the model, whose optimizer FSDP shards. Use DDP, or a teacher of the same width."

@@ -18,7 +18,6 @@ from transformers.utils import logging
 from ..files.text import listed
 from ..loss import OBJECTIVES, local_contrastive_loss
 from ..models.dual_encoder import IMAGE_INPUTS, NO_TEXTS, TEXT_INPUTS, embeds_of, part_of, return_dict_for
-from ..models.sharding import is_sharded
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, by_rank
 from .grad_cache import CachedWindow, undoing, undone
@@ -106,7 +105,7 @@ class NumberChecks:
             ValueError: as `check_loss`.
         """
         # The gradient of the loss that fp16 scales may overflow, which skips the step.
-        if self._accelerator.scaler is not None or (is_sharded(self._accelerator) and not last):
+        if self._accelerator.scaler is not None or (self._accelerator.is_fsdp2 and not last):
             return
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         kinds = {(type(one), one.device, one.dtype) for one in gradients}

@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 from ..models.dual_encoder import NO_TEXTS
 from ..models.layers import can_fuse, layers_of
-from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.collectives import Processes
@@ -96,7 +95,7 @@ class LayerCompilation:
     def _decide(self, window: Window) -> str:
         context = self._context
         # Under FSDP no process has a whole layer to try.
-        possible = may_compile(context.args) and not is_sharded(context.accelerator)
+        possible = may_compile(context.args) and not context.accelerator.is_fsdp2
         if self._before in (MODEL, NOTHING) or not all(one for (one,) in Processes().agree([possible])):
             return NOTHING
         towers: dict[str, tuple[list[nn.Module], Callable[[], None]]] = {}

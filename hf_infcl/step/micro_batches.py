@@ -26,7 +26,6 @@ from transformers.utils import logging
 from ..files.text import counted
 from ..loss.cuda_graphs import forget_recordings
 from ..models.dual_encoder import TEXT_INPUTS
-from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments, largest_micro_batch, possible_micro_batches
 from ..options.contrastive import DIVISION, SEARCHED
 from ..options.record import RunRecord
@@ -102,7 +101,7 @@ def find_micro_batches(
     args.largest_micro_batch, args.chosen = None, {}
     if _resumed(args, record):
         return
-    if is_sharded(context.accelerator):  # nothing can be tried, because no process holds the whole model
+    if context.accelerator.is_fsdp2:  # nothing can be tried, because no process holds the whole model
         if args.divides_by_itself:
             raise ValueError(
                 f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP, "
@@ -460,7 +459,7 @@ def _advise(context: Context, number: int, window: Window) -> None:
         )
         # The most pairs of a smaller micro-batch that fits on this process, if it can be tried.
         batch = next((one for one in window.batches if "pixel_values" in one), None)  # others were released
-        if batch is not None and memory_is_known(args.device) and not is_sharded(context.accelerator):
+        if batch is not None and memory_is_known(args.device) and not context.accelerator.is_fsdp2:
             release_memory()
             of_process = args.global_batch_size // args.world_size
             smaller = [size for size in possible_micro_batches(args) if size < max(window.sizes[0])]

@@ -22,7 +22,6 @@ from transformers.utils import logging
 
 from ..loss import OBJECTIVES
 from ..models.dual_encoder import NO_TEXTS, images_of
-from ..models.sharding import is_sharded
 from ..options.facts import CHECKPOINTING
 from ..options.record import RunRecord
 from ..processes.collectives import Processes, failures_announced
@@ -81,7 +80,7 @@ class WindowStep:
         self._awaits_observers = args.world_size > 1 and bool(of_kind(context.extensions, StepObserver))
         # Whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper exchanges
         # parameters within a forward or a backward.
-        self.repeats = not is_sharded(context.accelerator)
+        self.repeats = not context.accelerator.is_fsdp2
         # Whether the present step can, if memory runs out on this process. It cannot within a selection, which
         # remembers what it has seen, nor, among several processes, within the loss and the backward of the last
         # micro-batch, where other processes wait for what this one sends.

@@ -16,7 +16,6 @@ from torch.nn.utils import get_total_norm
 
 from ..models.adapters import weight_fingerprint
 from ..models.dual_encoder import DualEncoder, PatchDropout
-from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from .extensions import Extension, LossTerm, StepChange, StepObserver
@@ -117,7 +116,7 @@ class Start:
         self.fingerprint = weight_fingerprint(model, frozen=not keeps)
         self.encoder: DualEncoder | None = None
         if keeps:
-            alike = not is_sharded(accelerator)
+            alike = not accelerator.is_fsdp2
             shared = {id(p): p for p in model.parameters() if alike and not p.requires_grad}
             copied = copy.deepcopy(model, shared).requires_grad_(False).eval()
             self.encoder = DualEncoder(copied.to(accelerator.device))

@@ -21,7 +21,7 @@ from ..models.adapters import beside_adapters, has_adapters, resize_images
 from ..models.dual_encoder import DualEncoder, check_patches
 from ..models.layers import can_fuse, fuse_layers
 from ..models.model_types import fit_tokenizer
-from ..models.sharding import check_wrapper, is_sharded, prepare_for_fsdp
+from ..models.sharding import check_wrapper, prepare_for_fsdp
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import REFUSALS
 from ..processes.lock import check_writable
@@ -62,7 +62,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     if args.patch_dropout:
         check_patches(dual_encoder)
     _check_dimensions(dual_encoder, args)
-    if is_sharded(accelerator):
+    if accelerator.is_fsdp2:
         prepare_for_fsdp(dual_encoder)
     _check_wrapped(model, args, accelerator)
     scale, *bias = dual_encoder.temperature_parameters
@@ -82,7 +82,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             "requires_grad_(True)."
         )
     half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
-    in_fp32 = is_sharded(accelerator) and accelerator.mixed_precision != "no"
+    in_fp32 = accelerator.is_fsdp2 and accelerator.mixed_precision != "no"
     if half and not in_fp32:  # for the optimizer
         logger.warning(
             f"The trained parameters are in {half.pop()}, whose rounding loses small updates. Load the model with "
@@ -99,7 +99,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     fuse_layers(model, wanted=can_fuse(args.device, args.backend))
     keeps = bool(args.keep_features)
     # The files of adapters lack the weights that they belong to. Of a sharded model, this process may not have them.
-    adapted = has_adapters(model) and not is_sharded(accelerator)
+    adapted = has_adapters(model) and not accelerator.is_fsdp2
     return Start(model, accelerator, keeps=keeps) if keeps or adapted else None
 
 
@@ -123,7 +123,7 @@ def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -
 
 def _check_wrapped(model: nn.Module, args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
     """Raises a ValueError for options that do not work with the wrapper, and if checkpoints would lack parameters."""
-    fsdp = is_sharded(accelerator)
+    fsdp = accelerator.is_fsdp2
     if args.optimizer == "muon" and fsdp and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError(
             "optimizer='muon' would orthogonalise the parameters that FSDP offloads on the CPU, which takes "

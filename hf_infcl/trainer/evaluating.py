@@ -25,7 +25,7 @@ from ..evaluation.intervals import ScoreChanges
 from ..evaluation.metrics import CEILING, KS, Found, measured, metrics_of_kind
 from ..loss import local_contrastive_loss
 from ..models.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
-from ..models.sharding import failures_announced_unless_sharded, fsdp_tower_methods, is_sharded
+from ..models.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..options.combinations import SCHEDULES_BY_METRIC
 from ..options.declaring import spelled
 from ..processes.collectives import AnnouncingDataLoader, Processes, failures_announced, gather_rows
@@ -225,7 +225,7 @@ class Evaluator:
             images, [n] int32, the rank of the image's class, and the labels [n]; if an image may be of several
             classes, the scores [n, C] and the labels [n, C].
         """
-        if is_sharded(self._accelerator):
+        if self._accelerator.is_fsdp2:
             Processes().agree([])  # before the forward, in which a process would wait for one that has failed
         with failures_announced_unless_sharded(self._accelerator):
             return self._embed(inputs)

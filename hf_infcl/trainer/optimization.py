@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
 from ..models.dual_encoder import DualEncoder
-from ..models.sharding import is_sharded
 from ..optim import MuonAdamW, parameter_groups
 from ..optim.groups import divided, matching, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
@@ -219,7 +218,7 @@ def _create_muon(
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
         fused=spelled(args.optim) == "adamw_torch_fused",
-        processes=None if is_sharded(accelerator) else Processes(),
+        processes=None if accelerator.is_fsdp2 else Processes(),
         **muon_settings(args.optim_args),
     )
 

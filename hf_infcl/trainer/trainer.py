@@ -23,7 +23,6 @@ from ..data.replay import epochs_of, is_own
 from ..data.store import PlainRows, check_has_rows, has_epochs, most_captions
 from ..evaluation.metrics import Found
 from ..models.dual_encoder import DualEncoder
-from ..models.sharding import is_sharded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.collectives import gather_rows
@@ -102,7 +101,7 @@ class InfCLTrainer(Trainer):
         self.data_collator = make_collator(self, data_collator)
         self._extensions += make_teachers(self.context, remakes_model=model is None)
         add_own_callbacks(self)
-        flushes, sharded = args.local_process_index == 0, is_sharded(self.accelerator)
+        flushes, sharded = args.local_process_index == 0, self.accelerator.is_fsdp2
         self.checkpoints = Checkpoints(completes=args.should_save, flushes=flushes, ends_on_failure=sharded)
         self._begin_training()
 
