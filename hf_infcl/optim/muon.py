@@ -28,6 +28,7 @@ EPSILON = 1e-7
 Transfers = Generator[None, None, Tensor]
 Updates = Callable[[slice], Sequence[Tensor]]  # the matrices of a range, [rows, columns] each, or this process's rows
 Orthogonalise = Callable[[Tensor], Tensor]  # [n, rows, columns] to the same in bfloat16
+_ENDED = object()
 MOST_VALUES = 2**26  # that a process orthogonalises at a time: each of a few temporary stacks takes 128 MiB in bf16
 
 
@@ -70,13 +71,9 @@ def interleaved(tasks: Iterable[Generator[None, None, None]]) -> None:
     """
     running: list[Generator[None, None, None]] = []
     for task in tasks:
-        running = [t for t in (task, *running) if _advances(t)]
+        running = [t for t in (task, *running) if next(t, _ENDED) is not _ENDED]
     while running:
-        running = [t for t in running if _advances(t)]
-
-
-def _advances(task: Generator[None, None, None]) -> bool:
-    return next(task, True) is None
+        running = [t for t in running if next(t, _ENDED) is not _ENDED]
 
 
 def orthogonalise_alone(updates: Updates, count: int, shape: tuple[int, int], function: Orthogonalise) -> Transfers:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -80,7 +80,7 @@ class Phases:
         """Begins the training; collective."""
         if self._reachable:
             this = psutil.Process()
-            stated = Processes().gather_objects(f"{this.pid} {this.create_time()}")
+            stated = Processes().gather_objects((this.pid, this.create_time()))
             self.enter("the start")
             threading.Thread(target=self._watch, args=(self._of_this_machine(stated),), daemon=True).start()
         return self
@@ -148,7 +148,7 @@ class Phases:
         """The value of a key of the store, or None if the store has no such key (`get` would wait for it)."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _of_this_machine(self, stated: list[str]) -> dict[int, psutil.Process]:
+    def _of_this_machine(self, stated: list[tuple[int, float]]) -> dict[int, psutil.Process]:
         """The other processes that the same launcher started on this machine, by rank.
 
         Args:
@@ -157,8 +157,14 @@ class Phases:
         local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         first = self._rank - local_rank
         here = range(max(first, 0), min(first + local_size, self._world_size))
-        processes = {rank: _process(stated[rank]) for rank in here if rank != self._rank}
-        return {rank: process for rank, process in processes.items() if process is not None}
+        processes = {}
+        for rank in set(here) - {self._rank}:
+            number, created = stated[rank]
+            with suppress(psutil.Error):  # this process cannot see it
+                process = psutil.Process(number)
+                if abs(process.create_time() - created) < 5:
+                    processes[rank] = process
+        return processes
 
     def _watch(self, processes: dict[int, psutil.Process]) -> None:
         """Reports processes that are lost or hang, and ends this process if it does not notice by itself."""
@@ -209,16 +215,6 @@ class Phases:
         lost = [self._of_lost(rank) for rank, place in enumerate(places) if place is None]
         idle = f"This process has made no progress for {seconds:.0f} of the {self._timeout:g} seconds of ddp_timeout."
         self.log_once(" ".join([idle, *lost, f"Places: {by_rank([place or '' for place in places])}."]))
-
-
-def _process(stated: str) -> psutil.Process | None:
-    """The process with this number and time of creation, if this process can see it."""
-    number, created = stated.split()
-    try:
-        process = psutil.Process(int(number))
-        return process if abs(process.create_time() - float(created)) < 5 else None
-    except psutil.Error:
-        return None
 
 
 def has_ended(process: psutil.Process) -> bool:

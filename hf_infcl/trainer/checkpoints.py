@@ -181,15 +181,15 @@ def _flush(path: Path) -> None:
 
 
 def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
-    """A sentence that names the damaged or missing file of a checkpoint, or None if all files are unchanged.
+    """A sentence that names the file of a checkpoint that is damaged, missing or unreadable, or None if none is.
 
     Args:
         checksums: also read all files and compare their checksums. Otherwise only presence and sizes are checked.
     """
     manifest = Path(checkpoint, MANIFEST_NAME)
-    if not manifest.is_file():
-        return f"{manifest} is missing: the checkpoint is incomplete, or was written by another trainer."
     try:
+        if not manifest.is_file():
+            return f"{manifest} is missing: the checkpoint is incomplete, or was written by another trainer."
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         for name, described in files.items():
             path = Path(checkpoint, name)
@@ -205,9 +205,11 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
                     return f"{Path(checkpoint, name)} has changed since it was written: its checksum differs."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{manifest} is damaged ({error})."
+    except OSError as error:
+        return f"{checkpoint} cannot be read: {error}."
     try:
         RunRecord.read(checkpoint)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return None
 
@@ -244,14 +246,7 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) ->
     """
     if limit is None or limit <= 0:
         return
-
-    def is_complete(folder: Path) -> bool:
-        try:
-            return damage(folder, checksums=False) is None
-        except OSError:
-            return False
-
-    complete = [folder for folder in _folders(output_dir) if is_complete(folder)]
+    complete = [folder for folder in _folders(output_dir) if damage(folder, checksums=False) is None]
     kept = [folder for folder in complete if folder in keep]
     removable = [folder for folder in complete if folder not in keep]
     for folder in removable[max(0, limit - len(kept)) :]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.data import Dataset, IterableDataset
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
@@ -27,7 +28,7 @@ from ..options.combinations import REFUSALS
 from ..processes.lock import check_writable
 from ..step.extensions import check_extensions
 from ..step.terms import Start
-from .loaders import check_data_seed, check_selectable, set_sizes
+from .loaders import rows_of, set_sizes
 from .model_files import check_formats, saves_shards
 from .optimization import options_of_own_optimizer
 
@@ -139,18 +140,15 @@ def _check_wrapped(model: nn.Module, args: InfCLTrainingArguments, accelerator: 
 # ---- The other arguments ----
 
 
-def checked_arguments(
+def check_arguments(
     model: nn.Module | None, args: object, data_collator: DataCollator | None, kwargs: dict[str, Any]
-) -> dict[str, Any]:
+) -> None:
     """Refuses what an `InfCLTrainer` cannot train, before Trainer's constructor fails with a less clear error.
 
     Args:
         model: the model; None if ``model_init`` creates it.
-        kwargs: the remaining arguments of Trainer's constructor, and ``replay_dataset``.
-
-    Returns:
-        The remaining arguments of Trainer's constructor, with the collator's processor, so that it is saved beside the
-        model, and with new and old pairs as one training set.
+        kwargs: the remaining arguments of Trainer's constructor. They get the collator's processor, so that it is saved
+            beside the model, and new and old pairs (``replay_dataset``) as one training set.
 
     Raises:
         ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
@@ -160,14 +158,19 @@ def checked_arguments(
             several captions per image; ``output_dir`` is not writable; ``extensions`` is not a list of extensions.
     """
     if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
-        kwargs = {**kwargs, "processing_class": data_collator.processor}  # so that it is saved beside the model
+        kwargs["processing_class"] = data_collator.processor
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
     check_extensions(kwargs.get("extensions", ()))
     for name, why in REFUSALS["arguments"].items():
         if kwargs.get(name) is not None:
             raise ValueError(why)
-    kwargs = _with_replay(args, kwargs)
+    if (old := kwargs.pop("replay_dataset", None)) is not None:
+        if kwargs.get("train_dataset") is None:
+            raise ValueError("A replay_dataset is mixed into a train_dataset, which is missing. Pass both.")
+        kwargs["train_dataset"] = Replayed(kwargs["train_dataset"], old, args)
+    elif args.replay_share is not None:
+        raise ValueError("replay_share had no effect without old pairs. Pass a replay_dataset.")
     _check_processes(args)
     if model is not None:
         DualEncoder(model)  # raises an error for any other model
@@ -182,7 +185,6 @@ def checked_arguments(
     check_formats(model, args, kwargs.get("processing_class"))
     if args.should_save:
         check_writable(str(args.output_dir))
-    return kwargs
 
 
 def _check_processes(args: InfCLTrainingArguments) -> None:
@@ -207,7 +209,7 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
             f"train_dataset[{next(iter(pairs), 'train')!r}], or a torch.utils.data.ConcatDataset of them."
         )
     first = pairs[0] if isinstance(pairs, (list, tuple)) and pairs else None
-    if isinstance(pairs, str) or hasattr(pairs, "iloc") or isinstance(first, torch.utils.data.Dataset):
+    if isinstance(pairs, str) or hasattr(pairs, "iloc") or isinstance(first, Dataset):
         raise ValueError(
             f"train_dataset is a {type(pairs).__name__}. Pass one dataset, such as ImageTextDataset(load_pairs(folder, "
             "split='train')), or a torch.utils.data.ConcatDataset of several."
@@ -225,9 +227,19 @@ def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None
             f"The training set draws {most} captions per image, which are all positives of their image, but equal_ids "
             "is 'exclude'. Pass equal_ids='positive' or omit it, or draw one caption per image."
         )
-    check_data_seed(pairs, args.data_seed)
-    if pairs is not None:
-        check_selectable(pairs, args)
+    for part in all_parts(pairs) if args.data_seed is not None else ():
+        seed = part.seed if isinstance(part, ImageTextStream) else "its own"
+        if isinstance(part, IterableDataset) and not isinstance(part, Replayed) and seed != args.data_seed:
+            raise ValueError(
+                f"data_seed={args.data_seed} would have no effect: the order of a {type(part).__name__} depends on its "
+                f"own seed, which is {seed}. Omit it; pass the stream its seed: ImageTextStream(..., "
+                f"seed={args.data_seed})."
+            )
+    if args.leave_out is not None and pairs is not None and rows_of(pairs) is None:
+        raise ValueError(
+            "leave_out='noisy' compares the scores of each row of a table from epoch to epoch, which a stream does not "
+            "have. Score the stream with `infcl score`, and train without its wrong pairs (`--exclude`)."
+        )
     for dataset in sets:
         check_has_rows(dataset)
 
@@ -253,19 +265,3 @@ def make_collator(trainer: Any, passed: DataCollator | None) -> DataCollator:
     if args.image_size is not None and hasattr(processor, "image_processor"):
         set_image_size(processor.image_processor, args.image_size)
     return collator
-
-
-def _with_replay(args: InfCLTrainingArguments, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of Trainer's constructor with new and old pairs as one training set.
-
-    Raises:
-        ValueError: as `Replayed`; there is a share of old pairs, but no old pairs, or old pairs only.
-    """
-    old = kwargs.pop("replay_dataset", None)
-    if old is None:
-        if args.replay_share is not None:
-            raise ValueError("replay_share had no effect without old pairs. Pass a replay_dataset.")
-        return kwargs
-    if kwargs.get("train_dataset") is None:
-        raise ValueError("A replay_dataset is mixed into a train_dataset, which is missing. Pass both.")
-    return {**kwargs, "train_dataset": Replayed(kwargs["train_dataset"], old, args)}

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..data import ImageTextStream
 from ..data.collator import ContrastiveCollator, DataCollator
 from ..data.loader import (
     SLOW_SHARE,
@@ -205,17 +204,6 @@ def training_collator(collator: Any, args: InfCLTrainingArguments) -> DataCollat
     return collator.cut_to(args.max_text_tokens)
 
 
-def check_data_seed(dataset: object, data_seed: int | None) -> None:
-    """Raises a ValueError if ``data_seed`` would have no effect on the training set."""
-    for part in all_parts(dataset) if data_seed is not None else ():
-        seed = part.seed if isinstance(part, ImageTextStream) else "its own"
-        if isinstance(part, IterableDataset) and not isinstance(part, Replayed) and seed != data_seed:
-            raise ValueError(
-                f"data_seed={data_seed} would have no effect: the order of a {type(part).__name__} depends on its own "
-                f"seed, which is {seed}. Omit it; pass the stream its seed: ImageTextStream(..., seed={data_seed})."
-            )
-
-
 def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """What `Trainer.set_initial_training_values` returns, with as many steps as train the pairs of all epochs.
 
@@ -249,15 +237,6 @@ def checked_batches(make_loader: Callable[[], Iterable[object]], equal_ids: str)
     for batch in make_loader():
         check_batch(batch, equal_ids)
         yield batch
-
-
-def check_selectable(dataset: object, args: InfCLTrainingArguments) -> None:
-    """Raises a ValueError if ``leave_out`` cannot recognise the new pairs of a training when they come again."""
-    if args.leave_out is not None and rows_of(dataset) is None:
-        raise ValueError(
-            "leave_out='noisy' compares the scores of each row of a table from epoch to epoch, which a stream does not "
-            "have. Score the stream with `infcl score`, and train without its wrong pairs (`--exclude`)."
-        )
 
 
 def drawn_texts(data: object) -> tuple[int, str | None]:

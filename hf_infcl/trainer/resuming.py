@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,8 +92,7 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: dict[str, Any], r
     of_this = {name: value for name, value in args.to_dict().items() if name in facts and not facts[name].one_machine}
     of_this |= run
     of_this["resume_from_checkpoint"] = "a folder" if named else resumes or None
-    described = json.dumps(of_this, default=lambda value: type(value).__name__)
-    runs = [json.loads(text) for text in Processes().gather_objects(described)]
+    runs = Processes().gather_objects(as_json(of_this))
     for rank, other in enumerate(runs):
         if differences := [
             f"{name} is {value!r} on rank 0 and {other.get(name)!r} on rank {rank}"

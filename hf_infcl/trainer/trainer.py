@@ -37,7 +37,7 @@ from ..step.terms import Context, Start
 from . import loaders
 from . import model_files as files
 from .checkpoints import Checkpoints, rotate
-from .construction import check_overrides, checked_arguments, make_collator, prepare_model
+from .construction import check_arguments, check_overrides, make_collator, prepare_model
 from .evaluating import Evaluator, check_metric_of_training, checked_metrics, tell_predictions
 from .loaders import CaptionNotices, TrainingData
 from .loop_events import Decisions, Progress, add_own_callbacks, is_logged, replaced, saved_early, switch_weights
@@ -74,7 +74,7 @@ class InfCLTrainer(Trainer):
         caption_notices: notices about the captions of the datasets that were trained on or evaluated.
 
     Raises:
-        ValueError: see `checked_arguments`, `prepare_model` and `check_overrides`.
+        ValueError: see `check_arguments`, `prepare_model` and `check_overrides`.
     """
 
     args: InfCLTrainingArguments
@@ -88,7 +88,7 @@ class InfCLTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         args = InfCLTrainingArguments() if args is None else args
-        kwargs = checked_arguments(model, args, data_collator, kwargs)
+        check_arguments(model, args, data_collator, kwargs)
         check_overrides(type(self), InfCLTrainer)
         self.resumption, self.interruptions, self.caption_notices = Resumption(), Interruptions(), CaptionNotices()
         self.found: dict[str, Found | None] = {}
