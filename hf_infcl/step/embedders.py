@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..loss import contrastive_loss
 from .grad_cache import CachedWindow, GraphBudget
-from .wrappers import DDP, is_compiled, make_wrapper, without_compiler
+from .wrappers import DDP, Wrapper, is_compiled, make_wrapper
 
 # Only inputs of these names are known to be [rows, tokens], so that rows may be sorted and their padding cut off.
 _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids")
@@ -23,7 +23,8 @@ _POSITIONS_FROM_MASK = ("biogpt", "opt")  # these count positions themselves, so
 _BOTH = ("query_to_doc", "doc_to_query")
 _COSINE, _DOT = ("cos_sim", "pytorch_cos_sim"), ("dot_score",)
 
-Part = tuple[int, Tensor, dict[str, Any]]  # of the batch: a column, [rows] int64 of its rows, their inputs
+# Of the batch: [rows] int64, their places among the rows of all columns, one column after the other; and their inputs.
+Part = tuple[Tensor, dict[str, Any]]
 
 
 class ExactContrastiveLoss(nn.Module):
@@ -147,11 +148,11 @@ class ExactContrastiveLoss(nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """The loss of the columns, whose backward adds the gradients of the model's parameters."""
         columns = list(sentence_features)
-        rows = self._check(columns, labels)
-        parts = [part for column in range(len(columns)) for part in self._parts(column, columns[column], rows)]
-        order = torch.cat([column * rows + of_column for column, of_column, _ in parts])
-        wrapper, module = make_wrapper(self.model), without_compiler(self.model)
-        device = next(iter(module.parameters())).device
+        wrapper = make_wrapper(self.model, without_fsdp="ExactContrastiveLoss")
+        rows = self._check(wrapper, columns, labels)
+        parts = [part for number, one in enumerate(columns) for part in self._parts(wrapper, number, one, rows)]
+        order = torch.cat([places for places, _ in parts])
+        device = next(iter(wrapper.model.parameters())).device
         autocast = partial(torch.autocast, device.type, torch.get_autocast_dtype(device.type))
         encode = partial(self._encode, partial(autocast, enabled=torch.is_autocast_enabled(device.type)))
         if not torch.is_grad_enabled():
@@ -159,7 +160,7 @@ class ExactContrastiveLoss(nn.Module):
             return self.calculate_loss(_columns(features, order, rows), labels)
         budget = self._budget = self._budget or GraphBudget(self.retain_graphs, device, alike=False)
         # Without its exchange, as in accumulation, a wrapper has nothing to prepare in the last forward.
-        exchanges = wrapper.synchronises and module.require_backward_grad_sync
+        exchanges = wrapper.synchronises and wrapper.model.require_backward_grad_sync
         most = wrapper.most_graphs(len(parts)) if exchanges else len(parts)
         window = CachedWindow(
             encode,
@@ -167,7 +168,7 @@ class ExactContrastiveLoss(nn.Module):
             device=device,
             retain=budget.graphs(most),
             keep_grad_mode=is_compiled(self.model),
-            buffers=module.buffers(),
+            buffers=wrapper.model.buffers(),
         )
         if exchanges:
             wrapper.begin_window()
@@ -215,8 +216,11 @@ class ExactContrastiveLoss(nn.Module):
     def _encode(self, autocast: Callable[[], Any], part: Part) -> tuple[Tensor]:
         if torch.is_grad_enabled():
             torch.clear_autocast_cache()  # weights that were rounded without a graph would get no gradient
-        with autocast(), _without_plans():
-            outputs = self.model(dict(part[2]))  # modules write into the dictionary that they get
+        with autocast(), ExitStack() as after:
+            # Without cuDNN, whose attention plans a second for each new shape: texts have other lengths in every batch.
+            after.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            outputs = self.model(dict(part[1]))  # modules write into the dictionary that they get
         if "sentence_embedding" not in outputs:
             raise ValueError(
                 f"The model returns no 'sentence_embedding', but {', '.join(outputs)}: add a Pooling module to it."
@@ -224,16 +228,16 @@ class ExactContrastiveLoss(nn.Module):
         embeds = outputs["sentence_embedding"]
         return (embeds.float() if embeds.dtype == torch.float16 else embeds,)
 
-    def _check(self, columns: list[dict[str, Any]], labels: Tensor | None) -> int:
+    def _check(self, wrapper: Wrapper, columns: list[dict[str, Any]], labels: Tensor | None) -> int:
         """The number of rows of each column."""
-        wrapper = make_wrapper(self.model, without_fsdp="ExactContrastiveLoss")
+        from sentence_transformers.base.losses.gradcache import _get_batch_size
+
         if isinstance(wrapper, DDP) and wrapper.model.static_graph:
             raise ValueError(
                 "ExactContrastiveLoss encodes several mini-batches in a step, so the graph of DDP is not static: leave "
                 "ddp_static_graph off."
             )
-        module = without_compiler(self.model)
-        first = next(getattr(module, "module", module).children(), None)
+        first = next(wrapper.unwrapped.children(), None)
         if type(getattr(first, "forward", None)).__name__ == "TransformerDecorator":
             raise ValueError(
                 "AdaptiveLayerLoss and Matryoshka2dLoss read all layers of one forward, but ExactContrastiveLoss runs "
@@ -241,7 +245,7 @@ class ExactContrastiveLoss(nn.Module):
             )
         if len(columns) < 2:
             raise ValueError(f"The data need two columns at least, anchors and positives, got {len(columns)}.")
-        counts = [_rows(features) for features in columns]
+        counts = [int(_get_batch_size(features)) for features in columns]
         if len(set(counts)) > 1:
             raise ValueError(f"All columns need the same number of rows, got {counts}.")
         if self.labels_are_ids and (labels is None or labels.shape != (counts[0],) or labels.is_floating_point()):
@@ -249,7 +253,7 @@ class ExactContrastiveLoss(nn.Module):
             raise ValueError(f"labels_are_ids needs one integer for each of {counts[0]} rows, got {got}.")
         return counts[0]
 
-    def _parts(self, column: int, features: dict[str, Any], rows: int) -> Iterator[Part]:
+    def _parts(self, wrapper: Wrapper, column: int, features: dict[str, Any], rows: int) -> Iterator[Part]:
         """The mini-batches of a column, in an order of their own."""
         size, tokens = self.mini_batch_size, self.mini_batch_num_tokens
         tensors = [name for name, value in features.items() if isinstance(value, Tensor)]
@@ -258,22 +262,22 @@ class ExactContrastiveLoss(nn.Module):
         if not is_text or "cu_seq_lens_q" in features:
             from sentence_transformers.base.losses.gradcache import _create_minibatch
 
-            size = size or max(1, tokens // 64)
-            for first in range(0, rows, size):
-                last = min(rows, first + size)
-                yield column, torch.arange(first, last), _create_minibatch(features, first, last)
+            for chosen in torch.arange(rows).split(size or max(1, tokens // 64)):
+                yield column * rows + chosen, _create_minibatch(features, int(chosen[0]), int(chosen[-1]) + 1)
             return
         assert mask is not None
         width, of_rows = mask.shape[1], mask.cpu()
-        lengths = of_rows.sum(1)
-        if not bool(lengths.all()):
-            raise ValueError(
-                f"Row {int((lengths == 0).nonzero()[0])} of column {column} is a text without a token: leave it out."
-            )
+        if len(empty := (of_rows.sum(1) == 0).nonzero()):
+            raise ValueError(f"Row {int(empty[0])} of column {column} is a text without a token: leave it out.")
         places = torch.arange(width)
         starts = torch.where(of_rows.bool(), places, width).amin(1)
         ends = torch.where(of_rows.bool(), places + 1, 0).amax(1)
-        trims_left = bool(starts.max()) and self._may_trim_left(features)
+        model = getattr(wrapper.unwrapped[0], "auto_model", None)  # of transformers; None behind a Router, of several
+        counts_mask = model is not None and model.config.model_type in _POSITIONS_FROM_MASK
+        takes_positions = model is not None and "position_ids" in inspect.signature(model.forward).parameters
+        # Padding before a text may go if the positions of its tokens stay what they were.
+        may_trim = "prompt_length" not in features and (counts_mask or takes_positions)
+        trims_left = bool(starts.max()) and may_trim
         extent = ends - starts if trims_left else ends
         by_length = extent.argsort(descending=True, stable=True)
         first = 0
@@ -287,43 +291,13 @@ class ExactContrastiveLoss(nn.Module):
                 name: value[chosen.to(value.device), start:stop] if name in _OF_TOKENS else value
                 for name, value in features.items()
             }
-            if start and self._text_model().config.model_type not in _POSITIONS_FROM_MASK:
+            if start and not counts_mask:
                 positions = torch.arange(start, stop, device=mask.device)
                 inputs["position_ids"] = positions.expand(len(chosen), -1)
-            yield column, chosen, inputs
-
-    def _may_trim_left(self, features: dict[str, Any]) -> bool:
-        """Whether padding before a text may go: the positions of its tokens have to stay what they were."""
-        model = self._text_model()
-        if model is None or "prompt_length" in features:
-            return False
-        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        return takes_positions or model.config.model_type in _POSITIONS_FROM_MASK
-
-    def _text_model(self) -> Any:
-        """The model of transformers that encodes texts; None behind a Router, which has several."""
-        module = without_compiler(self.model)
-        return getattr(getattr(module, "module", module)[0], "auto_model", None)
-
-
-@contextmanager
-def _without_plans() -> Iterator[None]:
-    """Attention without cuDNN, which plans a second for each new shape: texts have other lengths in every batch."""
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+            yield column * rows + chosen, inputs
 
 
 def _columns(features: Tensor, order: Tensor, rows: int) -> list[list[Tensor]]:
     """The embeddings of each column, [rows, D], from those of all mini-batches one after another."""
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     return [[column] for column in features[inverse.to(features.device)].split(rows)]
-
-
-def _rows(features: dict[str, Any]) -> int:
-    from sentence_transformers.base.losses.gradcache import _get_batch_size
-
-    return int(_get_batch_size(features))

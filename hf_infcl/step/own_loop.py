@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..refusals import check_tokens
 from .grad_cache import CachedWindow, Features, MicroBatchT
-from .wrappers import is_compiled, make_wrapper, without_compiler
+from .wrappers import is_compiled, make_wrapper
 
 # What data collators give for the loss. Models of transformers ignore inputs that they do not know.
 _OF_LOSS = ("pair_ids", "caption_image", "labels")
@@ -71,7 +69,7 @@ def cached_backward(
     if not micro_batches:
         raise ValueError("cached_backward needs at least one micro-batch, got none.")
     wrapper = make_wrapper(model, without_fsdp="cached_backward")
-    _check_tokens(model, micro_batches)
+    _check_tokens(wrapper.unwrapped, micro_batches)
     divisor = getattr(getattr(backward, "__self__", None), "gradient_accumulation_steps", 1)  # of an Accelerator
     if divisor != 1:
         raise ValueError(
@@ -81,7 +79,13 @@ def cached_backward(
 
     def checked_encode(batch: MicroBatchT) -> Features:
         features = encode(batch)
-        _check_of_loss(batch, features)
+        names = _OF_LOSS if isinstance(batch, Mapping) else ()
+        if lost := [name for name in names if name in batch and not any(f is batch[name] for f in features)]:
+            raise ValueError(
+                f"The micro-batches have {' and '.join(lost)}, which the loss does not get, and which the model "
+                "ignores. Take them out, batch.pop(...), and let the loss use them, or return them from `encode` as "
+                "features for it."
+            )
         return features
 
     def checked_loss(features: Features, copies: tuple[Tensor, ...]) -> Tensor:
@@ -117,24 +121,11 @@ def cached_backward(
     return window.loss
 
 
-def _check_of_loss(batch: Any, features: Features) -> None:
-    """Raises a ValueError if a micro-batch has an input of the loss that is not among its features."""
-    names = _OF_LOSS if isinstance(batch, Mapping) else ()
-    if lost := [name for name in names if name in batch and not any(f is batch[name] for f in features)]:
-        raise ValueError(
-            f"The micro-batches have {' and '.join(lost)}, which the loss does not get, and which the model ignores. "
-            "Take them out, batch.pop(...), and let the loss use them, or return them from `encode` as features for it."
-        )
-
-
 def _check_tokens(model: nn.Module, micro_batches: Sequence[object]) -> None:
     """Checks all tokens at once; only the configs of transformers' models state the number of token embeddings."""
-    module = without_compiler(model)
-    module = module.module if isinstance(module, DistributedDataParallel) else module
-    vocabulary = getattr(getattr(getattr(module, "config", None), "text_config", None), "vocab_size", None)
-    tokens = [
-        batch["input_ids"].flatten() for batch in micro_batches if isinstance(batch, Mapping) and "input_ids" in batch
-    ]
+    vocabulary = getattr(getattr(getattr(model, "config", None), "text_config", None), "vocab_size", None)
+    batches = [batch for batch in micro_batches if isinstance(batch, Mapping)]
+    tokens = [batch["input_ids"].flatten() for batch in batches if "input_ids" in batch]
     if vocabulary is not None and tokens:
         check_tokens(torch.cat(tokens), vocabulary, "A micro-batch has")
 

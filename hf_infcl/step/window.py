@@ -67,22 +67,19 @@ def deal_texts(
     head = sizes[:-1] if last_has_texts and at_once > 1 else sizes
     groups = [sum(head[first : first + at_once]) for first in range(0, len(head), at_once)]
     new_sizes = [*groups, *[0] * (len(head) - len(groups)), *sizes[len(head) :]]
-    parts = order.split(new_sizes)
-    shortest = MULTIPLE if sorts else widest  # a tower of unknown padding may take texts of only one length
-    longest = [int(lengths[part[0]]) if len(part) else shortest for part in parts]
+    fills = {name: (padding or {}).get(name, 0) for name in names}
+    texts = {name: torch.cat([widened(batch[name], widest, fill) for batch in batches]) for name, fill in fills.items()}
     if "start_texts" in batches[0]:  # their embeddings at the start go with them
-        starts = torch.cat([batch["start_texts"] for batch in batches])
-        for batch, part in zip(batches, starts[order.to(starts.device)].split(new_sizes), strict=True):
-            batch["start_texts"] = part
-    for name in names:
-        rows = torch.cat([widened(batch[name], widest, (padding or {}).get(name, 0)) for batch in batches])
-        for batch, part, length in zip(batches, parts, longest, strict=True):
-            chosen = part if len(part) else order[-1:]
-            width = min(-(-length // MULTIPLE) * MULTIPLE, widest)
-            batch[name] = rows[chosen.to(rows.device), :width]
-    for batch, size in zip(batches, new_sizes, strict=True):
-        if size == 0:
+        texts["start_texts"] = torch.cat([batch["start_texts"] for batch in batches])
+    for batch, part in zip(batches, order.split(new_sizes), strict=True):
+        if len(part) == 0:
             batch[NO_TEXTS] = True
+        rows = part if len(part) else order[-1:]
+        # A tower of unknown padding may take texts of only one length.
+        longest = int(lengths[rows[0]]) if len(part) or not sorts else MULTIPLE
+        width = min(-(-longest // MULTIPLE) * MULTIPLE, widest)
+        for name, values in texts.items():
+            batch[name] = values[rows.to(values.device), :width] if name in fills else values[part.to(values.device)]
     return order.argsort()
 
 
@@ -304,12 +301,10 @@ def split_batches(batches: Sequence[Mapping[str, Tensor]], largest: int | None) 
 
     Images keep their order. The captions of an image stay with it, and negative captions are shared equally.
     """
-    if largest is None:
-        return list(batches)
     parts: list[Any] = []
     for batch in batches:
         images = len(images_of(batch))
-        count = -(-images // largest)
+        count = -(-images // (largest or images))
         shares = (rows.tensor_split(count) for rows in (torch.arange(images), _negatives(batch)))
         parts += [batch] if count == 1 else [_rows(batch, *share) for share in zip(*shares, strict=True)]
     return parts
@@ -340,25 +335,18 @@ def _rows(batch: Mapping[str, Tensor], images: Tensor, negatives: Tensor) -> dic
         images: [images] int64 on the CPU, the rows of the images.
         negatives: [texts] int64 on the CPU, the rows of negative captions to take along.
     """
-    count, texts, caption_image = len(images_of(batch)), images, None
-    if (belongs := batch.get("caption_image")) is not None:
+    count, texts, inputs = len(images_of(batch)), images, {**batch}
+    if (belongs := inputs.pop("caption_image", None)) is not None:
         # [images, texts]: in the order of the images, and of the texts of each of them.
         of_images, rows = (images[:, None] == belongs.cpu()[None]).nonzero(as_tuple=True)
         texts = torch.cat((rows, negatives))
-        caption_image = torch.cat((of_images, torch.full_like(negatives, -1)))
-    inputs: dict[str, Any] = {}
-    for name, value in batch.items():
+    for name, value in inputs.items():
         if name == "new_images":  # the first ones
             inputs[name] = int((images < value).sum())
-        elif name == "caption_image":
-            assert caption_image is not None
-            inputs[name] = caption_image.to(value.device)
-        elif isinstance(value, Tensor) and name in _OF_TEXTS:
-            inputs[name] = _taken(value, texts)
-        elif isinstance(value, Tensor) and value.dim() and len(value) == count:
-            inputs[name] = _taken(value, images)
-        else:
-            inputs[name] = value
+        elif isinstance(value, Tensor) and (name in _OF_TEXTS or (value.dim() and len(value) == count)):
+            inputs[name] = _taken(value, texts if name in _OF_TEXTS else images)
+    if belongs is not None:
+        inputs["caption_image"] = torch.cat((of_images, torch.full_like(negatives, -1))).to(belongs.device)
     return inputs
 
 

@@ -29,6 +29,7 @@ class Wrapper:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = without_compiler(model)
+        self.unwrapped = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     # ---- Torch goes through all modules for each of these, which takes the host a millisecond ----
 
@@ -93,7 +94,7 @@ class DDP(Wrapper):
     def check_gradients(self) -> None:
         if self.model.find_unused_parameters or self.model.static_graph:
             return
-        named = self.model.module.named_parameters()
+        named = self.unwrapped.named_parameters()
         if unused := [name for name, p in named if p.requires_grad and p.grad is None]:
             names = ", ".join(unused[:10]) + (" ..." if unused[10:] else "")
             raise ValueError(
