@@ -10,7 +10,7 @@ import functools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -262,7 +262,12 @@ class Trials:
         # Texts are padded to the longest one of their batch, or all to one length. Other collators may return any.
         self._padding: Mapping[str, int] | None = getattr(collator, "text_padding", None)
         longest = args.max_text_tokens or getattr(collator, "max_length", None)
-        self._batch = _with_longest_texts(batch, None if self._padding is None else longest)
+        self._batch = dict(batch)
+        for name in {*TEXT_INPUTS} & batch.keys():
+            if self._padding is not None and longest is not None and batch[name].shape[1] < longest:
+                self._batch[name] = widened(batch[name], longest, 0)
+        if "attention_mask" in batch:
+            self._batch["attention_mask"] = torch.ones_like(self._batch["attention_mask"])
         all_to_one = getattr(collator, "text_options", {}).get("padding") == "max_length"
         self.pads = all_to_one or self._padding is not None
 
@@ -276,43 +281,36 @@ class Trials:
             torch.OutOfMemoryError: it does not fit.
         """
         context, model, device = self._context, self._context.encoder.model, self._context.args.device
-        args = copy.copy(context.args)
+        on_gpu, args = device.type == "cuda", copy.copy(context.args)
         args.retain_graphs = str(trial.graphs)
         args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
         # Those that only look, or keep what they have seen, would take the trial for a step.
         changing = [one for one in context.extensions if isinstance(one, (LossTerm, StepChange))]
         others = term_parameters(context.extensions)
+        batch = repeated(self._batch, trial.micro_batch)
+        count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
         with undone(model, device, others), alone(), _as_prepared(model, context.accelerator):
             changed = replace(context, args=args, extensions=changing)
             step = WindowStep(changed, model, rows_of_dataset=lambda places: [], phases=Phases())
             step.windows = 1  # the first one of a training is looked at more closely
-            return self._measured(step, trial)
-
-    def _measured(self, step: WindowStep, trial: Trial) -> tuple[int, int]:
-        device = self._context.args.device
-        batch = repeated(self._batch, trial.micro_batch)
-        count = min(-(-self._pairs // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
-        batches = [{name: copy.deepcopy(value) for name, value in batch.items()} for _ in range(count)]
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        reserved = torch.empty(self._reserve(trial, batch, count), dtype=torch.uint8, device=device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
+            batches = [{name: copy.deepcopy(value) for name, value in batch.items()} for _ in range(count)]
+            before = torch.cuda.memory_allocated(device) if on_gpu else 0
+            size = self._reserve(trial, batch, count) if on_gpu else 0
+            reserved = torch.empty(size, dtype=torch.uint8, device=device)
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
             # As a window of the training, which keeps what was loaded.
             window = Window(batches, self._padding, trial.texts, last_has_texts=self._grouped, keeps_loaded=True)
-            step.run(self._context.encoder.model, window, 0)
-        finally:
-            step.close()
-        if device.type != "cuda":
-            return 1, 0
-        peak = torch.cuda.max_memory_allocated(device)
-        return max(1, peak - before - len(reserved)), left_over(peak, device)[0]
+            with closing(step):
+                step.run(model, window, 0)
+            if not on_gpu:
+                return 1, 0
+            peak = torch.cuda.max_memory_allocated(device)
+            return max(1, peak - before - len(reserved)), left_over(peak, device)[0]
 
     def _reserve(self, trial: Trial, batch: Mapping[str, Tensor], count: int) -> int:
         """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
         args, encoder = self._context.args, self._context.encoder
-        if args.device.type != "cuda":
-            return 0
         trained = sum(p.numel() for p in encoder.model.parameters() if p.requires_grad)
         of_each = _STATE + 4 * (args.world_size > 1)  # and DDP's buckets
         of_inputs = sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
@@ -320,18 +318,6 @@ class Trials:
         of_features = 4 * encoder.width() * (4 * args.global_batch_size + 8 * self._pairs)
         total = torch.cuda.get_device_properties(args.device).total_memory
         return int(trained * of_each + loaded * of_inputs + of_features + MARGIN * total)
-
-
-def _with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
-    """A batch all of whose texts have so many tokens; None for as many as the longest of the batch may have."""
-    inputs = dict(batch)
-    for name in (name for name in TEXT_INPUTS if name in inputs):
-        tokens: Tensor = inputs[name]
-        if longest is not None and tokens.shape[1] < longest:
-            inputs[name] = widened(tokens, longest, 0)
-    if "attention_mask" in inputs:
-        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
-    return inputs
 
 
 @contextmanager
