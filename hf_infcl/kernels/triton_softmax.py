@@ -415,19 +415,12 @@ def softmax_coefficients(
         row = tl.where(i < ordinary, start + i, tiles - 1) * BM
         of_x = tl.load(lse_x + tl.minimum(row + tl.arange(0, BM), m - 1))  # [BM]
         acc = tile_product(x, y, row, column, CAREFUL, K, BM, BN, BK)
-        if FAST:
-            more = tl.zeros((BM // 16, 8, 4), tl.float32)
-            if is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
-                more = _softmax_tile(
-                    acc, g, s, middle, tl.exp2((middle - of_x) * LOG2E + GAIN), lse_y, relative_x, relative_y,
-                    share_x, share_y, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-                    True, PARTS, GAIN, EQUAL, CAREFUL, BM, BN, STRIP,
-                )  # fmt: skip
-        else:
+        more = tl.zeros((BM // 16, 8, 4), tl.float32)
+        if not FAST or is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
+            of_rows = tl.exp2((middle - of_x) * LOG2E + GAIN) if FAST else of_x - GAIN / LOG2E
             more = _softmax_tile(
-                acc, g, s, middle, of_x - GAIN / LOG2E, lse_y, relative_x, relative_y,
-                share_x, share_y, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-                False, PARTS, GAIN, EQUAL, CAREFUL, BM, BN, STRIP,
+                acc, g, s, middle, of_rows, lse_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y,
+                row, column, m, n, diagonal, part_rows, FAST, PARTS, GAIN, EQUAL, CAREFUL, BM, BN, STRIP,
             )  # fmt: skip
         sums += more
     tl.store(scale_sums + program, tl.load(scale_sums + program) + whole_sum(sums) * 2.0**-GAIN)

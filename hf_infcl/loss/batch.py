@@ -93,8 +93,8 @@ class Terms(NamedTuple):
 
     loss: Tensor  # scalar, the sum of this process's terms
     divisor: Tensor | float  # equal on all processes
-    grad_scale: Tensor | None = None  # scalar, this process's part of Σ C_ij x_i·y_j; None if no gradient is wanted
-    grad_bias: Tensor | None = None  # scalar, this process's part of Σ C_ij
+    grad_scale: Tensor | None = None  # scalar, this process's part of Σ C_ij x_i·y_j; None if not wanted
+    grad_bias: Tensor | None = None  # scalar, this process's part of Σ C_ij; None if that is 0, or not wanted
     grad_x: Tensor | None = None  # [n, D], C·Y for this process's images; None if not wanted
     grad_y: Tensor | None = None  # [m, D], Cᵀ·X for this process's texts
     grad_negatives: Tensor | None = None  # [h, D]

@@ -129,19 +129,10 @@ def local_contrastive_loss(
     text_embeds: Tensor,
     logit_scale: Tensor | float,
     logit_bias: Tensor | float | None = None,
-    *,
-    objective: str = "softmax",
-    backend: str = "auto",
-    pair_ids: Tensor | None = None,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Computes `contrastive_loss` of this process's batch alone, without communication even if a group exists."""
-    inputs = Inputs(
-        *(image_embeds, text_embeds, logit_scale, logit_bias, objective, "ring", backend),
-        *(pair_ids, image_ids, text_ids, None),
-    )
-    return _loss(inputs, Processes(alone=True))
+    return _loss(Inputs(image_embeds, text_embeds, logit_scale, logit_bias, **options), Processes(alone=True))
 
 
 def _loss(inputs: Inputs, processes: Processes) -> Tensor:
@@ -278,9 +269,10 @@ def _evaluate(task: _Task, *tensors: Any) -> tuple[Tensor | None, ...]:
     else:
         terms = several_positives.evaluate(strategy, batch, OBJECTIVES[objective].of_several_positives)
     loss = strategy.processes.sum(terms.loss) / terms.divisor
-    if terms.grad_scale is None or terms.grad_bias is None or not any(batch.wanted):
+    if not any(batch.wanted):
         return loss, None, None, None, None
-    factors = torch.stack((batch.scale, terms.grad_scale, terms.grad_bias)) / terms.divisor
+    of_scalars = (torch.zeros_like(loss) if t is None else t for t in (terms.grad_scale, terms.grad_bias))
+    factors = torch.stack((batch.scale, *of_scalars)) / terms.divisor
     grad_negatives = negatives if no_negatives else terms.grad_negatives  # if given but empty, so is the gradient
     return loss, terms.grad_x, terms.grad_y, grad_negatives, factors
 

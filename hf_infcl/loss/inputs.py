@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +29,13 @@ class Inputs:
     text_embeds: Tensor
     logit_scale: Tensor | float
     logit_bias: Tensor | float | None
-    objective: str
-    strategy: str
-    backend: str
-    pair_ids: Tensor | None
-    image_ids: Tensor | None
-    text_ids: Tensor | None
-    negative_texts: Tensor | None
+    objective: str = "softmax"
+    strategy: str = "ring"
+    backend: str = "auto"
+    pair_ids: Tensor | None = None
+    image_ids: Tensor | None = None
+    text_ids: Tensor | None = None
+    negative_texts: Tensor | None = None
     directions: str = DIRECTIONS[0]
 
     def check(self, processes: Processes) -> RowCounts:
@@ -43,7 +44,7 @@ class Inputs:
         Raises:
             ValueError: on every process alike, if the inputs of one process are unusable or differ from another's.
         """
-        problem = self._problem()
+        problem = next(self._problems(), "")
         if processes.world_size == 1:
             if problem:
                 raise ValueError(problem)
@@ -67,10 +68,8 @@ class Inputs:
         """
         if all(values == scalars[0] and all(map(math.isfinite, values)) for values in scalars):
             return
-        problem = _not_finite("logit_scale", self.logit_scale) or (
-            _not_finite("logit_bias", self.logit_bias) if self.logit_bias is not None else ""
-        )
-        raise self._error_of_all(processes, problem)
+        problems = itertools.chain.from_iterable(_not_finite(*scalar) for scalar in self._scalars().items())
+        raise self._error_of_all(processes, next(problems, ""))
 
     def _error_of_all(self, processes: Processes, problem: str) -> ValueError:
         """The error that every process raises. For each process it lists the inputs, or why they are unusable."""
@@ -90,96 +89,87 @@ class Inputs:
     def _counts(self) -> list[int]:
         return [len(t) if t is not None else 0 for t in (self.image_embeds, self.text_embeds, self.negative_texts)]
 
-    def _problem(self) -> str:
-        """The first thing that is wrong with the arguments of this process, as a sentence; empty if nothing is."""
-        return (
-            _unknown_option("objective", self.objective, OBJECTIVES)
-            or _unknown_option("strategy", self.strategy, STRATEGIES)
-            or _unknown_option("backend", self.backend, kernels.BACKENDS)
-            or _unknown_option("directions", self.directions, DIRECTIONS)
-            or _not_embeddings("image_embeds", self.image_embeds)
-            or _not_embeddings("text_embeds", self.text_embeds)
-            or self._contradiction()
-            or self._unfit_embeddings()
-            or (self.negative_texts is not None and self._unfit_negatives())
-            or self._unfit_scalar("logit_scale", self.logit_scale)
-            or (self.logit_bias is not None and self._unfit_scalar("logit_bias", self.logit_bias))
-            or self._unfit_ids("pair_ids", self.pair_ids, self.image_embeds)
-            or self._unfit_ids("image_ids", self.image_ids, self.image_embeds)
-            or self._unfit_ids("text_ids", self.text_ids, self.text_embeds)
-            or ""
-        )
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with the arguments of this process, as sentences. Checks rely on those before them."""
+        known = {"objective": OBJECTIVES, "strategy": STRATEGIES, "backend": kernels.BACKENDS, "directions": DIRECTIONS}
+        for name, names in known.items():
+            if getattr(self, name) not in names:
+                yield f"{name} must be one of {', '.join(map(repr, names))}, got {getattr(self, name)!r}."
+        for name in ("image_embeds", "text_embeds", "negative_texts"):
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) and (value is not None or name != "negative_texts"):
+                yield (
+                    f"{name} must be a tensor, [b, D], got a {type(value).__name__}. From the output of a transformers "
+                    "model pass image_embeds and text_embeds, or the pooler_output of a tower."
+                )
+        yield from self._contradictions()
+        yield from self._unfit_embeddings()
+        for name, value in self._scalars().items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                yield f"{name} must have one element, got shape {list(value.shape)}."
+            if not isinstance(value, Tensor) or self.scalars_are_read():
+                yield from _not_finite(name, value)
+        rows_of = {"pair_ids": self.image_embeds, "image_ids": self.image_embeds, "text_ids": self.text_embeds}
+        for name, rows in rows_of.items():
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            if not isinstance(ids, Tensor):
+                yield f"{name} must be a tensor, [{len(rows)}] int64, got a {type(ids).__name__}."
+            if ids.shape != rows.shape[:1] or ids.dtype != torch.int64:
+                yield f"{name} must be [{len(rows)}] int64, got {list(ids.shape)} {ids.dtype}."
+            if ids.device != rows.device:
+                yield f"{name} must be on the embeddings' device {rows.device}, got {ids.device}."
 
-    def _contradiction(self) -> str:
+    def _contradictions(self) -> Iterator[str]:
         if self.directions != "both" and (self.objective != "softmax" or self.image_ids is not None):
-            return (
+            yield (
                 f"directions={self.directions!r} is for the softmax loss of pairs: leave out image_ids and text_ids, "
                 f"and choose objective='softmax', got {self.objective!r}."
             )
         names = [name for name in ("image_ids", "text_ids") if getattr(self, name) is not None]
         if len(names) == 1:
-            return f"image_ids and text_ids must be passed together, got only {names[0]}."
+            yield f"image_ids and text_ids must be passed together, got only {names[0]}."
         if names and self.pair_ids is not None:
-            return (
+            yield (
                 "pair_ids exclude cells with equal ids, whereas image_ids and text_ids make them positives: pass one "
                 "or the other, not both."
             )
-        return ""
 
-    def _unfit_embeddings(self) -> str:
-        x, y = self.image_embeds, self.text_embeds
+    def _unfit_embeddings(self) -> Iterator[str]:
+        x, y, negatives = self.image_embeds, self.text_embeds, self.negative_texts
         shapes = f"{list(x.shape)} and {list(y.shape)}"
         if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1] or not x.numel() or not y.numel():
-            return f"image_embeds must be [n, D] and text_embeds [m, D] with n, m, D >= 1, got {shapes}."
+            yield f"image_embeds must be [n, D] and text_embeds [m, D] with n, m, D >= 1, got {shapes}."
         if len(x) != len(y) and self.text_ids is None:
-            return (
+            yield (
                 f"Pairs need one text for each image, got {shapes}. Pass image_ids and text_ids to say which texts "
                 "belong to which images, or the texts that belong to none as negative_texts."
             )
         if x.dtype != y.dtype or x.dtype not in _DTYPES:
-            return f"image_embeds and text_embeds must share a floating dtype, got {x.dtype} and {y.dtype}."
+            yield f"image_embeds and text_embeds must share a floating dtype, got {x.dtype} and {y.dtype}."
         if not torch.compiler.is_compiling() and (obstacle := kernels.obstacle(self.backend, x.device, x.dtype)):
-            return obstacle
+            yield obstacle
         if x.device != y.device:
-            return f"image_embeds and text_embeds must be on one device, got {x.device} and {y.device}."
-        return ""
-
-    def _unfit_negatives(self) -> str:
-        y, negatives = self.text_embeds, self.negative_texts
-        if problem := _not_embeddings("negative_texts", negatives):
-            return problem
-        assert negatives is not None
+            yield f"image_embeds and text_embeds must be on one device, got {x.device} and {y.device}."
+        if negatives is None:
+            return
         if negatives.ndim != 2 or negatives.shape[1] != y.shape[1]:
-            return f"negative_texts must be [h, D] = [h, {y.shape[1]}], got {list(negatives.shape)}."
+            yield f"negative_texts must be [h, D] = [h, {y.shape[1]}], got {list(negatives.shape)}."
         if negatives.dtype != y.dtype or negatives.device != y.device:
-            return (
+            yield (
                 f"negative_texts must have the texts' dtype and device, {y.dtype} on {y.device}, got "
                 f"{negatives.dtype} on {negatives.device}."
             )
-        return ""
 
     def scalars_are_read(self) -> bool:
         """Whether `check` reads the scalars. Reading those of a GPU would wait for its queued kernels."""
         return self.image_embeds.device.type == "cpu"
 
-    def _unfit_scalar(self, name: str, value: object) -> str:
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                return f"{name} must have one element, got shape {list(value.shape)}."
-            if not self.scalars_are_read():
-                return ""
-        return _not_finite(name, value)
-
-    def _unfit_ids(self, name: str, ids: object, rows: Tensor) -> str:
-        if ids is None:
-            return ""
-        if not isinstance(ids, Tensor):
-            return f"{name} must be a tensor, [{len(rows)}] int64, got a {type(ids).__name__}."
-        if ids.shape != rows.shape[:1] or ids.dtype != torch.int64:
-            return f"{name} must be [{len(rows)}] int64, got {list(ids.shape)} {ids.dtype}."
-        if ids.device != rows.device:
-            return f"{name} must be on the embeddings' device {rows.device}, got {ids.device}."
-        return ""
+    def _scalars(self) -> dict[str, Any]:
+        """The scalars that were passed, by name."""
+        bias = {} if self.logit_bias is None else {"logit_bias": self.logit_bias}
+        return {"logit_scale": self.logit_scale, **bias}
 
     def _signature(self) -> list[float]:
         """Numbers that must be equal on all processes. The first, 1, says that the arguments are usable."""
@@ -188,9 +178,8 @@ class Inputs:
             self.image_embeds.shape[1],
             _DTYPES.index(self.image_embeds.dtype),
             self.image_embeds.device.type == "cpu",
-            _number(self.logit_scale) if self.scalars_are_read() else 0,
             self.logit_bias is not None,
-            _number(self.logit_bias) if self.logit_bias is not None and self.scalars_are_read() else 0,
+            *(_number(scalar) if self.scalars_are_read() else 0 for scalar in self._scalars().values()),
             list(OBJECTIVES).index(self.objective),
             list(STRATEGIES).index(self.strategy),
             DIRECTIONS.index(self.directions),
@@ -215,28 +204,15 @@ class Inputs:
         )
 
 
-def _unknown_option(name: str, value: object, known: Collection[str]) -> str:
-    return "" if value in known else f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}."
-
-
-def _not_embeddings(name: str, value: object) -> str:
-    if isinstance(value, Tensor):
-        return ""
-    return (
-        f"{name} must be a tensor, [b, D], got a {type(value).__name__}. From the output of a transformers model pass "
-        "image_embeds and text_embeds, or the pooler_output of a tower."
-    )
-
-
-def _not_finite(name: str, value: Any) -> str:
-    """Why a scalar is not a finite number, as a sentence; empty if it is one."""
+def _not_finite(name: str, value: Any) -> Iterator[str]:
+    """Why a scalar is not a finite number, as a sentence; nothing if it is one."""
     if torch.compiler.is_compiling():  # a compiled graph cannot read a value
-        return ""
+        return
     try:
-        finite = math.isfinite(value.detach() if isinstance(value, Tensor) else value)
+        if not math.isfinite(value.detach() if isinstance(value, Tensor) else value):
+            yield f"{name} must be finite, got {float(value)}."
     except (TypeError, ValueError, OverflowError):
-        return f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
-    return "" if finite else f"{name} must be finite, got {float(value)}."
+        yield f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
 
 
 def _number(value: Tensor | float) -> float:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .. import kernels
 from .batch import Batch, Blocks, IdOrder, Terms, number_ids
-from .strategies import Gradients, Side, Strategy
+from .strategies import Side, Strategy
 
 
 def evaluate(strategy: Strategy, batch: Batch, loss: Callable[[Strategy, Batch], Terms]) -> Terms:
@@ -52,11 +51,8 @@ def softmax(strategy: Strategy, batch: Batch) -> Terms:
         positive, odds_x, own_odds_y, positive_y, odds_y, backend
     )
     divisor = (1.0 if one_way else 2.0) * sum(pairs)
-    if not any(wanted):
+    if not any(wanted[:-1]):  # that of the bias is 0
         return Terms(loss, divisor)
-    zero = torch.zeros_like(scale)
-    if not any(wanted[:-1]):
-        return Terms(loss, divisor, zero, zero)
 
     # ---- The gradients of the embeddings and the scale ----
     def sides(losses_x: bool = True, losses_y: bool = True) -> tuple[Side, Side]:
@@ -76,14 +72,14 @@ def softmax(strategy: Strategy, batch: Batch) -> Terms:
     else:
         from_pairs = strategy.softmax_gradients(blocks.softmax_gradients, sides, wanted.x, wanted.y)
     if batch.negatives is None:
-        return Terms(loss, divisor, from_pairs.scalars[0], zero, from_pairs.x, from_pairs.y)
+        return Terms(loss, divisor, *from_pairs.scalars, None, from_pairs.x, from_pairs.y)
     features = negatives.rows[0]
     no_loss = lse_y.new_full((len(features),), torch.inf)
     x = Side((batch.x, lse_x, None, None, None), pairs)
     negatives = Side((features, no_loss, None, None, None), negative_texts)
     from_negatives = strategy.gradients(of_negatives.softmax_gradients, x, negatives, wanted.x, wanted.negatives)
-    (grad_scale,), grad_x = _sum(from_pairs, from_negatives)
-    return Terms(loss, divisor, grad_scale, zero, grad_x, from_pairs.y, from_negatives.y)
+    (grad_scale,), grad_x, _ = from_pairs.plus(from_negatives._replace(y=None))
+    return Terms(loss, divisor, grad_scale, None, grad_x, from_pairs.y, from_negatives.y)
 
 
 def sigmoid(strategy: Strategy, batch: Batch) -> Terms:
@@ -98,12 +94,6 @@ def sigmoid(strategy: Strategy, batch: Batch) -> Terms:
         x, negatives = Side((batch.x, None), pairs), strategy.columns(Side((batch.negatives, None), negative_texts))
         block = replace(blocks, paired=False).sigmoid
         from_negatives = strategy.gradients(block, x, negatives, wanted.x, wanted.negatives)
-        (loss, grad_bias, grad_scale), grad_x = _sum(from_pairs, from_negatives)
+        (loss, grad_bias, grad_scale), grad_x, _ = from_pairs.plus(from_negatives._replace(y=None))
         grad_negatives = from_negatives.y
     return Terms(loss, float(sum(pairs)), grad_scale, grad_bias, grad_x, grad_y, grad_negatives)
-
-
-def _sum(a: Gradients, b: Gradients) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Adds the scalars, and the gradients of the images, which are the rows of both."""
-    scalars = tuple(s + t for s, t in zip(a.scalars, b.scalars, strict=True))
-    return scalars, a.x + b.x if a.x is not None and b.x is not None else None

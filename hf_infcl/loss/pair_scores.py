@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..processes.collectives import Processes
+from ..processes.collectives import Processes, gather_rows
 
 _LEAST_VARIANCE = 1e-8  # of cosines
 _LEAST_SHARE = 0.1  # of the mean variance over the global batch: where few others remain, they may be all alike
@@ -109,28 +109,17 @@ def _of_equal_ids(images: _Side, texts: _Side, pair_ids: Tensor, processes: Proc
     ids = processes.gather(pair_ids.to(images.embeddings.device)).flatten()
     _, same, counts = ids.unique(return_inverse=True, return_counts=True)
     repeated = counts[same] > 1  # [images of the global batch]
-    powers = [images.embeddings.new_zeros(len(side.embeddings), 3) for side in (images, texts)]
+    sides = (images, texts)
+    powers = [side.embeddings.new_zeros(len(side.embeddings), 3) for side in sides]
     if bool(repeated.any()):
-        both = [_gathered(side, repeated, processes) for side in (images, texts)]
-        for sums, side, (of_others, image_of_others) in zip(powers, (images, texts), both[::-1], strict=True):
-            rows = repeated[side.image].nonzero().flatten()
-            for part in rows.split(_ROWS):
+        rows = [repeated[side.image].nonzero().flatten() for side in sides]
+        of_ids = [(side.embeddings[own] - side.mean, side.image[own]) for side, own in zip(sides, rows, strict=True)]
+        everyone = [gather_rows(own, processes) for own in of_ids]
+        for sums, side, own, (of_others, image_of_others) in zip(powers, sides, rows, everyone[::-1], strict=True):
+            for part in own.split(_ROWS):
                 cosines = side.embeddings[part] @ of_others.T
                 image = side.image[part, None]
                 counted = (same[image] == same[image_of_others]) & (image != image_of_others)
                 cosines = torch.where(counted, cosines, 0.0)
                 sums[part] = torch.stack((counted.sum(1).float(), cosines.sum(1), cosines.square().sum(1)), 1)
     return powers
-
-
-def _gathered(side: _Side, chosen: Tensor, processes: Processes) -> tuple[Tensor, Tensor]:
-    """Of all processes, the centred embeddings that belong to the chosen images, and these images."""
-    rows = chosen[side.image].nonzero().flatten()
-    counts = processes.gather(rows.new_tensor(len(rows))).tolist()
-    padded = side.embeddings.new_zeros(max(counts), side.embeddings.shape[1])
-    image = rows.new_zeros(max(counts))
-    padded[: len(rows)], image[: len(rows)] = side.embeddings[rows] - side.mean, side.image[rows]
-    everyone, images = processes.gather(padded), processes.gather(image)
-    parts = zip(everyone, images, counts, strict=True)
-    kept = [(rows_of_one[:count], image_of_one[:count]) for rows_of_one, image_of_one, count in parts]
-    return torch.cat([rows_of_one for rows_of_one, _ in kept]), torch.cat([image_of_one for _, image_of_one in kept])

@@ -117,7 +117,7 @@ def softmax(strategy: Strategy, x: _Anchors, y: _Anchors, batch: Batch) -> Terms
         )
 
     (grad_scale,), grad_x, grad_y = strategy.softmax_gradients(blocks.softmax_gradients, sides, x.wanted, y.wanted)
-    return Terms(loss, divisor, grad_scale, torch.zeros_like(scale), grad_x, grad_y)
+    return Terms(loss, divisor, grad_scale, None, grad_x, grad_y)
 
 
 def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,7 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -181,6 +181,10 @@ class Side(NamedTuple):
     counts: tuple[int, ...]  # the number of rows on each process
 
 
+# sides(losses_x=True, losses_y=True): those for the gradients of the cross entropies of x, of y, or of both
+Sides = Callable[..., tuple[Side, Side]]
+
+
 class Gradients(NamedTuple):
     """The gradients of this process's rows and columns, in fp32 or fp64."""
 
@@ -188,11 +192,11 @@ class Gradients(NamedTuple):
     x: Tensor | None  # [b, D]; None if not wanted
     y: Tensor | None
 
-
-class Sides(Protocol):
-    """The sides for the gradients of the cross entropies of x (``losses_x``), of y (``losses_y``), or of both."""
-
-    def __call__(self, losses_x: bool = True, losses_y: bool = True) -> tuple[Side, Side]: ...
+    def plus(self, other: Gradients) -> Gradients:
+        """The sums of both, and None where one is None."""
+        scalars = tuple(a + b for a, b in zip(self.scalars, other.scalars, strict=True))
+        x, y = (None if a is None or b is None else a + b for a, b in zip(self[1:], other[1:], strict=True))
+        return Gradients(scalars, x, y)
 
 
 class Strategy(ABC):
@@ -319,28 +323,24 @@ class RingStrategy(Strategy):
         self.blocks = self._ring.size
         self.key += (self._ring.peers, self._machine.processes.group)
 
-    def _rotate(self, side: Side, travelling: Sequence[RingReduction]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """`Ring.rotate` of the rows of a side."""
-        size = max(side.counts)
-        return self._ring.rotate([None if t is None else padded(t, size) for t in side.rows], travelling)
-
-    def _columns(self, source: int, held: tuple[Any, ...], counts: tuple[int, ...]) -> tuple[Side, int | None]:
-        """The columns of a machine, and the ``diagonal`` of their block; valid until the next ones."""
-        machine = self._machine.processes
-        of_machine = counts[source * machine.world_size : (source + 1) * machine.world_size]
-        rows = tuple(None if t is None else t[: of_machine[machine.rank]] for t in held)
-        diagonal = self._machine.place(of_machine).start if source == self._ring.place else None
-        return self._machine.columns(Side(rows, of_machine)), diagonal
+    def _rotate(self, side: Side, travelling: Sequence[RingReduction]) -> Iterator[tuple[Side, int | None]]:
+        """`Ring.rotate`: the columns that this process holds for each machine, and the ``diagonal`` of its block."""
+        size, machine = max(side.counts), self._machine.processes
+        padded_rows = [None if t is None else padded(t, size) for t in side.rows]
+        for source, held in self._ring.rotate(padded_rows, travelling):
+            counts = side.counts[source * machine.world_size : (source + 1) * machine.world_size]
+            rows = tuple(None if t is None else t[: counts[machine.rank]] for t in held)
+            yield Side(rows, counts), self._machine.place(counts).start if source == self._ring.place else None
 
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
         stats_x: Statistics = ()
         reductions = [RingReduction(c, max(y.counts)) for c in combine] if want_y else []
-        for source, held in self._rotate(y, reductions):
-            if source == self._ring.place and stats_x:  # home again, where only the sums had to arrive
+        for held, diagonal in self._rotate(y, reductions):
+            if diagonal is not None and stats_x:  # home again, where only the sums had to arrive
                 continue
-            columns, diagonal = self._columns(source, held, y.counts)
+            columns = self._machine.columns(held)
             parts_x, parts_y = block(x.rows, columns.rows, diagonal)
             stats_x = tuple(c(a, b) for c, a, b in zip(combine, stats_x, parts_x, strict=True)) if stats_x else parts_x
             if want_y:
@@ -361,8 +361,8 @@ class RingStrategy(Strategy):
         half = (images + 1) // 2 if several else images
         if grad_x is not None and several:
             grad_x[half:] = 0  # the first half overwrites grad_y and its own rows of grad_x; all else is added
-        for source, held in self._rotate(y, [travelling] if want_y else []):
-            columns, diagonal = self._columns(source, held, y.counts)
+        for held, diagonal in self._rotate(y, [travelling] if want_y else []):
+            columns = self._machine.columns(held)
             if diagonal is None:
                 if want_y:
                     if part is None or len(part) != len(columns.rows[0]):
@@ -383,7 +383,9 @@ class RingStrategy(Strategy):
             grad_y = self._machine.scatter(grad_y, columns.counts)
             if several:
                 grad_y = travelling.result[: len(grad_y)].add_(grad_y)
-        return Gradients(tuple(_total(parts) for parts in zip(*scalars, strict=True)), grad_x, grad_y)
+        # The sum of a single block's scalars launches no kernel.
+        sums = tuple(functools.reduce(torch.add, parts) for parts in zip(*scalars, strict=True))
+        return Gradients(sums, grad_x, grad_y)
 
 
 class LocalStrategy(DiscoStrategy):
@@ -416,12 +418,8 @@ class LocalStrategy(DiscoStrategy):
         x, y = sides(losses_y=False)
         from_x = self.gradients(block, x, y, want_x, want_y)
         x, y = sides(losses_x=False)
-        from_y = self.gradients(block, y, x, want_y, want_x)  # with x and y exchanged
-        return Gradients(
-            tuple(a + b for a, b in zip(from_x.scalars, from_y.scalars, strict=True)),
-            from_x.x + from_y.y if from_x.x is not None and from_y.y is not None else None,
-            from_x.y + from_y.x if from_x.y is not None and from_y.x is not None else None,
-        )
+        scalars, grad_y, grad_x = self.gradients(block, y, x, want_y, want_x)
+        return from_x.plus(Gradients(scalars, grad_x, grad_y))
 
 
 class GatherStrategy(Strategy):
@@ -606,11 +604,6 @@ def _joined(gathered: Tensor, counts: tuple[int, ...]) -> Tensor:
     if min(counts) == max(counts):
         return gathered.flatten(0, 1)
     return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
-
-
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of scalars. For a single scalar it launches no kernel."""
-    return functools.reduce(torch.add, parts)
 
 
 def _empty(features: Tensor) -> Tensor:

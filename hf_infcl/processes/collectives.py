@@ -301,16 +301,17 @@ def is_lost_connection(error: Exception) -> bool:
 # ---- Rows of all processes, and batches that they read in step ----
 
 
-def gather_rows(tensors: object) -> Any:
+def gather_rows(tensors: object, processes: Processes | None = None) -> Any:
     """Gathers the rows of all processes, in the order of the ranks, for one tensor or a tuple of tensors.
 
     Args:
         tensors: [n, ...] each; n may differ between the processes and may be 0.
+        processes: None is the default group.
 
     Raises:
         OtherRankFailedError: on every process, if one of them announced a failure instead.
     """
-    processes = Processes()
+    processes = processes or Processes()
     if processes.world_size == 1:
         return tensors
     several = tensors if isinstance(tensors, tuple) else (tensors,)
