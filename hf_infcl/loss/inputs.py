@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,8 @@ class Inputs:
 
     def _problems(self) -> Iterator[str]:
         """What is wrong with the arguments of this process, as sentences. Checks rely on those before them."""
-        known = {"objective": OBJECTIVES, "strategy": STRATEGIES, "backend": kernels.BACKENDS, "directions": DIRECTIONS}
-        for name, names in known.items():
+        known: dict[str, Collection[str]] = {"objective": OBJECTIVES, "strategy": STRATEGIES}
+        for name, names in (known | {"backend": kernels.BACKENDS, "directions": DIRECTIONS}).items():
             if getattr(self, name) not in names:
                 yield f"{name} must be one of {', '.join(map(repr, names))}, got {getattr(self, name)!r}."
         for name in ("image_embeds", "text_embeds", "negative_texts"):

@@ -72,7 +72,7 @@ def softmax(strategy: Strategy, batch: Batch) -> Terms:
     else:
         from_pairs = strategy.softmax_gradients(blocks.softmax_gradients, sides, wanted.x, wanted.y)
     if batch.negatives is None:
-        return Terms(loss, divisor, *from_pairs.scalars, None, from_pairs.x, from_pairs.y)
+        return Terms(loss, divisor, from_pairs.scalars[0], None, from_pairs.x, from_pairs.y)
     features = negatives.rows[0]
     no_loss = lse_y.new_full((len(features),), torch.inf)
     x = Side((batch.x, lse_x, None, None, None), pairs)
