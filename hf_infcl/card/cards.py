@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
-from importlib import resources
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, Metric, is_bound
+from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
 from ..files.text import counted
 from ..loss.objectives import OBJECTIVES
 from ..models.model_types import reads_padding
@@ -58,7 +57,7 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
     functions: tuple[Any, ...] = (code, escaped, literal, row, line, cell, counted, explained, words_of_scores)
     return ModelCard.from_template(
         data,
-        template_str=resources.files(__package__).joinpath("template.jinja").read_text(encoding="utf-8"),
+        template_str=Path(__file__).with_name("template.jinja").read_text(encoding="utf-8"),
         **{one.__name__: one for one in functions},
         place=_place,
         facts=facts,
@@ -76,10 +75,11 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
 def write_eval_results(facts: TrainingFacts, folder: str | Path) -> None:
     """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``."""
     entries: dict[str, list[EvalResultEntry]] = {}
-    for evaluation in (one for one in facts.evaluations if one.on_hub):
-        name, of_set = evaluation.dataset, {"dataset_revision": evaluation.commit, "notes": evaluation.part}
-        rows = [EvalResultEntry(name, metric, round(value, 4), **of_set) for metric, value in _defined(evaluation)]
-        entries.setdefault(name, []).extend(rows)
+    for one in facts.evaluations:
+        of_set = {"dataset_revision": one.commit, "notes": one.part}
+        for metric, value in _defined(one) if one.on_hub else ():
+            entry = EvalResultEntry(one.dataset, metric, round(value, 4), **of_set)
+            entries.setdefault(one.dataset, []).append(entry)
     for dataset, of_dataset in entries.items():
         path = Path(folder, ".eval_results", dataset.replace("/", "_") + ".yaml")
         path.parent.mkdir(exist_ok=True)
@@ -95,48 +95,43 @@ def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
     ]
 
 
-def _metric(name: str) -> Metric:
-    return METRICS.get(name) or Metric("", None, name.replace("_", " "), name)
-
-
-def _model_index(evaluation: Evaluation) -> list[EvalResult]:
+def _model_index(evaluation: Evaluation) -> Iterator[EvalResult]:
     task = "zero-shot-image-classification" if evaluation.templates else "image-text-retrieval"
-    return [
-        EvalResult(
+    for metric, value in _defined(evaluation):
+        known = METRICS.get(metric)
+        yield EvalResult(
             task_type="image-caption-selection" if "text_acc" in evaluation.metrics else task,
             dataset_type=evaluation.dataset,
             dataset_name=evaluation.dataset,
             dataset_config=evaluation.column,  # which keeps the results of several columns apart
             dataset_split=evaluation.split,
             dataset_revision=evaluation.commit,
-            metric_type=_metric(metric).hub_type,
-            metric_name=_metric(metric).words,
+            metric_type=known.hub_type if known else metric,
+            metric_name=_words(metric),
             metric_value=round(value, 4),
         )
-        for metric, value in _defined(evaluation)
-    ]
+
+
+def _words(metric: str) -> str:
+    return METRICS[metric].words if metric in METRICS else metric.replace("_", " ")
 
 
 def _place(evaluation: Evaluation) -> str:
     return f"{code(evaluation.dataset)}, {escaped(evaluation.part)}"
 
 
-def _results(facts: TrainingFacts) -> str:
-    """A table of all metrics; columns that no metric fills are left out."""
-    rows = [("set", "images", "metric", "value", "95% interval", "before the training", "at most")]
-    for evaluation in facts.evaluations:
-        metrics, before = evaluation.metrics, evaluation.before
-        for metric, value in _defined(evaluation):
-            bounds = [f"{metrics[metric + end]:.4f}" for end in (LOW, HIGH) if metric + end in metrics]
-            ceiling = metrics.get(metric + CEILING)
-            most = f"{ceiling:.4f}" if ceiling is not None and ceiling < 1 else ""
-            old = f"{before[metric]:.4f}" if metric in before else ""
-            name = METRICS[metric].words if metric in METRICS else escaped(_metric(metric).words)
-            numbers = (f"{value:.4f}", " to ".join(bounds), old, most)
-            rows.append((_place(evaluation), f"{evaluation.size:,}", name, *numbers))
-    used = [n for n in range(len(rows[0])) if n < 4 or any(one[n] for one in rows[1:])]
-    shown = [row(*(one[n] for n in used)) for one in rows]
-    return "\n".join([shown[0], row(*["---"] * len(used)), *shown[1:]])
+def _results(facts: TrainingFacts) -> list[list[str]]:
+    """The rows of a table of all metrics; columns that no metric fills are left out."""
+    rows = [["set", "images", "metric", "value", "95% interval", "before the training", "at most"]]
+    for one in facts.evaluations:
+        for metric, value in _defined(one):
+            words = _words(metric) if metric in METRICS else escaped(_words(metric))
+            bounds = [f"{one.metrics[metric + end]:.4f}" for end in (LOW, HIGH) if metric + end in one.metrics]
+            before = f"{one.before[metric]:.4f}" if metric in one.before else ""
+            most = f"{ceiling:.4f}" if (ceiling := one.metrics.get(metric + CEILING, 1)) < 1 else ""
+            rows.append([_place(one), f"{one.size:,}", words, f"{value:.4f}", " to ".join(bounds), before, most])
+    columns = [column for n, column in enumerate(zip(*rows, strict=True)) if n < 4 or any(column[1:])]
+    return [list(cells) for cells in zip(*columns, strict=True)]
 
 
 class CardCallback(TrainerCallback):

@@ -53,12 +53,8 @@ class _Dataset:
         if "://" in self.dataset:  # which must not be published
             name = source_name(self.dataset)[0]
             raise ValueError(f"{Url(self.dataset)!r} is a URL, of which a card should only tell {name!r}.")
-        if self.on_hub:
-            try:
-                validate_repo_id(self.dataset)
-            except HFValidationError as error:
-                what = f"{self.dataset!r} is not the id of a dataset on the Hub"
-                raise ValueError(f"{what}. Use on_hub=False.") from error
+        if self.on_hub and not _may_be_on_hub(self.dataset):
+            raise ValueError(f"{self.dataset!r} is not the id of a dataset on the Hub. Use on_hub=False.")
 
 
 @dataclass(frozen=True)
@@ -292,13 +288,17 @@ def source_name(source: str) -> tuple[str, bool]:
     path = Path(source)
     if _FILES.search(path.name) and not path.is_dir():
         return path.resolve().parent.name, False
-    if path.exists() or path.is_absolute():
-        return path.resolve().name, False
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
+    if path.exists() or path.is_absolute() or not _may_be_on_hub(source):
         return path.resolve().name, False
     return source, True
+
+
+def _may_be_on_hub(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _last(state: TrainerState, key: str, default: int | None) -> Any:
@@ -336,9 +336,8 @@ def _measured(evaluations: Sequence[Evaluation], state: TrainerState, best: bool
         after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
     keys = [evaluation.key for evaluation in evaluations]
     for evaluation in evaluations:
-        step, last = _last_metrics(after, evaluation.key, keys)
+        (_, first), (step, last) = (_last_metrics(entries, evaluation.key, keys) for entries in (before, after))
         if last:
-            first = _last_metrics(before, evaluation.key, keys)[1]
             yield replace(evaluation, metrics=last, before=first, step=state.best_global_step if best else step)
 
 

@@ -41,16 +41,15 @@ def changes(facts: TrainingFacts) -> list[Change]:
 
     Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
     """
-    found = []
+    average, found = facts.average, []
     for one in sorted(facts.evaluations, key=lambda one: one.guard):
-        if one.guard and facts.average is not None and facts.average.tolerance is not None:
-            before, after = (facts.average.at(alpha).rest[one.key] for alpha in (0, facts.average.alpha))
-            found.append(Change(one, Difference(before, after), half=True))
-            continue
-        old, new = score_if_measured(one.before), one.score
-        if old is not None and new is not None:
-            bounds = [one.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
-            found.append(Change(one, Difference(old, new, *bounds)))
+        before, after = score_if_measured(one.before), one.score
+        ends = [one.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
+        if half := one.guard and average is not None and average.tolerance is not None:
+            before, after = (average.at(alpha).rest[one.key] for alpha in (0, average.alpha))
+            ends = []
+        if before is not None and after is not None:
+            found.append(Change(one, Difference(before, after, *ends), half))
     places = [(change.evaluation.dataset, change.evaluation.split) for change in found]
     for change, place in zip(found, places, strict=True):
         if places.count(place) > 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from transformers import EvalPrediction, TrainerCallback, TrainerState, Training
 from transformers.utils import logging
 
 from ..data import ImageTextDataset, ZeroShotDataset
-from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOSS, LOW, METRICS, Metric, metric_named
+from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOSS, LOW, METRICS, metric_named
 from ..quality.ledger import letters_of, lines_of, resized
 
 if TYPE_CHECKING:
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 TRAINING, LEFT_OUT = "training loss (nats)", "share of the pairs"  # axes beside those of evaluations
-
-
-@dataclass
-class _Curve:
-    """The values of a metric and the bounds of their intervals by optimizer step, and what a recall can reach."""
-
-    points: dict[int, float] = field(default_factory=dict)
-    bounds: dict[int, tuple[float, float]] = field(default_factory=dict)
-    ceiling: float = 1
 
 
 def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
@@ -57,25 +49,19 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    panels: dict[str, dict[str, _Curve]] = {axis: {} for axis in (TRAINING, LEFT_OUT, LOSS, FRACTION)}
+    # By axis, label and step: a value, the bounds of its interval, and what a recall can reach.
+    panels: dict[str, dict[str, dict[int, tuple[float, ...]]]]
+    panels = {axis: {} for axis in (TRAINING, LEFT_OUT, LOSS, FRACTION)}
     for entry in log_history:
         for key, value in entry.items():
-            metric = metric_named(key) if key.startswith("eval_") else None
-            if key == "loss":
-                pairs = entry.get("global_batch_size")
-                axis, name = TRAINING, f"one batch of {pairs:,} pairs" if pairs else "one batch"
-            elif key == "left_out":
-                axis, name = LEFT_OUT, "pairs left out of the training"
-            elif metric is not None and metric.axis is not None:
-                axis, name = metric.axis, _label(key, metric)
-            else:
-                continue
-            if value is not None:
-                curve = panels.setdefault(axis, {}).setdefault(name, _Curve())
-                curve.points.setdefault(entry["step"], value)
-                curve.ceiling = entry.get(key + CEILING, 1)
-                if key + LOW in entry:
-                    curve.bounds.setdefault(entry["step"], (entry[key + LOW], entry[key + HIGH]))
+            axis, label = _axis_and_label(key, entry)
+            if label and value is not None:
+                beside = (
+                    entry.get(key + LOW, math.nan),
+                    entry.get(key + HIGH, math.nan),
+                    entry.get(key + CEILING, 1.0),
+                )
+                panels.setdefault(axis, {}).setdefault(label, {}).setdefault(entry["step"], (value, *beside))
     if not panels[TRAINING]:
         raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
 
@@ -83,19 +69,21 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     names = sum(map(len, panels.values()))  # each takes a line of its own above its panel
     figure = Figure(figsize=(7, 0.5 + 2.3 * len(panels) + 0.2 * names), layout="constrained", dpi=150)
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    for axis, (label, curves) in zip(axes, panels.items(), strict=True):
-        for (name, curve), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
-            name += f" (at most {curve.ceiling:.2f})" if curve.ceiling < 1 else ""
-            axis.plot(curve.points.keys(), curve.points.values(), color=colour, marker=".", clip_on=False, label=name)
-            if bounds := curve.bounds:
-                axis.fill_between([*bounds], *zip(*bounds.values(), strict=True), color=colour, alpha=0.15, lw=0)
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        ceilings = []
+        for (label, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
+            values, lows, highs, (*_, ceiling) = zip(*points.values(), strict=True)
+            label += f" (at most {ceiling:.2f})" if ceiling < 1 else ""
+            axis.plot([*points], values, color=colour, marker=".", clip_on=False, label=label)
+            axis.fill_between([*points], lows, highs, color=colour, alpha=0.15, lw=0)
+            ceilings.append((ceiling, colour))
         bottom, top = axis.get_ylim()  # of the values, a ceiling far above which has no line
-        for curve, line in zip(curves.values(), axis.get_lines(), strict=True):
-            if curve.ceiling < min(top, 1):
-                axis.axhline(curve.ceiling, color=line.get_color(), linestyle="--", linewidth=1)
-        if label == FRACTION:
+        for ceiling, colour in ceilings:
+            if ceiling < min(top, 1):
+                axis.axhline(ceiling, color=colour, linestyle="--", linewidth=1)
+        if title == FRACTION:
             axis.set_ylim(max(bottom, -0.02), min(top, 1.02))
-        axis.set_ylabel(label)
+        axis.set_ylabel(title)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -104,12 +92,19 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     figure.savefig(path)
 
 
-def _label(key: str, metric: Metric) -> str:
-    """The set, if it has a name, and what was measured: "pairs: image retrieval recall@1"."""
-    (name,) = (name for name, known in METRICS.items() if known is metric)
+def _axis_and_label(key: str, entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Where a logged value is drawn, and as what: "pairs: image retrieval recall@1"; no label if it is not drawn."""
+    if key == "loss":
+        pairs = entry.get("global_batch_size")
+        return TRAINING, f"one batch of {pairs:,} pairs" if pairs else "one batch"
+    if key == "left_out":
+        return LEFT_OUT, "pairs left out of the training"
+    name = metric_named(key) if key.startswith("eval_") else None
+    if name is None or (axis := METRICS[name].axis) is None:
+        return "", ""
     place = key.removeprefix("eval_").removesuffix(name).replace("_", " ").strip()
     # matplotlib takes what is between two dollars for a formula.
-    return (f"{place}: " if place else "").replace("$", r"\$") + metric.words
+    return axis, (f"{place}: " if place else "").replace("$", r"\$") + METRICS[name].words
 
 
 PICTURES_FILE = "pictures.png"
@@ -176,8 +171,7 @@ class PicturesCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: object, **kwargs: Any) -> None:
         measured, self._measured = self._measured, None
-        wanted = "eval_pairs_loss" in kwargs["metrics"]
-        if measured is None or not (wanted and state.is_world_process_zero):
+        if measured is None or "eval_pairs_loss" not in kwargs["metrics"] or not state.is_world_process_zero:
             return
         images = [self._dataset[row]["image"] for row in self._rows]
         right = [self._dataset.without_image(row)["caption"] for row in self._rows]
@@ -197,14 +191,9 @@ class PicturesCallback(TrainerCallback):
     def _pass_on(self, path: Path, picture: Image.Image, args: TrainingArguments, state: TrainerState) -> None:
         """Gives the picture to the trackers that can show it."""
         trackers = args.report_to or ()
-        if "wandb" in trackers:
-            import wandb
-
-            wandb.log({"pictures": wandb.Image(str(path))})
-        if "trackio" in trackers:
-            import trackio
-
-            trackio.log({"pictures": trackio.Image(str(path))})
+        for name in {"wandb", "trackio"}.intersection(trackers):
+            tracker = importlib.import_module(name)
+            tracker.log({"pictures": tracker.Image(str(path))})
         if "mlflow" in trackers:
             import mlflow
 

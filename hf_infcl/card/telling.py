@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 HEAD = ("set", "metric", "value", "95% interval", "before", "change")
+MEAN = "mean recall@1"  # the name of a score that is the mean of several metrics
 # In a line of the log they would only repeat others, or tell what few look at; all are in trainer_state.json.
 UNTOLD = set(
     "samples_seen train_seconds total_flos epoch grad_norm_image grad_norm_text loader_samples_per_second "
@@ -47,8 +48,7 @@ class ProgressPrinter(TrainerCallback):
         quieten(trainer)
         self._trainer = trainer
         self._last: dict[str, Any] = {}  # the values that were told last
-        self._headed: int | None = None  # the step of the last table, to which the next set may belong
-        self._told: set[str] = set()  # the sets in it
+        self._told: dict[str, int] = {}  # the sets in the last table, to which the next one may belong, with its step
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: object, **kwargs: object) -> None:
@@ -81,25 +81,24 @@ class ProgressPrinter(TrainerCallback):
             self._last |= logs
             words = [f"{SHORT.get(name, name)} {short(value)}" for name, value in logs.items() if name in new]
             tqdm.write(f"step {state.global_step:,} of {state.max_steps:,}: {', '.join(words)}")
-            self._headed = None
+            self._told = {}
 
     def _tell_evaluation(self, args: TrainingArguments, state: TrainerState, logs: Mapping[str, object]) -> None:
         datasets: Any = self._trainer.eval_dataset
         names, first = list(datasets), [entry for entry in state.log_history if entry["step"] == 0 < state.global_step]
         before = {name: value for entry in first for name, value in entry.items()}
         sets = {row[0] for row in make_rows(logs, names)}
-        is_again = self._headed == state.global_step and not sets.isdisjoint(self._told)  # the best ones, or an average
+        is_again = any(self._told.get(name) == state.global_step for name in sets)  # the best ones, or an average
         brief = 0 < state.global_step < state.max_steps and not is_again
         deciding = (args.metric_for_best_model or "").removeprefix("eval_")
         lines = table_lines(make_rows(logs, names, before, also=deciding, brief=brief), names)
-        if self._headed == state.global_step and not is_again:
+        if state.global_step in self._told.values() and not is_again:
             lines = lines[1:]
         else:
             after = "With the weights that are saved:" if is_again else f"After step {state.global_step:,}:"
             lines.insert(0, after if state.global_step else "Before the training:")
-            self._told = set()
-        self._headed = state.global_step
-        self._told |= sets
+            self._told = {}
+        self._told |= dict.fromkeys(sets, state.global_step)
         for line in lines:
             tqdm.write(line)
 
@@ -130,26 +129,26 @@ def make_rows(
         brief: leave out the parts of a score whose mean is shown.
         every: show all metrics, not only the loss and the parts of the score.
     """
-    before = before or {}
     rows: list[tuple[str, ...]] = []
     for name in names:
         prefix = f"eval_{name}_"
-        measured = [metric for metric in METRICS if prefix + metric in metrics]
-        scored = next((parts for parts in SCORES.values() if {*parts} <= {*measured}), ())
-        shown = {"loss", also.removeprefix(f"{name}_"), *(() if brief and len(scored) > 1 else scored)}
-        values = {one: (metrics[prefix + one], before.get(prefix + one)) for one in measured if every or one in shown}
+        now, old = (
+            {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+            for values in (metrics, before or {})
+        )
+        scored = next((parts for parts in SCORES.values() if {*parts} <= now.keys()), ())
+        shown = {"loss", MEAN, also.removeprefix(f"{name}_"), *(() if brief and len(scored) > 1 else scored)}
         if len(scored) > 1:
-            values["mean recall@1"] = score_if_measured(metrics, prefix), score_if_measured(before, prefix)
-        for metric, (value, old) in values.items():
+            now[MEAN], old[MEAN] = score_if_measured(now), score_if_measured(old)
+        for metric in [metric for metric in (*METRICS, MEAN) if metric in now and (every or metric in shown)]:
             factor, digits, unit = (1, 3, "") if metric == "loss" else (100, 2, "%")
-            ends = [metrics[end] for one in (LOW, HIGH) if (end := prefix + metric + one) in metrics]
-            cells = ["", ""]
-            if old is not None and math.isfinite(value):
-                is_score = scored == (metric,) or metric not in METRICS
-                paired = [metrics.get(prefix + CHANGE + one) for one in (LOW, HIGH)] if is_score else ()
-                cells = [f"{factor * old:.{digits}f}{unit}", Difference(old, value, *paired).words(factor, digits)]
-            interval = f"[{', '.join(f'{100 * end:.2f}' for end in ends)}]" if ends else ""
-            rows.append((name, metric, f"{factor * value:.{digits}f}{unit}", interval, *cells))
+            ends = [f"{100 * now[metric + end]:.2f}" for end in (LOW, HIGH) if metric + end in now]
+            cells = [f"{factor * now[metric]:.{digits}f}{unit}", f"[{', '.join(ends)}]" if ends else "", "", ""]
+            if old.get(metric) is not None and math.isfinite(now[metric]):
+                paired = [now.get(CHANGE + end) for end in (LOW, HIGH)] if metric == MEAN or scored == (metric,) else ()
+                change = Difference(old[metric], now[metric], *paired).words(factor, digits)
+                cells[2:] = f"{factor * old[metric]:.{digits}f}{unit}", change
+            rows.append((name, metric, *cells))
     return rows
 
 

@@ -221,7 +221,6 @@ def is_bound(name: str) -> bool:
     return name.endswith((CEILING, LOW, HIGH))
 
 
-def metric_named(name: str) -> Metric | None:
+def metric_named(logged: str) -> str | None:
     """The metric of a logged name such as ``eval_pairs_loss``; None if the table has none of this name."""
-    matches = [known for known in METRICS if name == known or name.endswith(f"_{known}")]
-    return METRICS[max(matches, key=len)] if matches else None
+    return max((name for name in METRICS if f"_{logged}".endswith(f"_{name}")), key=len, default=None)

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 from transformers.training_args import _convert_str_dict
 
-from ..evaluation.metrics import metric_named
+from ..evaluation.metrics import METRICS, metric_named
 from ..files.text import counted
 from ..processes.signals import ended_with_launcher
 from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_processes
@@ -138,7 +138,7 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):  # type: ig
         self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
         self.chosen: dict[str, Any] = {}
         if self.greater_is_better is None and (measured := metric_named(self.metric_for_best_model or "")) is not None:
-            self.greater_is_better = measured.greater_is_better
+            self.greater_is_better = METRICS[measured].greater_is_better
         with ended_with_launcher():
             if self.use_cpu:
                 # On CPUs, TrainingArguments would create the group without the timeout. It reuses an existing group.
