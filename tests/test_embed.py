@@ -280,7 +280,7 @@ def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small,
     for more, message in (
         (["--caption_column", "title"], "no column 'title', which --caption_column names"),
         (["--key_column", "id"], "no column 'id', which --key_column names"),
-        (["--streaming", "--key_column", "name"], "--key_column is for tables"),
+        (["--streaming", "--key_column", "name"], "the keys of a stream are the names of its samples"),
     ):
         assert message in mistake(capsys, *queries, *more)
     with pytest.raises(ValueError, match="neither images nor captions"):
@@ -323,6 +323,9 @@ def test_one_command_embeds_what_a_training_will_read(demo, small, tmp_path, cap
     for words, message in (
         ([demo / "clip-init"], "Name the data to embed"),
         ([demo / "clip-init", "--dataset", tmp_path / "pairs"], "Name the folder for the embeddings with --output_dir"),
-        ([file, demo / "clip-init", "--key_column", "name"], "--key_column has no effect with --dataset"),
+        (
+            [file, demo / "clip-init", "--key_column", "name"],
+            "exclude each other: a training finds pairs by row or sample",
+        ),
     ):
         assert message in mistake(capsys, "embed", *words)

@@ -22,7 +22,7 @@ from ..trainer.checkpoints import full_disk_explained
 from ..trainer.loaders import set_sizes
 from ..trainer.trainer import InfCLTrainer
 from .checking import REPLAYED, TRAINED, Finding, Inspector, SetFacts, find
-from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
+from .datasets import evaluation_datasets, guard_datasets, training_parts
 from .defaults import check_embedded, chooses_model
 from .launched import cores, mistakes_in_one_line
 from .parser import Parser
@@ -50,15 +50,12 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         inspector = Inspector(collator, config)
         if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
             args.max_steps = 1  # a training needs its length, a check does not
-        old = replay_set(data, columns, args)
-        olds: list[Any] = [] if old is None else getattr(old, "datasets", [old])
-        new = training_set(data, columns, args)
+        parts = training_parts(data, columns, args)
         if args.teacher_embeddings is not None:
-            teacher = StoredTeacher(embedding_folders(args.teacher_embeddings), [new, *olds], args)  # compares them
+            teacher = StoredTeacher(embedding_folders(args.teacher_embeddings), parts, args)  # compares them
             print(f"Teacher: {teacher.words}, of {teacher.width} dimensions. They are of these pairs.")
         sets: dict[str, Any] = {
-            TRAINED: new.plain(),
-            **{f"{REPLAYED}{number}": one.plain() for number, one in enumerate(olds, 1)},
+            **{f"{REPLAYED}{number}" if number else TRAINED: one.plain() for number, one in enumerate(parts)},
             **evaluation_datasets(columns, evaluation, data, chooses=chooses_model(args, keep)),
             **guard_datasets(columns, keep, evaluation, data, chooses=chooses_model(args, keep)),
         }

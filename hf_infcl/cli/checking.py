@@ -59,43 +59,27 @@ def image_hash(pixels: np.ndarray) -> ImageHash:
     return ImageHash(np.packbits(brighter).tobytes(), image.resize((GRID, GRID), Image.Resampling.BOX).tobytes())
 
 
-def is_one_colour(pixels: np.ndarray) -> bool:
-    """Whether no channel of an image, uint8 [H, W, 3], varies by more than 4 grey levels."""
-    flat = pixels.reshape(-1, 3)
-    return bool((flat.max(axis=0) - flat.min(axis=0) <= 4).all())
-
-
 def copies(hashes: list[ImageHash]) -> np.ndarray:
     """The pairs of images that are copies of each other, int64 [pairs, 2] with the smaller index first."""
-    outlines = np.frombuffer(b"".join(p.outline for p in hashes), dtype=np.uint8).reshape(-1, GRID**2 // 8)
-    colours = np.frombuffer(b"".join(p.colours for p in hashes), dtype=np.uint8).reshape(-1, 3 * GRID**2)
-    pairs = [
-        np.stack((same[first], same[second]), axis=1)
-        for same in _in_one_band(outlines)
-        for first, second in _alike(outlines[same], colours[same])
-    ]
-    return np.unique(np.concatenate(pairs), axis=0) if pairs else np.empty((0, 2), dtype=np.int64)
-
-
-def _in_one_band(outlines: np.ndarray) -> Iterator[np.ndarray]:
-    """The sorted indices of hashes that agree in a quarter of their bits, for each value of each quarter."""
-    for band in np.ascontiguousarray(outlines).view(f"u{outlines.shape[1] // _BANDS}").T:
+    outlines = np.frombuffer(b"".join(one.outline for one in hashes), dtype=np.uint64)
+    colours = np.frombuffer(b"".join(one.colours for one in hashes), dtype=np.uint8).reshape(-1, 3 * GRID**2)
+    count, numbers = max(1, len(hashes)), [np.empty(0, dtype=np.int64)]  # of each pair one number, count·first + second
+    for band in outlines.view(np.uint16).reshape(-1, _BANDS).T:
         order = np.argsort(band, kind="stable")
-        borders = np.flatnonzero(np.diff(band[order])) + 1
-        yield from (group for group in np.split(order, borders) if len(group) > 1)
-
-
-def _alike(outlines: np.ndarray, colours: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for start in range(0, len(outlines), _CHUNK):
-        differing = np.unpackbits(outlines[start : start + _CHUNK, None] ^ outlines, axis=2).sum(axis=2)
-        first, second = np.nonzero(differing <= MOST_BITS)
-        first += start
-        first, second = first[first < second], second[first < second]
-        levels = np.abs(colours[first].astype(np.int16) - colours[second]).max(axis=1, initial=0)
-        yield first[levels <= MOST_LEVELS], second[levels <= MOST_LEVELS]
+        for alike in np.split(order, np.flatnonzero(np.diff(band[order])) + 1):  # equal in this band, in rising order
+            for start in range(0, len(alike) - 1, _CHUNK):
+                chunk = alike[start : start + _CHUNK]
+                differing = np.bitwise_count(outlines[chunk, None] ^ outlines[alike])
+                first, second = np.nonzero(differing <= MOST_BITS)
+                first, second = chunk[first], alike[second]
+                first, second = first[first < second], second[first < second]
+                levels = np.abs(colours[first].astype(np.int16) - colours[second]).max(axis=1, initial=0)
+                numbers.append((count * first + second)[levels <= MOST_LEVELS])
+    return np.stack(np.divmod(np.unique(np.concatenate(numbers)), count), axis=1)
 
 
 USUAL_SIDE = 224  # of the images of a model whose config does not tell
+SAME_LEVELS = 4  # grey levels by which each channel of an image of one colour varies at most
 HUGE = 16_000_000  # pixels from which decoding takes much longer than a model needs: a large photograph has as many
 _IMAGE_FILE = re.compile(rf"\.({'|'.join(sorted(IMAGE_EXTENSIONS))})$", re.IGNORECASE)
 # A byte-level tokenizer splits a script that it was not trained on into nearly single bytes. Text that it knows has 3
@@ -188,7 +172,7 @@ class Inspector:
             pair.faults["captionless" if texts == [] else "broken"] = error.cause or str(error)
             return pair
         height, width, _ = made["image"].shape
-        is_plain = is_one_colour(made["image"])
+        is_plain = bool((np.ptp(made["image"], axis=(0, 1)) <= SAME_LEVELS).all())
         pair.hash, pair.pair_id = None if is_plain else image_hash(made["image"]), made.get("pair_id")
         faults = {"tiny": min(width, height) < self.tiny, "huge": width * height > HUGE, "one_colour": is_plain}
         pair.faults |= {fault: f"{width} × {height}" for fault, holds in faults.items() if holds}

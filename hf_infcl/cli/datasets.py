@@ -84,6 +84,12 @@ def replay_set(
     return stream
 
 
+def training_parts(data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments) -> list[Any]:
+    """What a training reads, table by table or stream by stream: first the new pairs, then the old ones."""
+    new, old = training_set(data, columns, args), replay_set(data, columns, args)
+    return [new, *([] if old is None else getattr(old, "datasets", [old]))]
+
+
 def _stream(specs: Sequence[SetSpec], read: SetSpec, data: DataOptions, options: dict[str, Any]) -> ImageTextStream:
     """The stream of sets that must state the same, except for their weights, read as one of them."""
     first, *rest = [{k: v for k, v in vars(s).items() if v and k not in ("path", "role", "weight")} for s in specs]
@@ -150,12 +156,10 @@ def guard_datasets(
         chooses: whether the evaluation chooses the model, which then is not done on a split "test".
     """
     chosen = None if half is None else lambda rows: halves(rows)[half]
-    defaults, trained = _defaults(columns, evaluation, chooses), _trained(data)
+    how = _how(columns, evaluation, data, chooses)
     specs = read_sets("guard_dataset", guards.guard_dataset)
-    sets = {
-        name: spec.evaluated(defaults, trained=trained, select=chosen)
-        for name, spec in zip(guard_names(specs), specs, strict=True)
-    }
+    named = zip(guard_names(specs), specs, strict=True)
+    sets = {name: spec.evaluated(**how, select=chosen) for name, spec in named}
     return sets | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
 
 
@@ -168,24 +172,23 @@ def evaluation_datasets(
     training ``data``, if there is one; ``chooses`` as for `guard_datasets`.
     """
     sets: dict[str, ImageTextDataset | ZeroShotDataset] = {}
-    defaults, trained = _defaults(columns, options, chooses), _trained(data)
+    how = _how(columns, options, data, chooses)
     if options.eval_dataset:
-        sets["pairs"] = SetSpec.read("eval_dataset", options.eval_dataset).evaluated(defaults, trained=trained)
+        sets["pairs"] = SetSpec.read("eval_dataset", options.eval_dataset).evaluated(**how)
     if options.zero_shot_dataset:
         spec = SetSpec.read("zero_shot_dataset", options.zero_shot_dataset)
         spec = replace(spec, class_names=spec.class_names or options.class_names)
-        sets["zero_shot"] = spec.evaluated(defaults, trained=trained)
+        sets["zero_shot"] = spec.evaluated(**how)
     return sets | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
-def _defaults(columns: ColumnOptions, evaluation: EvaluationOptions, chooses: bool) -> dict[str, Any]:
+def _how(
+    columns: ColumnOptions, evaluation: EvaluationOptions, data: DataOptions | None, chooses: bool
+) -> dict[str, Any]:
+    """How `SetSpec.evaluated` reads a set: what holds where it states nothing, and what is trained on."""
     of_classes = {"label_column": evaluation.label_column, "templates": evaluation.templates}
-    return {**vars(columns), **of_classes, "chooses": chooses}
-
-
-def _trained(data: DataOptions | None) -> list[tuple[str, str]]:
-    """The path and the split of each set of a training."""
-    return [] if data is None else [(s.path, s.split or data.split) for s in read_sets("dataset", data.dataset)]
+    trained = [] if data is None else [(s.path, s.split or data.split) for s in read_sets("dataset", data.dataset)]
+    return {"defaults": {**vars(columns), **of_classes, "chooses": chooses}, "trained": trained}
 
 
 def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Iterator[str]:

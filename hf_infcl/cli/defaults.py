@@ -14,7 +14,7 @@ from ..data.replay import Replayed, epochs_of
 from ..evaluation.metrics import METRICS, metrics_of_kind
 from ..files.text import counted
 from ..options.arguments import InfCLTrainingArguments
-from ..options.commands import OF_PAIRS, EvaluationOptions, GuardOptions, StartOptions
+from ..options.commands import OF_PAIRS, StartOptions
 from ..options.files import FILES
 from ..step.micro_batches import memory_is_known
 from ..trainer.evaluating import check_metric, use_of_metric
@@ -87,19 +87,17 @@ def chooses_model(args: InfCLTrainingArguments, keep: StartOptions) -> bool:
     return keep.average_with_start == "auto" or (args.eval_strategy != "no" and use_of_metric(args) is not None)
 
 
-def read_alpha(option: str, value: str | None, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
-    """The α that the value of an option names, "auto" or a number; None for the one to be chosen, or for no average.
-
-    ``guards`` names the sets to keep, and ``evaluation`` those that the training is for.
+def read_alpha(option: str, options: argparse.Namespace) -> float | None:
+    """The α that an option of a command names, "auto" or a number; None for the one to be chosen, or for no average.
 
     Raises:
         ValueError: the value is neither; a set is missing for the choice.
     """
-    if value is None:
+    if (value := getattr(options, option)) is None:
         return None
     if value == "auto":
-        gains = evaluation.eval_dataset or evaluation.zero_shot_dataset or evaluation.eval_benchmark
-        if not (gains and (guards.guard_dataset or guards.guard_benchmark)):
+        gains = options.eval_dataset or options.zero_shot_dataset or options.eval_benchmark
+        if not (gains and (options.guard_dataset or options.guard_benchmark)):
             raise ValueError(
                 f"--{option} auto weighs what was gained against what is kept. Pass --eval_dataset, "
                 "--zero_shot_dataset or --eval_benchmark for the one and --guard_benchmark or "

@@ -34,8 +34,7 @@ from ..files.hub import stated_licence
 from ..files.text import counted
 from ..loss.pair_scores import pair_scores
 from ..models.open_clip import load
-from ..options.arguments import InfCLTrainingArguments
-from ..options.commands import ColumnOptions, DataOptions, EmbedOptions
+from ..options.commands import ColumnOptions, DataOptions
 from ..processes.collectives import Processes, failures_announced
 from ..quality import WINDOW
 from ..quality.embedding import embed as embedded
@@ -47,7 +46,7 @@ from ..shards.readers import ParquetReader, reader_of
 from ..trainer.checkpoints import full_disk_explained
 from ..trainer.trainer import InfCLTrainer
 from .commands import OF_EMBEDDING
-from .datasets import replay_set, training_set
+from .datasets import training_parts, training_set
 from .launched import leave, mistakes_in_one_line, tell
 from .parser import Parser
 
@@ -69,7 +68,10 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     options, _, _, data, columns, _, _, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if namespace.data is None:
-            sources = _sources_of_training(options, data, columns, args)
+            # New and old pairs, as a training reads them but for what changes them, by the names of their folders.
+            data = replace(data, min_side=None, samples_per_epoch=1 if data.streaming else None)
+            parts = enumerate(training_parts(data, columns, args))
+            sources = {f"replay_dataset_{n}" if n else "dataset": source_of_training(part) for n, part in parts}
         else:
             spec = SetSpec.read("data", namespace.data)
             sources = {"": make_source(spec, data, columns, options.key_column, user_options | spec.columns.keys())}
@@ -93,19 +95,6 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
 # ---- What is embedded ----
 
 
-def _sources_of_training(
-    options: EmbedOptions, data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
-) -> dict[str, ItemSource]:
-    """New and old pairs, as a training reads them but for what changes them, by the names of their folders."""
-    if options.key_column:
-        raise ValueError("--key_column has no effect with --dataset: a training finds pairs by row or sample. Omit it.")
-    data = replace(data, min_side=None, samples_per_epoch=1 if data.streaming else None)
-    new, old = training_set(data, columns, args), replay_set(data, columns, args)
-    olds: list[Any] = [] if old is None else getattr(old, "datasets", [old])
-    sets = {"dataset": new, **{f"replay_dataset_{number}": one for number, one in enumerate(olds, 1)}}
-    return {name: source_of_training(one) for name, one in sets.items()}
-
-
 def make_source(
     spec: SetSpec, data: DataOptions, columns: ColumnOptions, key_column: str | None, named: Collection[str]
 ) -> ItemSource:
@@ -116,8 +105,6 @@ def make_source(
         table = load_pairs(spec.path, split=split, name=spec.name, image_column=images)
         skips = data.on_bad_sample == "skip"
         return table_source(table, images, captions, key_column, spec.path, skips=skips, named=named)
-    if key_column:
-        raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
     shards = find_shards(spec.path, split=split)
     reader = reader_of(shards)
     features, any_image = reader.features(shards, images), False
@@ -208,39 +195,17 @@ def score_pairs(
     Raises:
         ValueError: there are fewer than two pairs for a process, or a score is not finite.
     """
-    processes, context = Processes(), trainer.context
+    processes, alone = Processes(), 0  # the pairs without others
     parts: list[Columns] = []
     lowest: list[tuple[float, int, bytes]] = []
-    waiting: list[_Embedded] = []
-    alone = [0]  # pairs without others
-
-    def score(several: Sequence[_Embedded]) -> None:
-        pairs, without_others = _scored(several)
-        alone[0] += without_others
-        pictures = zip(pairs["score"].tolist(), pairs["key"].tolist(), pairs.pop("picture"), strict=True)
-        lowest[:] = heapq.nsmallest(SHOWN, [*lowest, *pictures])
-        parts.append(pairs)
-
     with failures_announced(), torch.no_grad():
-        for inputs, columns in _read(dataset, trainer, processes):
-            inputs = context.prepare_inputs(inputs)
-            with context.accelerator.autocast():  # of the forwards alone: scores are products in fp32
-                embeds = context.encoder.embed(context.encoder.model, inputs)
-            images, texts = (F.normalize(rows.float(), dim=-1) for rows in embeds)
-            belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
-            new = torch.from_numpy(columns["key"] != NO_KEY).to(images.device)  # repeats are not among the others
-            kept, ids = (belongs >= 0) & new[belongs], inputs.get("pair_ids")
-            columns = {name: values[new.cpu().numpy()] for name, values in columns.items()}
-            belongs = (new.cumsum(0) - 1)[belongs[kept]]
-            waiting.append(_Embedded(columns, images[new], texts[kept], belongs, None if ids is None else ids[new]))
-            if sum(len(one.images) for one in waiting) >= 2 * window:
-                whole = -(-window // context.args.per_device_eval_batch_size)
-                score(waiting[:whole])
-                waiting = waiting[whole:]
-        if sum(len(one.images) for one in waiting) < 2:
-            raise ValueError("There are fewer than two pairs for each process, so none can be compared.")
-        score(waiting)
-    every = processes.agree(alone)  # or raises what another process has announced
+        for several in _windows(dataset, trainer, window):
+            pairs, without_others = _scored(several)
+            alone += without_others
+            pictures = zip(pairs["score"].tolist(), pairs["key"].tolist(), pairs.pop("picture"), strict=True)
+            lowest = heapq.nsmallest(SHOWN, [*lowest, *pictures])
+            parts.append(pairs)
+    every = processes.agree([alone])  # or raises what another process has announced
     pairs = _joined(processes.gather_objects(_joined(parts)))
     if wrong := int((~np.isfinite(pairs["score"])).sum()):
         raise ValueError(
@@ -255,17 +220,42 @@ def score_pairs(
         if processes.rank == 0:
             logger.warning(said)
     of_all = itertools.chain(*processes.gather_objects(lowest))
-    pictures = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, of_all)}
+    shown = {key: picture for _, key, picture in heapq.nsmallest(SHOWN, of_all)}
     caption, name = pairs["caption"].tolist(), pairs["name"].tolist()
     ledger = Ledger(dataset.key_fingerprint(), pairs["key"], pairs["score"], caption, name if any(name) else ())
-    return ledger, pictures
+    return ledger, shown
+
+
+def _windows(
+    dataset: ImageTextDataset | ImageTextStream, trainer: InfCLTrainer, window: int
+) -> Iterator[list[_Embedded]]:
+    """The batches of this process, embedded, as many at once as are compared with each other; the last are more."""
+    context, waiting = trainer.context, list[_Embedded]()
+    for inputs, columns in _read(dataset, trainer):
+        inputs = context.prepare_inputs(inputs)
+        with context.accelerator.autocast():  # of the forwards alone: scores are products in fp32
+            embeds = context.encoder.embed(context.encoder.model, inputs)
+        images, texts = (F.normalize(rows.float(), dim=-1) for rows in embeds)
+        belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
+        new = torch.from_numpy(columns["key"] != NO_KEY).to(images.device)  # repeats are not among the others
+        kept, ids = (belongs >= 0) & new[belongs], inputs.get("pair_ids")
+        columns = {name: values[new.cpu().numpy()] for name, values in columns.items()}
+        belongs = (new.cumsum(0) - 1)[belongs[kept]]
+        waiting.append(_Embedded(columns, images[new], texts[kept], belongs, None if ids is None else ids[new]))
+        if sum(len(one.images) for one in waiting) >= 2 * window:
+            whole = -(-window // context.args.per_device_eval_batch_size)
+            yield waiting[:whole]
+            waiting = waiting[whole:]
+    if sum(len(one.images) for one in waiting) < 2:
+        raise ValueError("There are fewer than two pairs for each process, so none can be compared.")
+    yield waiting
 
 
 def _read(
-    dataset: ImageTextDataset | ImageTextStream, trainer: InfCLTrainer, processes: Processes
+    dataset: ImageTextDataset | ImageTextStream, trainer: InfCLTrainer
 ) -> Iterator[tuple[dict[str, Tensor], Columns]]:
     """The model's inputs for the pairs of this process, every one once, and their columns."""
-    args, collate = trainer.args, partial(_collated, trainer.data_collator)
+    args, processes, collate = trainer.args, Processes(), partial(_collated, trainer.data_collator)
     rank, count, workers = processes.rank, processes.world_size, args.dataloader_num_workers
     load: Any = partial(DataLoader, **worker_options(args))
     if not isinstance(dataset, ImageTextStream):
@@ -320,23 +310,6 @@ def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
     return {name: values[~alone] for name, values in columns.items()}, int(alone.sum())
 
 
-def write_ledger(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream, window: int = WINDOW) -> Ledger:
-    """Scores a training set by the model of an `InfCLTrainer`; see `score_pairs`; collective.
-
-    The set should not augment its images.
-
-    The main process writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``, and alone knows the file names of a
-    table.
-    """
-    trainer.dual_encoder.model.eval()
-    ledger, pictures = score_pairs(trainer, dataset, window)
-    if trainer.is_world_process_zero():
-        if isinstance(dataset, ImageTextDataset):
-            ledger.sample = file_names(dataset, ledger.key)
-        write_ledger_and_sheet(ledger, pictures, Path(str(trainer.args.output_dir)))
-    return ledger
-
-
 def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset) -> Ledger | None:
     """Writes a ledger with the averages of a training that had ``leave_out``, in the main process; None without it.
 
@@ -387,13 +360,17 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         named: Any = [SetSpec.read("data", namespace.data)]
         dataset = training_set(DataOptions(named, samples_per_epoch=length, **chosen), columns, args)
         model, processor, conversion = load(namespace.model)
-        trainer = InfCLTrainer(model, args, processing_class=processor)
+        trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         tell(trainer, *conversion)
-    with full_disk_explained(Path(str(args.output_dir)), "again"):
-        ledger = write_ledger(trainer, dataset, options.window)
+    with full_disk_explained(folder := Path(str(args.output_dir)), "again"):
+        ledger, pictures = score_pairs(trainer, dataset, options.window)
+        if trainer.is_world_process_zero():
+            if isinstance(dataset, ImageTextDataset):
+                ledger.sample = file_names(dataset, ledger.key)
+            write_ledger_and_sheet(ledger, pictures, folder)
     if trainer.is_world_process_zero():
         learned = has_learned(namespace.model, content_of(dataset))
-        print(*ledger_lines(ledger, str(args.output_dir), learned=learned), sep="\n")
+        print(*ledger_lines(ledger, str(folder), learned=learned), sep="\n")
         if not learned:
             print(
                 "A model that was trained on these pairs may know wrong ones by heart. Score with another model, or "

@@ -148,9 +148,9 @@ def _write_differences(models: Sequence[tuple[str, Any]], found: Sequence[dict[s
 
 def average(parser: Parser, namespace: argparse.Namespace, user_options: set[str]) -> None:
     """Writes the averaged model and, with sets to measure it on, the results of all averages."""
-    options, columns, evaluation, guards, args = parser.build(namespace)
+    _, columns, evaluation, guards, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        alpha = read_alpha("alpha", options.alpha, guards, evaluation)
+        alpha = read_alpha("alpha", namespace)
         _check_output_dir(args.output_dir, namespace.start, namespace.end)
         chooses = alpha is None
         gains = evaluation_datasets(columns, evaluation, chooses=chooses)

@@ -28,7 +28,7 @@ from transformers.hf_argparser import string_to_bool
 
 from ..files.text import without_secrets
 from ..options.contrastive import ContrastiveOptions
-from ..options.declaring import documented, holds, refuse
+from ..options.declaring import documented, holds
 from ..options.facts import check_values, of_transformers, release_of_file
 from ..options.files import FILES, PEERS, RECIPES, options_in
 
@@ -273,7 +273,7 @@ class Parser(HfArgumentParser):
     def _built(self, namespace: argparse.Namespace, user_options: set[str] | None, computes: bool) -> tuple[Any, ...]:
         from ..data.sets import STATED, read_sets
         from ..options.arguments import InfCLTrainingArguments
-        from ..options.combinations import REFUSALS, check_command
+        from ..options.combinations import check_command
         from ..trainer.optimization import check_optimizer_options
         from .defaults import check_best_metric, intervals, read_alpha
 
@@ -292,14 +292,12 @@ class Parser(HfArgumentParser):
         built.append(InfCLTrainingArguments(**{name: values[name] for name in taken & values.keys()}))
         for options in built[:-1]:
             check_values(options)
-        of_command = REFUSALS.get(f"unsupported_of_{type(self).__name__.lower()}", {})
-        refuse(of_command, argparse.Namespace(**{k: v for options in built for k, v in vars(options).items()}))
+        merged = argparse.Namespace(**{name: value for options in built for name, value in vars(options).items()})
+        check_command(type(self).__name__.lower(), merged)
         if user_options is not None:
-            data, _, evaluation, keep, args = built[-5:]
-            check_command(data, keep, args)
-            read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
-            if computes and args.optimizer is None:
-                check_optimizer_options(args, transformers.Trainer.get_optimizer_cls_and_kwargs)
+            read_alpha("average_with_start", merged)
+            if computes and merged.optimizer is None:
+                check_optimizer_options(built[-1], transformers.Trainer.get_optimizer_cls_and_kwargs)
         return tuple(built)
 
     @cached_property

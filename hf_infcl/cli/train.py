@@ -64,7 +64,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, user_options)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
-        alpha = read_alpha("average_with_start", keep.average_with_start, keep, evaluation)
+        alpha = read_alpha("average_with_start", namespace)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if data.dry_run:

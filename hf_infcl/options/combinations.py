@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
@@ -61,13 +60,16 @@ def check_processes(args: Any) -> None:
         refuse(REFUSALS["exclusive_among_processes"], args)
 
 
-def check_command(data: Any, keep: Any, args: Any) -> None:
-    """As `check_combinations`, for options of `infcl train`."""
-    if len(data.dataset or ()) > 1 and not data.streaming:
+def check_command(command: str, options: Any) -> None:
+    """As `check_combinations`, for all options of a command of `infcl`."""
+    refuse(REFUSALS.get(f"of_{command}", {}), options)
+    if command not in ("check", "train"):
+        return
+    if len(options.dataset or ()) > 1 and not options.streaming:
         raise ValueError("Only shards that are read with --streaming can have several --dataset.")
-    if args.replay_share and not data.replay_dataset:
+    if options.replay_share and not options.replay_dataset:
         raise ValueError("--replay_share has no effect without --replay_dataset: add it or drop --replay_share.")
-    refuse(REFUSALS["exclusive_in_commands"], SimpleNamespace(**vars(args), **vars(data), **vars(keep)))
+    refuse(REFUSALS["exclusive_in_trainings"], options)
 
 
 def _check_support(args: Any) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from ..files.text import ON_BAD_SAMPLE
 from .declaring import FRACTION, FROM_0, FROM_1, FROM_2, described, option
-
-BAD_SAMPLES = ("raise", "skip")
 
 
 @dataclass
@@ -116,7 +115,7 @@ class DataOptions:
     dataset: list[str]
     dataset_name: str | None = None
     split: str = "train"
-    on_bad_sample: str = option("raise", choices=BAD_SAMPLES)
+    on_bad_sample: str = option("raise", choices=ON_BAD_SAMPLE)
     augmentation: str = option("none", choices=("none", "crop", "flip_crop"))
     min_side: int | None = option(within=FROM_1)
     streaming: bool = False
@@ -285,7 +284,7 @@ class ScoreOptions:
 
     split: str = "train"
     streaming: bool = False
-    on_bad_sample: str = option("raise", choices=BAD_SAMPLES)
+    on_bad_sample: str = option("raise", choices=ON_BAD_SAMPLE)
     captions_per_image: int = option(1, within=FROM_1)
     window: int = option(4096, within=FROM_2)
 
