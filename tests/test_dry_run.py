@@ -57,7 +57,7 @@ def test_a_training_of_fewer_steps(small, capsys):
 def test_mistakes_are_those_of_a_training(small, tmp_path, capsys):
     assert "global batch" in mistake(capsys, *small, "--dry_run", "--gradient_accumulation_steps", 99)
     line = mistake(capsys, *small, "--freeze", "image", "--cache_features", tmp_path / "cache", "--dry_run")
-    assert f"--dry_run writes nothing, but --cache_features {tmp_path / 'cache'} is computed before" in line
+    assert f"dry_run=True and cache_features={tmp_path / 'cache'} exclude each other: these are computed before" in line
 
 
 def run(*words: Any) -> None:

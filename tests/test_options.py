@@ -1,6 +1,6 @@
 """Options are declared once: what is said of one in its field is what checks, helps, resumes and cards do."""
 
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import fields, make_dataclass
 
 import pytest
 import transformers
@@ -19,7 +19,6 @@ from hf_infcl.options.record import options_of_arguments
 OURS = {one.name for one in fields(ContrastiveOptions)}  # the options that this package declares
 
 
-@dataclass
 @described
 class Small:
     """Options as a new capability would declare them.

@@ -25,7 +25,6 @@ class Check(Parser):
 
     reads = (options.CheckOptions, *options.OF_TRAINING)
     shown = ("output_dir", "dataloader_num_workers")
-    recipes = True
 
 
 class Train(Parser):
@@ -48,7 +47,6 @@ class Train(Parser):
         "Logging and saving": "output_dir overwrite_output_dir logging_steps report_to save_steps save_formats "
         "average_with_start resume_from_checkpoint push_to_hub",
     }
-    recipes = True
 
 
 class Evaluate(Parser):
@@ -103,7 +101,6 @@ class Embed(Parser):
     }
     optional = ("model", "dataset", "data")
     positionals = ("encoder", "data")
-    recipes = True
 
 
 class Score(Parser):

@@ -30,15 +30,7 @@ def write_nothing(args: InfCLTrainingArguments) -> None:
     """Lets a training save, evaluate and push nothing; its ``output_dir`` becomes one that ends with the process.
 
     It logs every step, into Trainer's state alone.
-
-    Raises:
-        ValueError: its cache of features would have to be written first.
     """
-    if args.cache_features is not None:
-        raise ValueError(
-            f"--dry_run writes nothing, but --cache_features {args.cache_features} is computed before the first step. "
-            "Leave one of them out."
-        )
     args.output_dir = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)
     args.save_strategy, args.eval_strategy = SaveStrategy.NO, IntervalStrategy.NO

@@ -310,14 +310,15 @@ def _scored(parts: Sequence[_Embedded]) -> tuple[Columns, int]:
     return {name: values[~alone] for name, values in columns.items()}, int(alone.sum())
 
 
-def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset) -> Ledger | None:
+def write_ledger_of_training(trainer: InfCLTrainer, dataset: ImageTextDataset | ImageTextStream) -> Ledger | None:
     """Writes a ledger with the averages of a training that had ``leave_out``, in the main process; None without it.
 
     If it cannot be written, this warns and returns None, because the results of the training are still to be saved.
-    ``dataset`` is the table that was trained. Of its images, those of the pairs with the lowest averages are read.
+    ``dataset`` is what was trained, a table if anything was left out. Of its images, those of the pairs with the lowest
+    averages are read.
     """
     selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
-    if not selections or not trainer.is_world_process_zero():
+    if not selections or isinstance(dataset, ImageTextStream) or not trainer.is_world_process_zero():
         return None
     rows, scores = (part.numpy() for part in selections[0].averages.slow())
     try:

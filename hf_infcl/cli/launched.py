@@ -41,18 +41,14 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     except BrokenPipeError:
         raise  # nobody reads the output any more, which is no mistake
     except (OSError, ValueError, ImportError, RuntimeError) as error:
+        is_from_here = PACKAGE in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents
         message = missing_package(error) or _raised_here_in_a_worker(error)
-        if message is None and isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
+        if message is None and isinstance(error, (OSError, ValueError)) and (of_libraries or is_from_here):
             message = str(error)
         if message is None:
             raise
         print_error(command, message, below=not of_libraries)  # only a training or evaluation has a bar
         sys.exit(1)
-
-
-def _raised_here(error: Exception) -> bool:
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return PACKAGE in Path(frame.f_code.co_filename).parents
 
 
 def _raised_here_in_a_worker(error: Exception) -> str | None:

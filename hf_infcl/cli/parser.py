@@ -27,6 +27,7 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..files.text import without_secrets
+from ..options.commands import DataOptions
 from ..options.contrastive import ContrastiveOptions
 from ..options.declaring import documented, holds
 from ..options.facts import check_values, of_transformers, release_of_file
@@ -128,19 +129,21 @@ class Parser(HfArgumentParser):
             all that it lists; ``--help all`` lists every one. Empty for a command without options of a training.
         positionals: the words before the options, which the docstring describes.
         optional: which of these, and of the required options of the dataclasses, the command can do without.
-        recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
     """
 
     reads: ClassVar[tuple[type, ...]] = ()
     shown: ClassVar[Mapping[str, str] | tuple[str, ...]] = ()
     positionals: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
-    recipes: ClassVar[bool] = False
 
     def __init__(self) -> None:
         description, helps = documented(type(self))
-        names = {name: f"[{name.upper()}]" if name in self.optional else name.upper() for name in self.positionals}
-        self._meanings = {shown: helps.get(name, "") for name, shown in names.items()}
+        self._takes_recipe = DataOptions in self.reads  # --recipe, which names one of `RECIPES`, as a training does
+        # What the words before the options mean, by how the usage shows these.
+        self._meanings = {
+            f"[{name.upper()}]" if name in self.optional else name.upper(): helps.get(name, "")
+            for name in self.positionals
+        }
         self._of_training = (ContrastiveOptions, of_transformers()) if self.shown else ()
         self._declared = (*self.reads, *self._of_training)
         file = ["[FILE.yaml or FILE.json]"] if self.shown else []
@@ -155,10 +158,10 @@ class Parser(HfArgumentParser):
         )
         every: Any = {"nargs": "?", "choices": ["all"], "default": argparse.SUPPRESS}
         self.add_argument("-h", "--help", help="--help all describes every option.", **every)
-        for name, shown in names.items():
+        for name in self.positionals:
             number = "?" if name in self.optional else None
-            self.add_argument(name, nargs=number, metavar=name.upper(), help=self._meanings[shown])
-        if self.recipes:
+            self.add_argument(name, nargs=number, metavar=name.upper(), help=helps.get(name))
+        if self._takes_recipe:
             of_recipes = "Take the options of a recipe of the package as defaults. Each file in hf_infcl/recipes says "
             self.add_argument("--recipe", choices=RECIPES, help=f"{of_recipes}what it is for.")
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
@@ -318,7 +321,9 @@ class Parser(HfArgumentParser):
         """The file of options that the first word or --recipe names, or None, and the other words."""
         of_recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         of_recipe.add_argument("--recipe", nargs="?", const="")
-        named, rest = of_recipe.parse_known_args(words) if self.recipes else (argparse.Namespace(recipe=None), words)
+        named, rest = (
+            of_recipe.parse_known_args(words) if self._takes_recipe else (argparse.Namespace(recipe=None), words)
+        )
         file = Path(rest[0]) if self.shown and rest and rest[0].endswith(FILES) else None
         if named.recipe is None:
             return file, words if file is None else words[1:]

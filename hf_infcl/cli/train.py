@@ -133,9 +133,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     with full_disk_explained(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
         by_width = scores_by_width(trainer, eval_datasets)
-        ledger = None
-        if isinstance(train_dataset, ImageTextDataset):
-            ledger = write_ledger_of_training(trainer, train_dataset)
+        ledger = write_ledger_of_training(trainer, train_dataset)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"

@@ -130,11 +130,9 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):  # type: ig
         micro_batch, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
         self.per_device_train_batch_size = 8 if micro_batch is None else micro_batch  # the default of TrainingArguments
         self.gradient_accumulation_steps = 1 if accumulation is None else accumulation
-        self.passed: tuple[Any, ...] = (micro_batch, accumulation)
-        for name in SEARCHED:
-            value = getattr(self, name)
-            setattr(self, name, "auto" if value is None else str(value))
-            self.passed += (None if value is None else str(value),)
+        searched = [None if (value := getattr(self, name)) is None else str(value) for name in SEARCHED]
+        self.texts_at_once, self.retain_graphs = ("auto" if value is None else value for value in searched)
+        self.passed = (micro_batch, accumulation, *searched)
         self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
         self.chosen: dict[str, Any] = {}
         if self.greater_is_better is None and (measured := metric_named(self.metric_for_best_model or "")) is not None:
@@ -224,11 +222,6 @@ class InfCLTrainingArguments(ContrastiveOptions, TrainingArguments):  # type: ig
     def seed_of_data(self) -> int:
         """The seed by which the rows of the training set are shuffled."""
         return self.seed if self.data_seed is None else self.data_seed
-
-    @property
-    def taught_sides(self) -> tuple[str, ...]:
-        """Of "image" and "text", those that ``teacher_side`` names."""
-        return ("image", "text") if self.teacher_side == "both" else (self.teacher_side,)
 
 
 def _dict_of_json(name: str, value: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from ..files.text import ON_BAD_SAMPLE
 from .declaring import FRACTION, FROM_0, FROM_1, FROM_2, described, option
 
 
-@dataclass
 @described
 class ModelOptions:
     """Model.
@@ -26,7 +25,6 @@ class ModelOptions:
     tokenizer: str | None = None
 
 
-@dataclass
 @described
 class MeasuredModelOptions(ModelOptions):
     """Models that are measured.
@@ -39,7 +37,6 @@ class MeasuredModelOptions(ModelOptions):
     model: list[str]  # type: ignore[assignment]  # several in place of one
 
 
-@dataclass
 @described
 class TrainedModelOptions(ModelOptions):
     """Model that is trained.
@@ -52,7 +49,6 @@ class TrainedModelOptions(ModelOptions):
     new_weights: list[str] | None = None
 
 
-@dataclass
 @described
 class LoraOptions:
     """LoRA adapters (package peft).
@@ -70,7 +66,6 @@ class LoraOptions:
     lora_merge: bool = False
 
 
-@dataclass
 @described
 class DataOptions:
     """Training data.
@@ -133,7 +128,6 @@ class DataOptions:
     overwrite_output_dir: bool = False
 
 
-@dataclass
 @described
 class ColumnOptions:
     """Columns of the training data, and of other datasets that have them.
@@ -157,7 +151,6 @@ OF_PAIRS = {one.name for kind in (DataOptions, ColumnOptions) for one in fields(
 OF_PAIRS -= {"overwrite_output_dir", "dry_run"}
 
 
-@dataclass
 @described
 class EvaluationOptions:
     """Evaluation.
@@ -188,7 +181,6 @@ class EvaluationOptions:
     templates: list[str] = option(["a photo of a {}."])
 
 
-@dataclass
 @described
 class GuardOptions:
     """What the model should keep.
@@ -207,7 +199,6 @@ class GuardOptions:
     guard_tolerance: float = option(0.01, within=FRACTION)
 
 
-@dataclass
 @described
 class StartOptions(GuardOptions):
     """What the model should keep, and its average with the start.
@@ -225,7 +216,6 @@ class StartOptions(GuardOptions):
 OF_TRAINING = (TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions)
 
 
-@dataclass
 @described
 class AverageOptions:
     """Average.
@@ -239,7 +229,6 @@ class AverageOptions:
     alpha: str = "0.5"
 
 
-@dataclass
 @described
 class CheckOptions:
     """Check.
@@ -251,7 +240,6 @@ class CheckOptions:
     all: bool = False
 
 
-@dataclass
 @described
 class EmbedOptions:
     """Embeddings.
@@ -269,7 +257,6 @@ class EmbedOptions:
     half_precision: bool = False
 
 
-@dataclass
 @described
 class ScoreOptions:
     """Scores.
@@ -289,7 +276,6 @@ class ScoreOptions:
     window: int = option(4096, within=FROM_2)
 
 
-@dataclass
 @described
 class ConvertOptions:
     """Conversion.

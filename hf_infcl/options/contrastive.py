@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 from .declaring import FINITE, FRACTION, FROM_0, FROM_1, MULTIPLIER, PART, SHARE, described, option
@@ -22,7 +21,6 @@ def objectives() -> Collection[str]:
     return OBJECTIVES
 
 
-@dataclass
 @described
 class ContrastiveOptions:
     """Exact contrastive training (hf_infcl.InfCLTrainingArguments).

@@ -15,6 +15,8 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from typing_extensions import dataclass_transform  # of typing itself from Python 3.11 on
+
 _T = TypeVar("_T")
 _FACTS, _HEADING = "_facts", "_argument_group_name"  # HfArgumentParser reads the second
 
@@ -116,12 +118,13 @@ def documented(kind: type) -> tuple[str, dict[str, str]]:
     return re.sub(" (Attributes|Args):$", "", told[0]), dict(zip(told[1::2], told[2::2], strict=True))
 
 
+@dataclass_transform()
 def described(kind: type[_T]) -> type[_T]:
-    """Declares every annotated field of a class as an option whose help is in the docstring, below "Attributes:".
+    """Makes a dataclass of options, in which every annotated field is one; the docstring has its help in "Attributes:".
 
-    It stands below ``@dataclass``. The first sentence of the docstring is the heading of these options in the help of a
-    command; a short help shows the first sentence of each option's help. The `Facts` of all options are in an attribute
-    of the class, since HfArgumentParser hands all metadata of a field to argparse.
+    The first sentence of the docstring is the heading of these options in the help of a command; a short help shows the
+    first sentence of each option's help. The `Facts` of all options are in an attribute of the class, since
+    HfArgumentParser hands all metadata of a field to argparse.
     """
     text, helps = documented(kind)
     setattr(kind, _HEADING, text.partition(". ")[0].rstrip("."))
@@ -134,7 +137,7 @@ def described(kind: type[_T]) -> type[_T]:
         declared.metadata = MappingProxyType(metadata)
         setattr(kind, name, declared)
     setattr(kind, _FACTS, every)
-    return kind
+    return dataclass(kind)
 
 
 def field_of(default: object, metadata: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol  # noqa: F401  # types in th
 
 from .contrastive import ContrastiveOptions
 from .declaring import FINITE, FROM_0, FROM_1, SHARE, Facts, Range, declared_facts, field_of, holds, spelled
+from .files import OF_THEIRS, options_in
 
 LARGEST = 2**40  # of pairs, steps or whatever a whole number counts
 
@@ -81,23 +82,7 @@ def values_of_card(args: Options) -> Iterator[tuple[str, str, Any]]:
 
 FILE = Path(__file__).with_name("transformers_options.json")
 
-# By the beginnings of their names. Other options, such as those that a later release may add, decide what is trained.
-# Those of a machine say where or how fast something is computed, and machines of one training may differ in them.
-_OF_A_MACHINE = tuple(
-    """
-    dataloader_ debug disable_tqdm fsdp_config hub_ local_rank log_level log_on_ logging_dir output_dir
-    project push_to_hub report_to run_name tf32 trackio_
-    """.split()
-)
-_UNDECISIVE = tuple(
-    """
-    _ accelerator_config activation_checkpointing auto_find_batch_size average_tokens_ batch_eval_metrics ddp_ deepspeed
-    do_ enable_jit_ eval_ fsdp full_determinism gradient_ greater_is_better ignore_data_skip include_ label_names
-    length_column_name liger_ load_best_model_at_end log_ logging_ no_cuda overwrite_output_dir parallelism_config
-    per_device_ prediction_loss_only restore_callback_ resume_ save_ skip_memory_ torch_compile torch_empty_ use_cache
-    use_cpu use_liger
-    """.split()
-)
+_OF_A_MACHINE, _UNDECISIVE = (tuple(names.split()) for names, _ in options_in(OF_THEIRS).values())
 # torch would refuse other numbers only after the data are open, and without the option's name, or not at all.
 _WITHIN = {
     "adam_beta1": SHARE,

@@ -11,6 +11,7 @@ import yaml
 
 FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
 REFUSED = Path(__file__).with_name("refusals.yaml")  # options that exclude each other
+OF_THEIRS = Path(__file__).with_name("transformers_facts.yaml")  # which of transformers' options decide what is trained
 PEERS = Path(__file__).with_name("elsewhere.yaml")  # names of options in other programs
 # The files of options that the package holds, by the names of --recipe.
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}

@@ -95,7 +95,8 @@ class StoredTeacher:
     """
 
     def __init__(self, folders: Iterable[str | Path], data: Iterable[object], args: InfCLTrainingArguments) -> None:
-        opened, self.sides = [StoredEmbeddings(folder) for folder in folders], args.taught_sides
+        opened = [StoredEmbeddings(folder) for folder in folders]
+        self.sides = ("image", "text") if args.teacher_side == "both" else (args.teacher_side,)
         sets = [_DataSet(part, self.sides, opened) for one in data for part in leaves(one)]
         kinds = [_KINDS[side] for side in self.sides]
         for stored in opened:
