@@ -48,8 +48,6 @@ def check(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         set_sizes(collator, args)  # what is cut on purpose is no finding
         inspector = Inspector(collator, config)
-        if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
-            args.max_steps = 1  # a training needs its length, a check does not
         parts = training_parts(data, columns, args)
         if args.teacher_embeddings is not None:
             teacher = StoredTeacher(embedding_folders(args.teacher_embeddings), parts, args)  # compares them

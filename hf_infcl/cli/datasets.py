@@ -36,8 +36,6 @@ def training_set(
     if data.streaming:
         if data.caption_templates:
             raise ValueError("--caption_templates is for tables with classes, which shards that are streamed are not.")
-        if args.max_steps <= 0 and data.samples_per_epoch is None:
-            raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
         options |= {"weights": weights, "samples_per_epoch": data.samples_per_epoch}
         stream = _stream(specs, spec, data, options)
         for ledger in data.exclude or ():

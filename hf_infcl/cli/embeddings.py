@@ -69,8 +69,7 @@ def embed(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if namespace.data is None:
             # New and old pairs, as a training reads them but for what changes them, by the names of their folders.
-            data = replace(data, min_side=None, samples_per_epoch=1 if data.streaming else None)
-            parts = enumerate(training_parts(data, columns, args))
+            parts = enumerate(training_parts(replace(data, min_side=None), columns, args))
             sources = {f"replay_dataset_{n}" if n else "dataset": source_of_training(part) for n, part in parts}
         else:
             spec = SetSpec.read("data", namespace.data)
@@ -357,9 +356,8 @@ def score(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     options, columns, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         chosen = {name: value for name, value in vars(options).items() if name != "window"}
-        length = 1 if options.streaming else None  # which a training needs
         named: Any = [SetSpec.read("data", namespace.data)]
-        dataset = training_set(DataOptions(named, samples_per_epoch=length, **chosen), columns, args)
+        dataset = training_set(DataOptions(named, **chosen), columns, args)
         model, processor, conversion = load(namespace.model)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         tell(trainer, *conversion)

@@ -38,7 +38,7 @@ from ..models.adapters import ADAPTER_FILES, describe_adapters, has_adapters
 from ..models.open_clip import compare_formats
 from ..models.pretrained import base_of_adapters
 from ..options.arguments import InfCLTrainingArguments
-from ..options.commands import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, ModelOptions
+from ..options.commands import ColumnOptions, DataOptions, ModelOptions
 from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..quality.averages import Averaged, described
@@ -65,7 +65,7 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         check_embedded(args.teacher_embeddings, parser.words)
         alpha = read_alpha("average_with_start", namespace)
-        check_output_folder(args.output_dir, model_options, data, evaluation, keep)
+        check_output_folder(args.output_dir, namespace)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if data.dry_run:
             write_nothing(args)
@@ -322,15 +322,12 @@ def has_results(trainer: InfCLTrainer) -> bool:
     return bool(Processes().agree([written])[0][0])
 
 
-def check_output_folder(
-    output_dir: str | None, model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, guards: GuardOptions
-) -> None:
+def check_output_folder(output_dir: str | None, options: argparse.Namespace) -> None:
     """Raises a ValueError if the results would overwrite the model, or be written among the files of a dataset."""
     output = Path(str(output_dir)).resolve()
-    named = {**vars(data), **vars(evaluation), **vars(guards)}
-    datasets = [(role, spec.path) for role in STATED if role in named for spec in read_sets(role, named[role])]
-    base = base_of_adapters(model.model) if Path(model.model).is_dir() else None
-    for option, source in (("model", model.model), ("model", base), *datasets):
+    datasets = [(role, spec.path) for role in STATED for spec in read_sets(role, getattr(options, role, None))]
+    base = base_of_adapters(options.model) if Path(options.model).is_dir() else None
+    for option, source in (("model", options.model), ("model", base), *datasets):
         folder = Path(source or "").resolve()
         if not source or not folder.is_dir():
             continue

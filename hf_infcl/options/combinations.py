@@ -67,6 +67,8 @@ def check_command(command: str, options: Any) -> None:
         return
     if len(options.dataset or ()) > 1 and not options.streaming:
         raise ValueError("Only shards that are read with --streaming can have several --dataset.")
+    if command == "train" and options.streaming and options.max_steps <= 0 and options.samples_per_epoch is None:
+        raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
     if options.replay_share and not options.replay_dataset:
         raise ValueError("--replay_share has no effect without --replay_dataset: add it or drop --replay_share.")
     refuse(REFUSALS["exclusive_in_trainings"], options)
