@@ -48,8 +48,7 @@ def print_error(command: str, message: str, *, below: bool = False) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if store.add(f"infcl/{attempt}/{message}", 1) > 1:
             return
-    line = f"{command}: error: {' '.join(without_secrets(message).split())}"
-    print(f"\n{line}" if below else line, file=sys.stderr, flush=True)
+    print("\n" * below + f"{command}: error: {' '.join(without_secrets(message).split())}", file=sys.stderr, flush=True)
 
 
 def missing_package(error: Exception) -> str | None:
@@ -139,11 +138,8 @@ class Parser(HfArgumentParser):
     def __init__(self) -> None:
         description, helps = documented(type(self))
         self._takes_recipe = DataOptions in self.reads  # --recipe, which names one of `RECIPES`, as a training does
-        # What the words before the options mean, by how the usage shows these.
-        self._meanings = {
-            f"[{name.upper()}]" if name in self.optional else name.upper(): helps.get(name, "")
-            for name in self.positionals
-        }
+        names = {name: f"[{name.upper()}]" if name in self.optional else name.upper() for name in self.positionals}
+        self._meanings = {shown: helps.get(name, "") for name, shown in names.items()}
         self._of_training = (ContrastiveOptions, of_transformers()) if self.shown else ()
         self._declared = (*self.reads, *self._of_training)
         file = ["[FILE.yaml or FILE.json]"] if self.shown else []

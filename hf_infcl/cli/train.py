@@ -37,7 +37,6 @@ from ..files.hub import stated_licence
 from ..models.adapters import ADAPTER_FILES, describe_adapters, has_adapters
 from ..models.open_clip import compare_formats
 from ..models.pretrained import base_of_adapters
-from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import ColumnOptions, DataOptions, ModelOptions
 from ..processes.collectives import Processes
 from ..processes.signals import Preempted
@@ -145,10 +144,14 @@ def train(parser: Parser, namespace: argparse.Namespace, user_options: set[str])
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
+        folder = str(args.output_dir)
         waits_for = "".join(one.waits_for for one in of_kind(trainer.window_step.extensions, WithoutNoisyPairs))
-        of_ledger = ledger_lines(ledger, str(args.output_dir), waits_for=waits_for) if ledger else ()
+        of_ledger = ledger_lines(ledger, folder, waits_for=waits_for) if ledger else ()
         print(*lines_of_changes(facts), *of_ledger, sep="\n")
-        print_where(args, trainer.hub_model_id if args.push_to_hub else None)
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f"The curves were not drawn: `pip install matplotlib`, and `infcl card {folder}` draws them.")
+        pushed = f" and on the Hub as {trainer.hub_model_id}" if args.push_to_hub else ""
+        print(f"The model, its card (README.md) and its results (*.json) are in {folder}{pushed}.")
         saves_last = average is None and not args.load_best_model_at_end
         best = earlier_best(trainer.state.log_history, facts) if saves_last else ""
         tell(trainer, outcome(facts), best)
@@ -188,14 +191,6 @@ def save_results(
         trainer.save_metrics("eval", (measured or trainer.evaluate()) | described_sets)
     trainer.save_state()
     return saved
-
-
-def print_where(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:
-    """Prints where the results are."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"The curves were not drawn: `pip install matplotlib`, and `infcl card {args.output_dir}` draws them.")
-    pushed = f" and on the Hub as {hub_model_id}" if hub_model_id else ""
-    print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}{pushed}.")
 
 
 def describe_run(

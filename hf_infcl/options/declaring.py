@@ -29,11 +29,6 @@ class Range:
     words: str
     holds: Callable[[Any], bool]
 
-    def check(self, name: str, value: object) -> None:
-        """Raises a ValueError if the value of an option is no such number."""
-        if not (isinstance(value, self.kind) and self.holds(value)):
-            raise ValueError(f"{name} must be {self.words}, got {value!r}.")
-
 
 FROM_1 = Range(Integral, "a whole number of at least 1", lambda value: value >= 1)
 FROM_0 = Range(Integral, "a whole number of at least 0", lambda value: value >= 0)

@@ -52,8 +52,9 @@ def check_values(options: Options) -> None:
         if not is_default and choices and value not in choices:
             known = dict.fromkeys([one.default, *choices])
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
-        if facts.within is not None and not (value is None and one.default is None):
-            facts.within.check(name, value)
+        within = None if value is None and one.default is None else facts.within
+        if within is not None and not (isinstance(value, within.kind) and within.holds(value)):
+            raise ValueError(f"{name} must be {within.words}, got {value!r}.")
         if facts.needs and not is_default and not any(holds(options, one) for one in facts.needs.split(" or ")):
             needed = facts.needs
             raise ValueError(f"{name}={spelled(value)} has no effect without {needed}: add {needed} or drop {name}.")
