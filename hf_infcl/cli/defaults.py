@@ -66,14 +66,12 @@ def check_best_metric(namespace: argparse.Namespace) -> None:
     """
     if (use := use_of_metric(namespace)) is None:
         return
-    benchmarks = {"": namespace.eval_benchmark or (), "guard_": namespace.guard_benchmark or ()}
-    kinds = {
-        **({"pairs": metrics_of_kind("pairs")} if namespace.eval_dataset else {}),
-        **dict.fromkeys(guard_names(namespace.guard_dataset), METRICS),
-        **({"zero_shot": metrics_of_kind("classes")} if namespace.zero_shot_dataset else {}),
-    }
-    for way, names in benchmarks.items():
-        kinds |= {f"{way}{benchmark_key(name)}": METRICS for name in expanded(names, namespace.benchmark_folder)}
+    kinds = {"pairs": metrics_of_kind("pairs")} if namespace.eval_dataset else {}
+    kinds |= dict.fromkeys(guard_names(namespace.guard_dataset), METRICS)
+    kinds |= {"zero_shot": metrics_of_kind("classes")} if namespace.zero_shot_dataset else {}
+    for way, names in (("", namespace.eval_benchmark), ("guard_", namespace.guard_benchmark)):
+        benchmarks = expanded(names or (), namespace.benchmark_folder)
+        kinds |= {f"{way}{benchmark_key(name)}": METRICS for name in benchmarks}
     if not kinds:
         raise ValueError(
             f"{use} needs something to evaluate: pass a set or benchmark to evaluate, such as --eval_dataset."
