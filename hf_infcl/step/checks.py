@@ -63,6 +63,8 @@ class NumberChecks:
         self.skipping, self._loss = False, math.nan
         self._undo: Callable[[], None] = lambda: None
         self._parameters: list[nn.Parameter] = []  # that are trained, listed once
+        # For images and texts, whether the embedding of each row is finite, [rows of the window] bool.
+        self.finite_rows: Sequence[Tensor] = ()
         # For each micro-batch, whether this process's gradient is finite after its backward.
         self._finite_gradients: list[Tensor] = []
 
@@ -72,53 +74,53 @@ class NumberChecks:
 
     def begin_window(self, model: Wrapper) -> None:
         """Begins a window, before its first forward."""
-        if self._most > 0:
-            self._undo = undoing(model, self._of_terms)
+        self._undo = undoing(model, self._of_terms)
         self._parameters = [*model.parameters(), *self._of_terms]
         self._finite_gradients, self.skipping, self._loss = [], False, math.nan
 
-    def check_loss(self, loss: Tensor, finite: Sequence[Tensor], window: Window, step: int) -> None:
-        """Refuses or skips the window if its loss is not finite.
+    def check(self, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool) -> None:
+        """Refuses or skips the window if its loss or its gradient is not finite.
 
-        ``finite`` says for images and texts whether the embedding of each row is finite, [rows of the window] bool.
+        Call it after the backward of each micro-batch; the gradient is complete after the ``last``. A message can name
+        the first micro-batch of a process only while the gradient is that of this process. The host reads loss and
+        gradient together, after the last one: while it waits for a number, the device runs out of work.
 
         Raises:
             ValueError: the window must not be trained, and no more windows may be skipped.
         """
-        self._loss = value = loss.item()
-        if not math.isfinite(value):
-            cause = self._places(finite, window)
-            with torch.no_grad():
-                scale = self._encoder.scale_and_bias()[0].item()
-            terms = [name for name, term in window.term_values.items() if not term.isfinite()]
-            cause = cause or (f"the term {' and '.join(terms)}" if terms else "")
-            cause = f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
-            self.refuse(f"The loss of the global batch after step {step} is {value}, because {cause}.")
-
-    def check_gradient(self, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool) -> None:
-        """Refuses or skips the window if its gradient is not finite.
-
-        Call it after the backward of each micro-batch; the gradient is complete after the ``last``. A message can name
-        the first micro-batch of a process only while the gradient is that of this process.
-
-        Raises:
-            ValueError: as `check_loss`.
-        """
+        finite, norms = torch.tensor(True), None
         # The gradient of the loss that fp16 scales may overflow, which skips the step.
-        if self._accelerator.scaler is not None or (self._accelerator.is_fsdp2 and not last):
-            return
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        kinds = {(type(one), one.device, one.dtype) for one in gradients}
-        of_one_kind = last and len(kinds) == 1 and type(gradients[0]) is Tensor
-        norms = GradientNorms(self._parameters) if of_one_kind else None
-        finite = all_finite(gradients) if norms is None else norms.total.isfinite()
-        if not last or self._accelerator.num_processes == 1:
-            self._finite_gradients.append(finite)
+        if self._accelerator.scaler is None and (last or not self._accelerator.is_fsdp2):
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            kinds = {(type(one), one.device, one.dtype) for one in gradients}
+            if last and len(kinds) == 1 and type(gradients[0]) is Tensor:
+                norms = GradientNorms(self._parameters)
+            finite = all_finite(gradients) if norms is None else norms.total.isfinite()
+            if not last or self._accelerator.num_processes == 1:
+                self._finite_gradients.append(finite)
         if not last:
             return
-        if finite:
+        self._loss, is_finite = torch.stack([passes.loss, finite.to(passes.loss)]).tolist()
+        if not math.isfinite(self._loss):
+            because = f"{self._loss}, because {self._cause_of_loss(window)}"
+            self.refuse(f"The loss of the global batch after step {step} is {because}.")
+        elif not is_finite:
+            which = self._cause_of_gradient(passes, window)
+            self.refuse(f"The gradient of the global batch after step {step} is not finite: {which}.")
+        else:
             window.gradient_norms = norms
-            return
+
+    def _cause_of_loss(self, window: Window) -> str:
+        cause = self._places(self.finite_rows, window)
+        terms = [name for name, term in window.term_values.items() if not term.isfinite()]
+        cause = cause or (f"the term {' and '.join(terms)}" if terms else "")
+        with torch.no_grad():
+            scale = self._encoder.scale_and_bias()[0].item()
+        return f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
+
+    def _cause_of_gradient(self, passes: CachedWindow[MicroBatch], window: Window) -> str:
+        if not all_finite([p.grad for p in self._of_terms if p.grad is not None]):
+            return "that of the parameters of a term"
         first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
         # A feature without a gradient, as of a frozen tower, has no rows.
         of_features = [torch.empty(0, 1) if gradient is None else gradient for gradient in passes.gradients]
@@ -128,17 +130,13 @@ class NumberChecks:
         local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in named.items()}
         bad = [name for name, gradient in local.items() if not gradient.isfinite().all()]
         parameters = of_all_ranks(listed(bad, _MOST_NAMES))  # the first ones on each process
-        of_terms = not all_finite([p.grad for p in self._of_terms if p.grad is not None])
-        self.refuse(
-            f"The gradient of the global batch after step {step} is not finite: "
-            f"{'that of the parameters of a term' if of_terms else '; '.join(filter(None, (parameters, places)))}."
-        )
+        return "; ".join(filter(None, (parameters, places)))
 
     def _places(self, finite: Sequence[Tensor], window: Window) -> str:
         """The rows of all processes' windows with values that are not finite, as a phrase; collective.
 
         The same on every process, such as ``rank 1: image embeddings of micro-batch 0, row 3 (17 of the training
-        set)``; empty if all rows are finite. ``finite`` as for `check_loss`.
+        set)``; empty if all rows are finite. ``finite`` as `finite_rows`.
         """
         parts = []
         for kind, rows, sizes in zip(_KINDS, finite, window.sizes, strict=True):
@@ -162,6 +160,7 @@ class NumberChecks:
         Raises:
             ValueError: no more windows may be skipped.
         """
+        self._undo()
         if self._in_a_row >= self._most:
             before = f" Steps skipped just before it: {self._in_a_row}." if self._in_a_row else ""
             raise ValueError(
@@ -172,7 +171,6 @@ class NumberChecks:
         logger.warning(f"{problem} The step is skipped ({self._in_a_row} in a row; skip_nonfinite is {self._most}).")
         self.skipping = True
         self.skipped += 1
-        self._undo()
 
     def end_window(self, overflowed_by: float | None = None) -> None:
         """Ends a window that was not refused, after the optimizer's step.

@@ -171,7 +171,7 @@ class WindowStep:
                 features = window.in_order(encoded)
                 for observer in self._observers:
                     observer.after_first_pass(window, features)
-            finite = finite_rows(features)
+            checks.finite_rows = finite_rows(features)
             # ---- Selection: the pairs of which the contrastive loss is computed ----
             if self._selections and not window.is_selected:
                 Processes().agree([])  # where an error of the first pass of another process arrives
@@ -184,17 +184,15 @@ class WindowStep:
             with record_function("infcl: loss"):
                 loss_of = partial(self._loss_and_terms, window, micro_batches)
                 loss = passes.differentiate(loss_of, lambda: encoder.temperature_parameters, self.term_parameters)
-        checks.check_loss(loss, finite, window, step)  # before any gradient is added
         scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()  # of fp16's gradients
-        if not checks.skipping:
-            # No wrapper averages these over the processes, and no backward scales them as fp16 needs it.
-            for parameter, gradient in zip(self.term_parameters, passes.other_gradients, strict=True):
-                parameter.grad = Processes().sum(gradient) * (scale / args.world_size)
-        # ---- Second pass: one micro-batch after the other, with the gradient of its features; none if skipped ----
+        # No wrapper averages these over the processes, and no backward scales them as fp16 needs it.
+        for parameter, gradient in zip(self.term_parameters, passes.other_gradients, strict=True):
+            parameter.grad = Processes().sum(gradient) * (scale / args.world_size)
+        # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
         self._phases.enter("the second pass", step)
         self.may_repeat = self.repeats
         every = args.torch_empty_cache_steps
-        for index in range(0 if checks.skipping else count):
+        for index in range(count):
             last = index == count - 1
             if last and (together or self._awaits_observers):
                 Processes().agree([])  # where a lack of memory, or an observer's error, on another process arrives
@@ -205,7 +203,7 @@ class WindowStep:
                     if (surrogate := passes.surrogate(index)) is not None:
                         accelerator.backward(surrogate)
                     del surrogate  # and its graph
-                checks.check_gradient(passes, window, step, last=last)
+                checks.check(passes, window, step, last=last)
             with self._announced(repeats=repeats):
                 for observer in () if checks.skipping else self._observers:
                     observer.after_backward(index, scale)

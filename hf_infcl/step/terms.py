@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from .extensions import Extension, LossTerm, StepChange, StepObserver
 from .grad_cache import Features
-from .window import Window
+from .window import Window, on_device
 
 SIDES = ("image", "text")
 OF_TEACHER = "teacher_"  # what the names of a batch's tensors for the teacher begin with
@@ -166,19 +167,21 @@ class TowerNorms(StepObserver):
             tower: [p for module in parts for p in module.parameters() if p.requires_grad]
             for tower, parts in encoder.parts().items()
         }
-        self._norms: dict[str, Tensor] = {}
+        self._norms: dict[str, Callable[[], Tensor]] = {}
 
     def end_window(self, window: Window, scale: float) -> None:
         for tower, parameters in self._parameters.items():
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if gradients:
-                norms = window.gradient_norms
-                norm = get_total_norm(gradients) if norms is None else norms.of(parameters)
-                self._norms[tower] = norm / scale
+            if gradients := [p.grad for p in parameters if p.grad is not None]:
+                # Those of single parameters, where the step has read them, are joined only when they are logged.
+                if (norms := window.gradient_norms) is not None:
+                    self._norms[tower] = partial(norms.of, parameters)
+                else:
+                    self._norms[tower] = partial(torch.div, get_total_norm(gradients), scale)
 
     def logs(self) -> dict[str, float]:
         """``grad_norm_image`` and ``grad_norm_text`` of the last window, before clipping; collective under FSDP2."""
-        whole = {t: norm.full_tensor() if isinstance(norm, DTensor) else norm for t, norm in self._norms.items()}
+        norms = {tower: norm_of() for tower, norm_of in self._norms.items()}
+        whole = {t: norm.full_tensor() if isinstance(norm, DTensor) else norm for t, norm in norms.items()}
         return {f"grad_norm_{tower}": norm.item() for tower, norm in whole.items()}
 
 
@@ -201,13 +204,13 @@ class PositiveCosines(StepObserver):
             captions = (caption_image >= 0).nonzero().flatten()
             image_of_each = caption_image[captions]
             shares = 1 / torch.bincount(image_of_each, minlength=len(images))[image_of_each]
-            of_images, of_texts = (places.to(images.device) for places in (image_of_each, captions))
-            cosines_of_captions = torch.linalg.vecdot(images[of_images], texts[of_texts]) * shares.to(images.device)
+            of_images, of_texts, shares = (on_device(one, images.device) for one in (image_of_each, captions, shares))
+            cosines_of_captions = torch.linalg.vecdot(images[of_images], texts[of_texts]) * shares
             cosines = images.new_zeros(len(images)).index_add_(0, of_images, cosines_of_captions)
         parts = torch.ones(1, len(images))
         if replayed is not None:
             parts = torch.stack((parts[0], ~replayed, replayed))
-        parts = parts.to(images.device)
+        parts = on_device(parts, images.device)
         self._of_window = torch.stack(((parts * cosines).sum(1), parts.sum(1)))
 
     def end_window(self, window: Window, scale: float) -> None:

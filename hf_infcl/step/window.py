@@ -91,6 +91,11 @@ def widened(tokens: Tensor, length: int, value: int) -> Tensor:
 # ---- The window ----
 
 
+def on_device(rows: Tensor, device: torch.device) -> Tensor:
+    """A small tensor, of the CPU perhaps, on a device. The host does not wait until the device has got there."""
+    return rows.to(device, non_blocking=True)
+
+
 class GradientNorms:
     """The norms of the gradients of a window, which are read once for those of all and of parts of them.
 
@@ -182,7 +187,7 @@ class Window:
         images, texts = rows
         if self._text_places is None or len(texts) == 0:  # gradients of a frozen tower
             return images, texts
-        return images, texts[self._text_places.to(texts.device)]
+        return images, texts[on_device(self._text_places, texts.device)]
 
     def release(self, index: int) -> None:
         """Drops the images of a micro-batch after its backward: Trainer holds the window until it fetches the next."""
@@ -261,20 +266,21 @@ class WindowLoss:
                 of_texts = (chosen[caption_image] | (caption_image < 0)).nonzero().flatten()
                 caption_image = caption_image[of_texts]
                 caption_image = torch.where(caption_image < 0, -1, (chosen.cumsum(0) - 1)[caption_image])
-            ids = None if ids is None else ids[places.to(ids.device)]
-            images, texts = images[places.to(device)], texts[of_texts.to(device)]
+            ids = None if ids is None else ids[on_device(places, ids.device)]
+            images, texts = images[on_device(places, device)], texts[on_device(of_texts, device)]
         # ---- Captions in the order of their images, negative ones apart ----
         negatives = texts[:0]  # also if this process has none, because another process may have some
         if caption_image is not None:
             order = caption_image.argsort(stable=True)  # negative captions first
             count = int((caption_image < 0).sum())
-            negatives, texts = texts[order.to(device)].tensor_split([count])
+            negatives, texts = texts[on_device(order, device)].tensor_split([count])
             caption_image = caption_image[order[count:]]
-        ids = None if ids is None else ids.to(device)
+        ids = None if ids is None else on_device(ids, device)
         of_pairs: dict[str, Any] = {"pair_ids": ids}
         if self.equal_ids == "positive":
             assert ids is not None
-            of_pairs = {"image_ids": ids, "text_ids": ids if caption_image is None else ids[caption_image.to(device)]}
+            of_texts = ids if caption_image is None else ids[on_device(caption_image, device)]
+            of_pairs = {"image_ids": ids, "text_ids": of_texts}
         return contrastive_loss(
             images,
             texts,
