@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.processes import on_ranks
 
-from hf_infcl.processes.collectives import MOST_NUMBERS, Processes, announce_failure, is_lost_connection
+from hf_infcl.processes.collectives import MOST_NUMBERS, Processes, alone, announce_failure, is_lost_connection
 from hf_infcl.processes.signals import ended_with_launcher
 
 
@@ -74,6 +74,11 @@ def test_alone_needs_no_other_process(rank, world_size):
         assert (processes.rank, processes.world_size) == (0, 1)
         assert processes.sum(torch.ones(1)).item() == 1
         assert processes.agree([3.0]) == [[3.0]]
+        with alone():
+            with alone():
+                pass
+            assert Processes().world_size == 1, "an inner context ends the outer one"
+    assert Processes().world_size == world_size
 
 
 @on_ranks(2)

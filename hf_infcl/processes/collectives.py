@@ -192,11 +192,11 @@ class Processes:
 def alone() -> Iterator[None]:
     """A context in which the default group is this process alone, so that what it computes waits for no other."""
     global _alone
-    _alone = True
+    before, _alone = _alone, True
     try:
         yield
     finally:
-        _alone = False
+        _alone = before
 
 
 class Arriving:
