@@ -89,9 +89,10 @@ def check_batch(batch: object, equal_ids: str) -> None:
         equal_ids: ``"exclude"``, with which every image needs exactly one caption, or ``"positive"``.
     """
     if not isinstance(batch, Mapping) or images_of(batch) is None or "input_ids" not in batch:
-        got = f"a {type(batch).__name__}"
-        if isinstance(batch, Mapping):
-            got = f"keys {[name for name in batch if name != NO_MASK]}"  # which the collator has not given
+        # The key of the mask is added to what a collator gives.
+        got = (
+            f"keys {[n for n in batch if n != NO_MASK]}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        )
         raise ValueError(
             f"The data collator must give a dict with pixel_values and input_ids at least, got {got}. "
             'The default one makes them of the "image" of each item and of its "caption", a list of strings.'
