@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..evaluation.tasks import group_by_image
-from ..models.dual_encoder import IMAGE_FEATURES, NO_MASK, images_of
+from ..models.dual_encoder import IMAGE_FEATURES, images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..options.record import RunRecord
 from ..processes.signals import heed_parent_alone
@@ -89,10 +89,7 @@ def check_batch(batch: object, equal_ids: str) -> None:
         equal_ids: ``"exclude"``, with which every image needs exactly one caption, or ``"positive"``.
     """
     if not isinstance(batch, Mapping) or images_of(batch) is None or "input_ids" not in batch:
-        # The key of the mask is added to what a collator gives.
-        got = (
-            f"keys {[n for n in batch if n != NO_MASK]}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        )
+        got = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise ValueError(
             f"The data collator must give a dict with pixel_values and input_ids at least, got {got}. "
             'The default one makes them of the "image" of each item and of its "caption", a list of strings.'

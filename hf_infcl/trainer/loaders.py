@@ -173,7 +173,7 @@ class TrainingCollator:
                 f"The data collator failed: {describe_cause(error)}. It gets all columns, and {', '.join(sorted(more))}"
                 ", which Trainer leaves out: with remove_unused_columns=True InfCLTrainer does as well."
             ) from error
-        if not isinstance(batch, Mapping):
+        if not isinstance(batch, Mapping) or images_of(batch) is None:
             return batch  # which is refused later
         if isinstance(tokens := batch.get("input_ids"), Tensor):
             check_tokens(tokens, self._vocabulary)
