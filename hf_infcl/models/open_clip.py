@@ -72,8 +72,7 @@ def write_sentence_files(
     }
     # The processor of SigLIP 2 for variable patches passes its own values to its image processor.
     image = {name: getattr(images, name) for name in ("patch_size", "max_num_patches") if hasattr(images, name)}
-    package = "sentence_transformers.models"
-    output = {"method_output_name": "pooler_output"}
+    package, output = "sentence_transformers.models", {"method_output_name": "pooler_output"}
     kinds = {kind: {"method": f"get_{kind}_features", **output} for kind in ("text", "image")}
     contents: dict[str, Any] = {
         MODULES: [
@@ -278,10 +277,11 @@ def convert(
             f"to must be transformers or open_clip, got {to!r}. scripts/AFTER_TRAINING.md exports the towers to ONNX "
             "and says how other libraries read the model."
         )
-    forbidden = [CONFIG, CONFIG_NAME] if to == "open_clip" else [CONFIG_NAME, CONFIG]
-    if Path(source).resolve() == Path(target).resolve():
-        forbidden.pop()  # another model's would lose its tokenizer, whose files both formats share
-    for file in (*forbidden, ADAPTER_CONFIG_NAME):  # adapters beside a whole model would be added to it
+    own, other = (CONFIG, CONFIG_NAME) if to == "open_clip" else (CONFIG_NAME, CONFIG)
+    # Adapters beside a whole model would be added to it. Another model's would lose its tokenizer, whose files both
+    # formats share.
+    is_beside = Path(source).resolve() == Path(target).resolve()
+    for file in (own, ADAPTER_CONFIG_NAME, *(() if is_beside else (other,))):
         if (Path(target) / file).exists():
             raise ValueError(f"{str(target)!r} holds a model already ({file}). Name another folder, or delete it.")
     if to == "transformers":

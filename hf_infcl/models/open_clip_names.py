@@ -69,29 +69,24 @@ TIMM_TOWERS = {
 # training.
 Values = dict[str, tuple[Any, ...]]
 _READ = """
-    mlp_ratio head_width pool_type act_kwargs norm_kwargs no_causal_mask proj_bias proj_type eos_id hf_tokenizer_name
-    tokenizer_mode tokenizer_kwargs patch_dropout timm_model_name timm_pool timm_model_pretrained timm_proj
-    timm_proj_bias timm_drop timm_drop_path attn_pooler_queries attn_pooler_heads hf_model_name hf_model_pretrained
-    hf_proj_type hf_pooler_type pad_id
+    mlp_ratio head_width pool_type act_kwargs norm_kwargs eos_id hf_tokenizer_name tokenizer_mode tokenizer_kwargs
+    patch_dropout timm_model_name timm_pool timm_model_pretrained timm_proj timm_proj_bias timm_drop timm_drop_path
+    attn_pooler_queries attn_pooler_heads hf_model_name hf_model_pretrained hf_proj_type hf_pooler_type pad_id
 """
 _OFF = """
     ls_init_value attentional_pool no_ln_pre final_ln_after_pool qk_norm scaled_cosine_attn scale_heads scale_attn_inner
-    scale_attn scale_fc embed_cls output_tokens
+    scale_attn scale_fc embed_cls output_tokens no_causal_mask proj_bias
 """
 _ANY: Values = {
     **dict.fromkeys((*_READ.split(), *_TEXT, *_IMAGE), ()),
     **dict.fromkeys(_OFF.split(), (None, False)),
     "pos_embed_type": (None, "learnable"),
     "block_type": (None, "default"),
+    "proj_type": (None, "linear"),
 }
 _OF_CLIP: dict[str, Values] = {
     "vision_cfg": {"pool_type": (None, "tok")},
-    "text_cfg": {
-        "no_causal_mask": (None, False),
-        "pool_type": (None, "argmax", "eos"),
-        "proj_bias": (None, False),
-        "proj_type": (None, "linear"),
-    },
+    "text_cfg": {"pool_type": (None, "argmax", "eos")},
 }
 _OF_SIGLIP: dict[str, Values] = {
     "vision_cfg": {"timm_model_pretrained": (False, True, None), "timm_pool": ("map",), "timm_proj": ("none",)},
