@@ -213,7 +213,7 @@ def test_no_import_comes_back_to_itself():
 # Lines of code, without comments and docstrings, that a package has at most.
 BUDGETS = {
     **{"files": 175, "processes": 570, "kernels": 1674, "evaluation": 484, "refusals": 40},
-    **{"loss": 1195, "shards": 957, "models": 2034, "optim": 354, "options": 716, "data": 2549, "step": 2130},
+    **{"loss": 1195, "shards": 957, "models": 2027, "optim": 354, "options": 716, "data": 2549, "step": 2130},
     **{"quality": 1006, "trainer": 2271, "card": 932, "cli": 2319},
 }
 
