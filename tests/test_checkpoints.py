@@ -122,7 +122,7 @@ def test_a_file_system_without_locks_or_flushed_folders_is_written_to(tmp_path, 
 
     monkeypatch.setattr(os, "fsync", flush_files)
     monkeypatch.setattr(FileLock, "_acquire", no_lock)
-    with locked(tmp_path):
+    with locked(tmp_path, locks=True, shared=True):
         newest = written(tmp_path, 1)
     assert choose(str(tmp_path), "auto") == str(newest)
     assert "_run.lock cannot be locked ([Errno 37] No locks available), so a second run in this folder" in caplog.text
@@ -339,7 +339,8 @@ def test_a_damaged_record_of_an_old_checkpoint_does_not_end_the_training(tmp_pat
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
-    with locked(tmp_path), pytest.raises(ValueError, match=r"Another run is training in .*: choose another output_dir"):
+    message = r"Another run is training in .*: choose another output_dir"
+    with locked(tmp_path, locks=True, shared=True), pytest.raises(ValueError, match=message):
         trainer(tmp_path).train()
     trainer(tmp_path).train()
 
@@ -399,7 +400,8 @@ def test_a_folder_that_one_rank_cannot_write_to_is_found_before_the_first_step(r
 def test_a_folder_that_takes_no_more_files_is_told_on_all_ranks(rank, world_size, tmp_path):
     error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     refused = pytest.raises(ValueError, match=f"^Nothing can be written to output_dir {tmp_path}: .*Choose another")
-    with mock.patch.object(lock, "NamedTemporaryFile", side_effect=error), refused, locked(tmp_path):
+    full = mock.patch.object(lock, "NamedTemporaryFile", side_effect=error)
+    with full, refused, locked(tmp_path, locks=rank == 0, shared=True):
         pass
 
 

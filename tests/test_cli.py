@@ -344,7 +344,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
 
     # Nothing is deleted while another run is training there.
     before = set(out.rglob("*"))
-    with locked(out):
+    with locked(out, locks=True, shared=True):
         assert "Another run is training in" in mistake(capsys, *small, "--max_steps", 1, "--overwrite_output_dir")
     assert set(out.rglob("*")) == before
 

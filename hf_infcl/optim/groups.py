@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -99,18 +100,15 @@ def parameter_groups(
             both algorithms are found in one name; a parameter that is moved to Muon is no matrix.
     """
     role_of = roles(model)
-    moved = dict.fromkeys(matching(role_of, "muon", to_muon), "muon")
-    for name in matching(role_of, "adamw", to_adamw):
-        if name in moved:
-            raise ValueError(
-                f"{name} is to be updated by Muon and by AdamW. Let patterns of only one of them match it."
-            )
-        moved[name] = "adamw"
+    by_muon, by_adamw = matching(role_of, "muon", to_muon), matching(role_of, "adamw", to_adamw)
+    if both := by_muon & by_adamw:
+        raise ValueError(f"{min(both)} is to be updated by Muon and by AdamW. Let patterns of only one match it.")
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if (role := role_of.get(name)) is None:
             continue
-        algorithm = moved.get(name, "muon" if role.name in BY_MUON else "adamw")
+        by_role = "muon" if role.name in BY_MUON else "adamw"
+        algorithm = "muon" if name in by_muon else "adamw" if name in by_adamw else by_role
         if algorithm == "muon" and parameter.ndim != 2:
             raise ValueError(
                 f"{name} has the shape {tuple(parameter.shape)}, but Muon updates matrices only. Leave it to AdamW."
@@ -238,10 +236,9 @@ def _rates(groups: Iterable[Group]) -> str:
 
 def _decays(groups: Iterable[Group]) -> str:
     """The weight decays, with the number of values that have each if they differ."""
-    values: dict[float, int] = {}
+    values = Counter[float]()
     for group in groups:
-        decay = group.get("weight_decay", 0.0)
-        values[decay] = values.get(decay, 0) + sum(p.numel() for p in group["params"])
+        values[group.get("weight_decay", 0.0)] += sum(p.numel() for p in group["params"])
     if len(values) == 1:
         return f"{next(iter(values)):g}"
     return ", ".join(f"{decay:g} for {count:,}" for decay, count in sorted(values.items(), reverse=True) if decay)

@@ -37,12 +37,11 @@ def check_writable(folder: str | Path, option: str = "output_dir") -> None:
 
 
 @contextmanager
-def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = True) -> Iterator[None]:
+def locked(output_dir: str | Path, *, locks: bool, shared: bool) -> Iterator[None]:
     """Keeps other runs from training in the same folder; collective. The lock ends with the process.
 
     Args:
-        locks: whether this process takes the lock; by default, only the main process does. If every machine has its own
-            folder, one process of each machine must.
+        locks: whether this process takes the lock: the main one, or one of each machine if each has its own folder.
         shared: whether all processes write to the folder, which must then be the same for all of them.
 
     Raises:
@@ -50,7 +49,6 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
             differs from that of the process that takes the lock.
     """
     processes = Processes()
-    locks = processes.rank == 0 if locks is None else locks
     lock, mark, problem = FileLock(Path(output_dir, LOCK_NAME), timeout=0), "", ""
     try:
         with ExitStack() as files:

@@ -368,11 +368,10 @@ class Pushes:
             for path in checkpoint.glob("open_clip_*"):
                 shutil.copy(path, str(args.output_dir))
             self._jobs = dict.fromkeys(push(str(checkpoint)), checkpoint)
+            for job in self._jobs:
+                job.add_done_callback(partial(_report_failure, step))
         except Exception as error:  # a full disk is reported differently by files, torch.save and tokenizers
             logger.error(f"The push of step {step} could not start: {cause(error)}.")
-            return
-        for job in self._jobs:
-            job.add_done_callback(partial(_report_failure, step))
 
     def push_output_dir(self, repository: str | None, message: str, delete: tuple[str, ...]) -> None:
         """Pushes the current ``output_dir`` without its checkpoints in one commit, after the push that runs.

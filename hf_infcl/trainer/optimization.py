@@ -57,15 +57,16 @@ class Optimization:
                 "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
                 "the parameters to train, and freeze at most one tower."
             )
-        is_muon = passed is None and args.optimizer == "muon"
         beside = term_parameters(context.extensions)
-        known = [] if passed is None else [p for group in passed.param_groups for p in group["params"]]
-        if passed is not None and not set(beside) <= set(known):
-            raise ValueError(
-                "An optimizer was passed, but terms of the loss have parameters of their own, such as the linear map "
-                "to a teacher of another width, which it does not update. Let the trainer create the optimizer."
-            )
-        if is_muon:
+        if passed is not None:
+            if not {p for group in passed.param_groups for p in group["params"]}.issuperset(beside):
+                raise ValueError(
+                    "An optimizer was passed, but terms of the loss have parameters of their own, such as the linear "
+                    "map to a teacher of another width, which it does not update. Let the trainer create the optimizer."
+                )
+            return passed
+        self.creates_optimizer = trainer.optimizer_cls_and_kwargs is None
+        if args.optimizer == "muon":
             optimizer: Optimizer = _create_muon(encoder, args, trainer.get_decay_parameter_names(model), accelerator)
             start = getattr(getattr(model, "config", None), "_name_or_path", "")
             # Muon is for random weights.
@@ -77,11 +78,9 @@ class Optimization:
         else:
             with errors_of_options(args, "optim", "optim_args", "optimizer"):
                 optimizer = create()
-        if passed is None:
-            self.creates_optimizer = trainer.optimizer_cls_and_kwargs is None
-            if self.creates_optimizer and not is_muon:
+            if self.creates_optimizer:
                 check_optimizer_options(args, trainer.get_optimizer_cls_and_kwargs)
-            self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
+        self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
         return optimizer
 
     def scheduler(self, trainer: Any, make: Callable[[], LRScheduler]) -> LRScheduler:
@@ -224,7 +223,7 @@ def _create_muon(
 
 
 def set_learning_rates(
-    optimizer: Optimizer, encoder: DualEncoder, args: InfCLTrainingArguments, beside: Sequence[nn.Parameter] = ()
+    optimizer: Optimizer, encoder: DualEncoder, args: InfCLTrainingArguments, beside: Sequence[nn.Parameter]
 ) -> str:
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
 
