@@ -191,21 +191,14 @@ class LoopEvents(TrainerCallback):
     """
 
     def __init__(
-        self, callbacks: list[TrainerCallback], begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]]
+        self, callbacks: list[TrainerCallback], begin_training: Callable[[], tuple[WindowStep, TrainingData]]
     ) -> None:
         self._callbacks, self._begin_training = callbacks, begin_training
 
     def on_train_begin(self, *_: object, **kwargs: object) -> None:
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
         self._callbacks.append(CompleteWindows())  # after the user's callbacks
-        self._step, self._data, self._progress = self._begin_training()
-
-    def on_train_end(
-        self, args: object, state: TrainerState, *_: object, optimizer: Optimizer | None = None, **kwargs: object
-    ) -> None:
-        switch_weights(optimizer, "eval")
-        self._data.close()
-        self._progress.keep_seconds(state)
+        self._step, self._data = self._begin_training()
 
     def on_pre_optimizer_step(
         self, args: object, state: TrainerState, *_: object, optimizer: Optimizer | None = None, **kwargs: object

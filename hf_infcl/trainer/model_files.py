@@ -343,14 +343,11 @@ class Pushes:
             wait(running)
         return time.monotonic() - begin
 
-    def push_checkpoint(
-        self, checkpoint: Path, push: Callable[[str], Sequence[Future[Any]]], save: Callable[[], None] | None
-    ) -> None:
+    def push_checkpoint(self, trainer: Any, checkpoint: Path, push: Callable[[str], None]) -> None:
         """Pushes the model of a checkpoint and, if ``hub_strategy`` asks for it, the checkpoint.
 
-        Args:
-            push: as Trainer's method, which copies transformers' files of the model; returns the jobs of the push.
-            save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
+        ``push`` is Trainer's method, which copies transformers' files of the model. A checkpoint in shards has no whole
+        model, so that one is saved first; collective.
         """
         args, step = self._args, checkpoint.name.rpartition("-")[2]
         if args.hub_strategy == HubStrategy.END:
@@ -358,16 +355,17 @@ class Pushes:
         if args.hub_always_push:
             wait(self._jobs)
         starts = all(job.done() for job in self._jobs)  # a copy into checkpoint_store reads nothing that a push writes
-        if save is not None:
+        if saves_shards(trainer.accelerator):
             starts = bool(Processes().agree([starts])[0][0])  # only the main process knows
             if starts:
-                save()
+                trainer.save_model(_internal_call=True)
         if args.process_index > 0 or not starts:
             return
         try:
             for path in checkpoint.glob("open_clip_*"):
                 shutil.copy(path, str(args.output_dir))
-            self._jobs = dict.fromkeys(push(str(checkpoint)), checkpoint)
+            push(str(checkpoint))
+            self._jobs = dict.fromkeys(trainer.push_in_progress.jobs, checkpoint)
             for job in self._jobs:
                 job.add_done_callback(partial(_report_failure, step))
         except Exception as error:  # a full disk is reported differently by files, torch.save and tokenizers

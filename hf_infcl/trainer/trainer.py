@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -148,7 +147,7 @@ class InfCLTrainer(Trainer):
         self._train_batch_size = self.args.per_device_train_batch_size
         return super()._inner_training_loop(*args, **kwargs)
 
-    def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
+    def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
         self.training_data = TrainingData(loader, args, record, self.data_collator)
@@ -162,7 +161,7 @@ class InfCLTrainer(Trainer):
         if loader is not None and self.is_world_process_zero():
             self.caption_notices.was_told = record is not None
             self.caption_notices.look_at_all(self.context, self.eval_dataset)
-        return self.window_step, self.training_data, self.progress
+        return self.window_step, self.training_data
 
     def _run_epoch(self, model: nn.Module, epoch: int, *args: object, **kwargs: Any) -> None:
         if not self.resumption.ends_with_evaluation(self, self._decisions, epoch, kwargs):
@@ -399,11 +398,10 @@ class InfCLTrainer(Trainer):
     def _get_output_dir(self, trial: object) -> str:
         return self.checkpoints.partial_dir or super()._get_output_dir(trial)
 
-    def _load_best_model(self) -> None:
-        switch_weights(self.optimizer, "eval")  # before the weights change
-        super()._load_best_model()
-
     def _finalize_training(self, trial: object, samples: int, start_time: float) -> TrainOutput:
+        switch_weights(self.optimizer, "eval")  # before the best ones are loaded
+        self.training_data.close()
+        self.progress.keep_seconds(self.state)
         # It removes all checkpoints but the best with save_total_limit=1.
         return super()._finalize_training(trial, samples, start_time + self._pushes.finish())
 
@@ -428,13 +426,7 @@ class InfCLTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
         if self.checkpoints.partial_dir is None:  # the checkpoint is complete
-            save = partial(self.save_model, _internal_call=True) if files.saves_shards(self.accelerator) else None
-            self._pushes.push_checkpoint(Path(checkpoint_folder), self._start_push, save)
-
-    def _start_push(self, checkpoint_folder: str) -> list[Future[Any]]:
-        super()._push_from_checkpoint(checkpoint_folder)
-        push: Any = self.push_in_progress
-        return push.jobs
+            self._pushes.push_checkpoint(self, Path(checkpoint_folder), super()._push_from_checkpoint)
 
     def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
         """Pushes the current ``output_dir`` without its checkpoints; see `Pushes.push_output_dir`."""
