@@ -33,6 +33,7 @@ from ..data.store import PartFiles, Store, Writer, of_caption
 from ..files.text import was_and_is
 from ..files.whole import written_whole
 from ..models.adapters import weight_fingerprint
+from ..models.dual_encoder import DualEncoder
 from ..options.record import as_json, options_of_model
 from ..processes.collectives import Processes, failures_announced
 from ..processes.lock import check_writable
@@ -43,14 +44,16 @@ from ..step.terms import Context
 logger = logging.get_logger(__name__)
 
 Encode = Callable[[dict[str, Tensor]], Tensor]  # inputs of a model, images or texts, on the device, to rows [n, D]
+_Row = tuple[int, str, str, str]  # the number of a row in the data, its key, name and caption
 
 
 def compute(
     source: ItemSource,
     context: Context,
     encoders: Mapping[str, Encode],
-    writers: Mapping[str, Writer],
+    folder: Path,
     *,
+    format: str = "npy",
     batch_size: int,
     agree: Callable[[], object],
 ) -> dict[str, int]:
@@ -60,8 +63,9 @@ def compute(
 
     Args:
         context: its collator, a `ContrastiveCollator`, prepares images and texts, and ``prepare_inputs`` moves them.
-        encoders, writers: by "images" and "texts", those that are to be computed. Beside the keys and values, a writer
-            gets the ``names`` by which people know the rows, and of texts the ``captions``.
+        encoders: by the ``kinds`` of the source.
+        folder, format: of the files, see `embed`. Beside the keys and values, they have the ``names`` by which people
+            know the rows, and of texts the ``captions``.
         batch_size: the most images, or texts, of a forward.
         agree: called before each part of a process and at the end; collective. It raises an error on all processes if
             one has failed, and may end the program.
@@ -73,6 +77,10 @@ def compute(
         ValueError: a pair is bad, or a row is not finite. The other processes raise an OtherRankFailedError.
     """
     processes, args = Processes(), context.args
+    writers: dict[str, Writer] = {}
+    for kind in source.kinds:
+        parts = folder, kind, source.parts
+        writers[kind] = Store(*parts) if format == "npy" else PartFiles(*parts, format)
     counts = dict.fromkeys(("images", "texts", "skipped"), 0)
     mine = range(processes.rank, source.parts, processes.world_size)
     missing = [part for part in mine if any(writer.lacks(part) for writer in writers.values())]
@@ -80,26 +88,26 @@ def compute(
     batches_of_parts = source.read(missing, batch_size, load)
 
     def compute_part(part: int) -> None:
-        items: dict[str, list[tuple[int, str, str, str]]] = {kind: [] for kind in writers}  # row, key, name and caption
+        rows: dict[str, list[_Row]] = {kind: [] for kind in writers}
         vectors: dict[str, list[Tensor]] = {kind: [] for kind in writers}
-        for kept, bad, images, texts in next(batches_of_parts):
+        for items, bad, images, texts in next(batches_of_parts):
             for reason in bad:
                 logger.warning(f"Left out: {reason}")
             counts["skipped"] += len(bad)
             for kind, inputs in (("images", images), ("texts", texts)):
-                if kind not in writers or inputs is None:
+                if inputs is None:
                     continue
                 for first in range(0, len(next(iter(inputs.values()))), batch_size):  # an item may have many captions
                     split = {name: values[first : first + batch_size] for name, values in inputs.items()}
                     with torch.no_grad(), context.accelerator.autocast():
                         vectors[kind].append(encoders[kind](context.prepare_inputs(split)).cpu())
-                for item in kept:
+                for item in items:
                     captions = item["caption"] if kind == "texts" else [""]
-                    items[kind] += [(item["row"], item["key"], item["name"], caption) for caption in captions]
-        for kind, described in items.items():
-            rows = torch.cat(vectors[kind]).numpy() if described else np.empty((0, 1), np.float32)
-            _write_part(writers[kind], part, kind, described, rows)
-            counts[kind] += len(described)
+                    rows[kind] += [(item["row"], item["key"], item["name"], caption) for caption in captions]
+        for kind, writer in writers.items():
+            values = torch.cat(vectors[kind]).numpy() if rows[kind] else np.empty((0, 1), np.float32)
+            _write_part(writer, part, kind, rows[kind], values)
+            counts[kind] += len(values)
 
     for first in range(0, source.parts, processes.world_size):
         agree()
@@ -118,24 +126,20 @@ def compute(
     return dict(zip(counts, totals, strict=True))
 
 
-def _write_part(
-    writer: Writer, part: int, kind: str, described: Sequence[tuple[int, str, str, str]], values: np.ndarray
-) -> None:
-    """Writes the rows of a part, of which ``described`` has the number in the data, key, name and caption of each."""
-    # Workers return the samples of a shard in turn.
-    order = sorted(range(len(described)), key=lambda number: described[number][0])
-    keys = [described[number][1] for number in order]
-    columns = {"names": [described[number][2] for number in order]}
-    if (wrong := ~np.isfinite(values[order]).all(1)).any():
+def _write_part(writer: Writer, part: int, kind: str, rows: Sequence[_Row], values: np.ndarray) -> None:
+    """Writes the rows of a part with their values."""
+    order = np.argsort([number for number, *_ in rows], kind="stable")  # workers return the samples of a shard in turn
+    keys, names, captions = ([rows[place][column] for place in order] for column in (1, 2, 3))
+    columns, values = {"names": names}, values[order]
+    if (wrong := ~np.isfinite(values).all(1)).any():
         place = f"The embedding of {keys[int(wrong.argmax())]!r} ({kind})"
         raise ValueError(f"{place} is not finite. Compute in another precision, or look at the weights of the model.")
     if kind == "texts":
-        columns["captions"] = [described[number][3] for number in order]
-        keys = [*map(of_caption, keys, columns["captions"])]
+        keys, columns["captions"] = [*map(of_caption, keys, captions)], captions
     elif isinstance(writer, Store) and len(set(keys)) < len(keys):
         twice = next(key for key, count in Counter(keys).items() if count > 1)
         raise ValueError(f"Several images have the name {twice!r}, by which a training finds them. Rename them.")
-    writer.write(part, keys, values[order], **columns)
+    writer.write(part, keys, values, **columns)
 
 
 def fingerprint(source: ItemSource, tower: nn.Module, context: Context, dims: int | None = None) -> str:
@@ -189,27 +193,24 @@ def embed(
     Raises:
         ValueError: as `compute`; or the folder holds other embeddings.
     """
-    place, encoder = Path(folder), context.encoder
     if half and format != "npy":
         raise ValueError(f"half_precision is for the format npy, got {format}. Leave it out, or choose npy.")
     with failures_announced():
         known = described(source, context) if record is None else record
         if Processes().rank == 0:
-            begin(place, {**known, "format": format, "half": half, "licence": licence})
+            begin(Path(folder), {**known, "format": format, "half": half, "licence": licence})
     Processes().agree([])
-    encoders: dict[str, Encode] = {"images": encoder.encode_images, "texts": encoder.encode_texts}
-    writers: dict[str, Writer] = {}
-    for kind in source.kinds:
-        parts = place, kind, source.parts
-        writers[kind] = Store(*parts) if format == "npy" else PartFiles(*parts, format)
-    each = {kind: partial(normalised_by, encode, half=half) for kind, encode in encoders.items()}
-    size = context.args.per_device_eval_batch_size
-    return compute(source, context, each, writers, batch_size=size, agree=lambda: Processes().agree([]))
+    how: Any = {"batch_size": context.args.per_device_eval_batch_size, "agree": partial(Processes().agree, [])}
+    return compute(source, context, normalised(context.encoder, half), Path(folder), format=format, **how)
 
 
-def normalised_by(encode: Encode, inputs: dict[str, Tensor], *, half: bool = False) -> Tensor:
-    """The embeddings of inputs in fp32 or fp16, of length 1: those that a model returns in bf16 are up to 0.3% off."""
-    return F.normalize(encode(inputs).float(), dim=-1).to(torch.float16 if half else torch.float32)
+def normalised(encoder: DualEncoder, half: bool = False) -> dict[str, Encode]:
+    """The functions that return embeddings in fp32 or fp16, of length 1: those in bf16 are up to 0.3% off."""
+
+    def embeddings(encode: Encode, inputs: dict[str, Tensor]) -> Tensor:
+        return F.normalize(encode(inputs).float(), dim=-1).to(torch.float16 if half else torch.float32)
+
+    return {"images": partial(embeddings, encoder.encode_images), "texts": partial(embeddings, encoder.encode_texts)}
 
 
 def described(source: ItemSource, context: Context) -> dict[str, Any]:
@@ -339,21 +340,18 @@ def with_cached_features(context: Context, interruptions: Interruptions) -> Any:
         place = Path(str(args.cache_features), fingerprint(source, model, context))
         with failures_announced():
             check_writable(place, "cache_features")
-        found = {kind: Store(place, kind, source.parts) for kind in encoders}
         each = {kind: partial(encoded, encode) for kind, encode in encoders.items()}
         how: Any = {"batch_size": args.per_device_train_batch_size, "agree": interruptions.agree}
-        compute(source, context, each, found, **how)
-        return found
+        compute(source, context, each, place, **how)
+        return {kind: Store(place, kind, source.parts) for kind in encoders}
 
     features, of_start = None, None
     with random_state_kept(args.device):  # the training is the same if the features are there already
         if tower is not None:
             features = stores(tower.eval(), {"images": context.encoder.image_features})["images"]
         if start is not None:
-            encoder = start.encoder
-            assert encoder is not None
-            both = {"images": encoder.encode_images, "texts": encoder.encode_texts}
-            of_start = stores(encoder.model, {kind: partial(normalised_by, encode) for kind, encode in both.items()})
+            assert start.encoder is not None
+            of_start = stores(start.encoder.model, normalised(start.encoder))
     return CachedItems(pairs, features, of_start)
 
 

@@ -32,8 +32,6 @@ from .embedding import RECORD, described, embed, read_record
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {"image": "images", "text": "texts"}
-
 
 def embedding_folders(folder: str) -> list[str]:
     """The folders of embeddings: one for each set that `infcl embed --dataset` has read, or the folder itself."""
@@ -97,10 +95,10 @@ class StoredTeacher:
     def __init__(self, folders: Iterable[str | Path], data: Iterable[object], args: InfCLTrainingArguments) -> None:
         opened = [StoredEmbeddings(folder) for folder in folders]
         self.sides = ("image", "text") if args.teacher_side == "both" else (args.teacher_side,)
-        sets = [_DataSet(part, self.sides, opened) for one in data for part in leaves(one)]
-        kinds = [_KINDS[side] for side in self.sides]
+        self._kinds = [f"{side}s" for side in self.sides]
+        sets = [_DataSet(part, self._kinds, opened) for one in data for part in leaves(one)]
         for stored in opened:
-            if lacking := [kind for kind in kinds if kind not in stored.stores]:
+            if lacking := [kind for kind in self._kinds if kind not in stored.stores]:
                 raise ValueError(
                     f"{stored.folder} has no embeddings of {' and '.join(lacking)}. Embed data that has them, or "
                     f"choose another teacher_side than {args.teacher_side!r}."
@@ -140,14 +138,13 @@ class StoredTeacher:
         """What a batch of some items gets for the teacher."""
         counts = np.array([len(item["caption"]) for item in items])
         known, added = np.ones(len(items), bool), {}
-        if "image" in self.sides:
-            added["images"], of_images = self._find("images", [item["place"] for item in items])
-            known &= of_images
-        if "text" in self.sides:
-            each = [(item["place"], caption) for item in items for caption in item["caption"]]
-            captions = [(number, of_caption(key, caption)) for (number, key), caption in each]
-            added["texts"], of_texts = self._find("texts", captions)
-            known &= np.logical_and.reduceat(of_texts, np.cumsum(counts) - counts)
+        for kind in self._kinds:
+            places = [item["place"] for item in items]
+            if kind == "texts":
+                each = zip(places, items, strict=True)
+                places = [(n, of_caption(key, caption)) for (n, key), item in each for caption in item["caption"]]
+            added[kind], found = self._find(kind, places)
+            known &= found if kind == "images" else np.logical_and.reduceat(found, np.cumsum(counts) - counts)
         if self.partial:
             texts = np.repeat(known, counts)
             negatives = len(batch["input_ids"]) - len(texts)
@@ -199,10 +196,10 @@ class _DataSet:
     """
 
     def __init__(
-        self, part: ImageTextDataset | ImageTextStream, sides: Sequence[str], opened: Sequence[StoredEmbeddings]
+        self, part: ImageTextDataset | ImageTextStream, kinds: Sequence[str], opened: Sequence[StoredEmbeddings]
     ) -> None:
-        self.part, self._kinds = part, [_KINDS[side] for side in sides]
-        if "text" in sides and part.negative_caption_column:
+        self.part, self._kinds = part, kinds
+        if "texts" in kinds and part.negative_caption_column:
             raise ValueError(
                 "A teacher's embeddings are of the captions of the pairs as they are, but negative captions have none. "
                 "Leave one of both out, or choose teacher_side='image'."
