@@ -132,20 +132,17 @@ def sigmoid_block(block: Block, bias: Tensor, gradients: BlockGradients) -> tupl
     for r, c, cosines in _tiles(block):
         logits = cosines * block.scale + bias
         equal = _equal(block, r, c)
-        if block.equal_are_positive and equal is not None:
-            negated = torch.where(equal, -logits, logits)  # -t·z
-            loss_sums.append(_softplus(negated).sum())
-            coefficients = negated.sigmoid_()
+        several = block.equal_are_positive and equal is not None
+        positives, _ = _positives(logits, r, c, block.diagonal)
+        negated = -positives  # -t·z of the positives; that of the negatives is z
+        if equal is not None:
+            logits = torch.where(equal, -logits, logits) if several else logits.masked_fill_(equal, -torch.inf)
+        positives.copy_(negated)
+        loss_sums.append(_softplus(logits).sum())
+        coefficients = logits.sigmoid_()
+        positives.neg_()
+        if several:
             coefficients = torch.where(equal, -coefficients, coefficients)
-        else:
-            positives, _ = _positives(logits, r, c, block.diagonal)
-            negated = -positives  # -t·z of the positives; that of the negatives is z
-            if equal is not None:
-                logits.masked_fill_(equal, -torch.inf)
-            positives.copy_(negated)
-            loss_sums.append(_softplus(logits).sum())
-            coefficients = logits.sigmoid_()
-            positives.neg_()
         bias_sums.append(coefficients.sum())
         scale_sums.append(cosines.mul_(coefficients).sum())
         _accumulate(coefficients, block, r, c, gradients)

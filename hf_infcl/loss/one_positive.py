@@ -33,8 +33,7 @@ def softmax(strategy: Strategy, batch: Batch) -> Terms:
     positive = kernels.positive_logits(batch.x, batch.y, scale, backend)
     x, y = Side((batch.x, positive, ids), pairs), strategy.columns(Side((batch.y, positive, ids), pairs))
     texts, positive_y, ids_y = y.rows
-    combine = (torch.logaddexp,)
-    (odds_x,), of_columns = strategy.statistics(blocks.softmax_statistics, combine, x, y, want_y=not one_way)
+    (odds_x,), of_columns = strategy.statistics(blocks.softmax_statistics, x, y, want_y=not one_way)
     # Texts without a cross entropy are certain to find their images.
     odds_y = torch.full_like(positive_y, -torch.inf) if one_way else of_columns[0]
     if batch.negatives is not None:
@@ -42,7 +41,7 @@ def softmax(strategy: Strategy, batch: Batch) -> Terms:
         near = positive.mean().expand(len(batch.negatives))
         x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), negative_texts)
         negatives = strategy.columns(negatives)
-        (odds,), _ = strategy.statistics(of_negatives.softmax_statistics, combine, x, negatives, want_y=False)
+        (odds,), _ = strategy.statistics(of_negatives.softmax_statistics, x, negatives, want_y=False)
         odds_x = torch.logaddexp(odds_x, odds)
 
     # ---- The cross entropies ----

@@ -93,8 +93,7 @@ def softmax(strategy: Strategy, x: _Anchors, y: _Anchors, batch: Batch) -> Terms
     blocks = Blocks(scale, batch.bias, backend, equal_are_positive=True)
     pivot_x, pivot_y = _pivot(x, y, scale, backend), _pivot(y, x, scale, backend)
     y, pivot_y = y.as_columns(strategy, pivot_y)
-    combine = (torch.logaddexp, torch.logaddexp, torch.add)  # for N, P and Z
-    stats_x, stats_y = strategy.statistics(blocks.softmax_statistics, combine, x.side(pivot_x), y.side(pivot_y))
+    stats_x, stats_y = strategy.statistics(blocks.softmax_statistics, x.side(pivot_x), y.side(pivot_y))  # N, P and Z
     fewest = torch.minimum(x.with_positive, y.with_positive)
     weight_x, weight_y = fewest / x.with_positive, fewest / y.with_positive
     losses_x, relative_x, share_x = _cross_entropies(stats_x, x.positives, weight_x)

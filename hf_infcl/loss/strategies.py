@@ -165,10 +165,15 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
 
 Rows = tuple[Any, ...]  # features [b, D], and vectors [b] or None that the kernels take beside them
 Statistics = tuple[Tensor, ...]  # [b] each
-Combine = Callable[..., Any]  # combine(a, b, out=a): `torch.add` or `torch.logaddexp`
+BothStatistics = tuple[Statistics, Statistics]  # of rows, and of columns
+
+# How the statistics of several blocks are combined, in the order of `hf_infcl.kernels.softmax_statistics`: those of two
+# blocks, and those of all.
+_COMBINE: tuple[Callable[..., Tensor], ...] = (torch.logaddexp, torch.logaddexp, torch.add)
+_REDUCE: tuple[Callable[[Tensor, int], Tensor], ...] = (torch.logsumexp, torch.logsumexp, torch.sum)
 
 # block(x, y, diagonal) computes the statistics of a block's rows and of its columns.
-StatisticsBlock = Callable[[Rows, Rows, int | None], tuple[Statistics, Statistics]]
+StatisticsBlock = Callable[[Rows, Rows, int | None], BothStatistics]
 # block(x, y, diagonal, grad_x, grad_y, accumulate) returns some scalars, and computes the gradients of a block's rows
 # and columns (None: not wanted), which replace the content of grad_x and grad_y or, if ``accumulate``, are added to it.
 GradientsBlock = Callable[[Rows, Rows, int | None, Tensor | None, Tensor | None, bool], tuple[Tensor, ...]]
@@ -230,13 +235,10 @@ class Strategy(ABC):
         return values
 
     @abstractmethod
-    def statistics(
-        self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
-    ) -> tuple[Statistics, Statistics]:
+    def statistics(self, block: StatisticsBlock, x: Side, y: Side, want_y: bool = True) -> BothStatistics:
         """The statistics of this process's rows x over the columns of all processes, and of the columns y.
 
         Args:
-            combine: for each statistic, the function that combines its values from two blocks.
             want_y: whether to compute the statistics of the columns; if False, the second tuple is empty.
         """
 
@@ -273,19 +275,17 @@ class DiscoStrategy(Strategy):
     def of_this_process(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
         return values[self.place(counts)]
 
-    def statistics(
-        self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
-    ) -> tuple[Statistics, Statistics]:
+    def statistics(self, block: StatisticsBlock, x: Side, y: Side, want_y: bool = True) -> BothStatistics:
         stats_x, stats_y = block(x.rows, y.rows, self.place(y.counts).start)
-        return stats_x, self.combined(combine, stats_y) if want_y else ()
+        return stats_x, self.combined(stats_y) if want_y else ()
 
-    def combined(self, combine: Sequence[Combine], parts: Statistics) -> Statistics:
+    def combined(self, parts: Statistics) -> Statistics:
         """Combines the processes' parts of the statistics of all columns."""
         if self.processes.world_size == 1:
             return parts
         # Gathering the parts of all processes takes less time than reducing them and gathering the results.
         gathered = self.processes.gather_all(*parts)  # [world_size, B] each
-        return tuple(_REDUCED[c](part, 0) for c, part in zip(combine, gathered, strict=True))
+        return tuple(reduce(part, 0) for reduce, part in zip(_REDUCE, gathered, strict=False))
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         grad_x, part = (_empty(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
@@ -332,22 +332,21 @@ class RingStrategy(Strategy):
             rows = tuple(None if t is None else t[: counts[machine.rank]] for t in held)
             yield Side(rows, counts), self._machine.place(counts).start if source == self._ring.place else None
 
-    def statistics(
-        self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
-    ) -> tuple[Statistics, Statistics]:
+    def statistics(self, block: StatisticsBlock, x: Side, y: Side, want_y: bool = True) -> BothStatistics:
         stats_x: Statistics = ()
-        reductions = [RingReduction(c, max(y.counts)) for c in combine] if want_y else []
+        reductions = [RingReduction(combine, max(y.counts)) for combine in _COMBINE] if want_y else []
         for held, diagonal in self._rotate(y, reductions):
             if diagonal is not None and stats_x:  # home again, where only the sums had to arrive
                 continue
             columns = self._machine.columns(held)
             parts_x, parts_y = block(x.rows, columns.rows, diagonal)
-            stats_x = tuple(c(a, b) for c, a, b in zip(combine, stats_x, parts_x, strict=True)) if stats_x else parts_x
+            combined = (combine(*parts) for combine, *parts in zip(_COMBINE, stats_x, parts_x, strict=False))
+            stats_x = tuple(combined) if stats_x else parts_x
             if want_y:
-                parts_y = self._machine.combined(combine, parts_y)
+                parts_y = self._machine.combined(parts_y)
             for reduction, part in zip(reductions, parts_y, strict=False):
                 reduction.add(self._machine.of_this_process(part, columns.counts))
-        return stats_x, tuple(reduction.result[: len(y.rows[0])] for reduction in reductions)
+        return stats_x, tuple(reduction.result[: len(y.rows[0])] for reduction in reductions[: len(stats_x)])
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         several, images = self._ring.size > 1, len(x.rows[0])
@@ -406,9 +405,7 @@ class LocalStrategy(DiscoStrategy):
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         return super().gradients(block, x, super().columns(y), want_x, want_y)
 
-    def statistics(
-        self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
-    ) -> tuple[Statistics, Statistics]:
+    def statistics(self, block: StatisticsBlock, x: Side, y: Side, want_y: bool = True) -> BothStatistics:
         def row_statistics(rows: Side, columns: Side) -> Statistics:
             return block(rows.rows, self.gather(columns), self.place(rows.counts).start)[0]
 
@@ -430,9 +427,7 @@ class GatherStrategy(Strategy):
 
     transposes = True
 
-    def statistics(
-        self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
-    ) -> tuple[Statistics, Statistics]:
+    def statistics(self, block: StatisticsBlock, x: Side, y: Side, want_y: bool = True) -> BothStatistics:
         stats_x, stats_y = block(self.gather(x), self.gather(y), 0)
         place_x, place_y = self.place(x.counts), self.place(y.counts)
         return tuple(t[place_x] for t in stats_x), tuple(t[place_y] for t in stats_y) if want_y else ()
@@ -594,9 +589,6 @@ def gathered_bytes(texts: int, dim: int, itemsize: int, world_size: int) -> int:
     # Triton multiplies fp32 features as six parts in bf16, which it holds in addition: 4 + 6 · 2 bytes.
     feature_bytes = 16 if itemsize == 4 else itemsize
     return texts * (dim * (feature_bytes + 4) + 4 * world_size)  # gradients in fp32; a statistic from each process
-
-
-_REDUCED: dict[Combine, Callable[[Tensor, int], Tensor]] = {torch.add: torch.sum, torch.logaddexp: torch.logsumexp}
 
 
 def _joined(gathered: Tensor, counts: tuple[int, ...]) -> Tensor:
