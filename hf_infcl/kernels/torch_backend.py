@@ -132,16 +132,16 @@ def sigmoid_block(block: Block, bias: Tensor, gradients: BlockGradients) -> tupl
     for r, c, cosines in _tiles(block):
         logits = cosines * block.scale + bias
         equal = _equal(block, r, c)
-        several = block.equal_are_positive and equal is not None
         positives, _ = _positives(logits, r, c, block.diagonal)
         negated = -positives  # -t·z of the positives; that of the negatives is z
         if equal is not None:
+            several = block.equal_are_positive
             logits = torch.where(equal, -logits, logits) if several else logits.masked_fill_(equal, -torch.inf)
         positives.copy_(negated)
         loss_sums.append(_softplus(logits).sum())
         coefficients = logits.sigmoid_()
         positives.neg_()
-        if several:
+        if equal is not None and block.equal_are_positive:
             coefficients = torch.where(equal, -coefficients, coefficients)
         bias_sums.append(coefficients.sum())
         scale_sums.append(cosines.mul_(coefficients).sum())
