@@ -13,9 +13,7 @@ from dataclasses import MISSING, Field, dataclass, field
 from fnmatch import fnmatch
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, TypeVar
-
-from typing_extensions import dataclass_transform  # of typing itself from Python 3.11 on
+from typing import TYPE_CHECKING, Any, TypeVar
 
 _T = TypeVar("_T")
 _FACTS, _HEADING = "_facts", "_argument_group_name"  # HfArgumentParser reads the second
@@ -113,26 +111,29 @@ def documented(kind: type) -> tuple[str, dict[str, str]]:
     return re.sub(" (Attributes|Args):$", "", told[0]), dict(zip(told[1::2], told[2::2], strict=True))
 
 
-@dataclass_transform()
-def described(kind: type[_T]) -> type[_T]:
-    """Makes a dataclass of options, in which every annotated field is one; the docstring has its help in "Attributes:".
+if TYPE_CHECKING:
+    from dataclasses import dataclass as described  # which is all that a type checker has to know
+else:
 
-    The first sentence of the docstring is the heading of these options in the help of a command; a short help shows the
-    first sentence of each option's help. The `Facts` of all options are in an attribute of the class, since
-    HfArgumentParser hands all metadata of a field to argparse.
-    """
-    text, helps = documented(kind)
-    setattr(kind, _HEADING, text.partition(". ")[0].rstrip("."))
-    every = dict(declared_facts(kind))
-    for name in (name for name in kind.__annotations__ if not name.startswith("_")):
-        declared = vars(kind).get(name, MISSING)
-        declared = declared if isinstance(declared, Field) else option(declared)
-        metadata = {"help": helps.get(name, ""), **declared.metadata}
-        every[name] = metadata.pop("facts")
-        declared.metadata = MappingProxyType(metadata)
-        setattr(kind, name, declared)
-    setattr(kind, _FACTS, every)
-    return dataclass(kind)
+    def described(kind: type[_T]) -> type[_T]:
+        """Makes a dataclass of options of a class, whose docstring has their helps below "Attributes:".
+
+        The first sentence of the docstring is the heading of these options in the help of a command; a short help shows
+        the first sentence of each option's help. The `Facts` of all options are in an attribute of the class, since
+        HfArgumentParser hands all metadata of a field to argparse.
+        """
+        text, helps = documented(kind)
+        setattr(kind, _HEADING, text.partition(". ")[0].rstrip("."))
+        every = dict(declared_facts(kind))
+        for name in (name for name in kind.__annotations__ if not name.startswith("_")):
+            declared = vars(kind).get(name, MISSING)
+            declared = declared if isinstance(declared, Field) else option(declared)
+            metadata = {"help": helps.get(name, ""), **declared.metadata}
+            every[name] = metadata.pop("facts")
+            declared.metadata = MappingProxyType(metadata)
+            setattr(kind, name, declared)
+        setattr(kind, _FACTS, every)
+        return dataclass(kind)
 
 
 def field_of(default: object, metadata: Mapping[str, Any]) -> Any:
