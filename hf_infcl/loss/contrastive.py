@@ -131,7 +131,11 @@ def local_contrastive_loss(
     logit_bias: Tensor | float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Computes `contrastive_loss` of this process's batch alone, without communication even if a group exists."""
+    """Computes `contrastive_loss` of this process's batch alone, without communication even if a group exists.
+
+    Args:
+        **options: keyword arguments of `contrastive_loss`, except for ``process_group``.
+    """
     return _loss(Inputs(image_embeds, text_embeds, logit_scale, logit_bias, **options), Processes(alone=True))
 
 
