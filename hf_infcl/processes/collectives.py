@@ -125,9 +125,6 @@ class Processes:
         self.perform(functools.partial(_all_gather, gathered, parts))
         results = list(tensors)
         for places, stacked in zip(alike.values(), gathered, strict=True):
-            if len(places) == 1:
-                results[places[0]] = stacked
-                continue
             separate = stacked.view(self.world_size, len(places), *stacked.shape[1:]).unbind(1)
             for place, rows in zip(places, separate, strict=True):
                 results[place] = rows.view(tensors[place].dtype)

@@ -168,7 +168,7 @@ class Phases:
 
     def _watch(self, processes: dict[int, psutil.Process]) -> None:
         """Reports processes that are lost or hang, and ends this process if it does not notice by itself."""
-        hangs = logged = False
+        hangs, logged = False, math.nan
         try:
             while not self._left.wait(POLL):
                 ended = [rank for rank, process in processes.items() if has_ended(process)]
@@ -183,10 +183,8 @@ class Phases:
                 if hangs != (idle > SHARE_PLACE_AFTER * self._timeout):
                     hangs = not hangs
                     self._share_place(hangs)
-                if idle <= LOG_PLACES_AFTER * self._timeout:
-                    logged = False
-                elif not logged:
-                    logged = True
+                if idle > LOG_PLACES_AFTER * self._timeout and logged != self._progressed:
+                    logged = self._progressed
                     self._log_places(idle)
         except RuntimeError:  # the launcher that kept the store has ended
             return

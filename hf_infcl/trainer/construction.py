@@ -203,16 +203,14 @@ def _check_processes(args: InfCLTrainingArguments) -> None:
 
 def _check_data(args: InfCLTrainingArguments, data_collator: DataCollator | None, kwargs: Mapping[str, object]) -> None:
     pairs, evaluated = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
-    if isinstance(pairs, Mapping):
-        raise ValueError(
-            f"train_dataset is a {type(pairs).__name__} of several sets. Pass one of them, such as "
-            f"train_dataset[{next(iter(pairs), 'train')!r}], or a torch.utils.data.ConcatDataset of them."
-        )
     first = pairs[0] if isinstance(pairs, (list, tuple)) and pairs else None
-    if isinstance(pairs, str) or hasattr(pairs, "iloc") or isinstance(first, Dataset):
+    if isinstance(pairs, (str, Mapping)) or hasattr(pairs, "iloc") or isinstance(first, Dataset):
+        one = "ImageTextDataset(load_pairs(folder, split='train'))"
+        if isinstance(pairs, Mapping):
+            one = f"train_dataset[{next(iter(pairs), 'train')!r}]"
         raise ValueError(
-            f"train_dataset is a {type(pairs).__name__}. Pass one dataset, such as ImageTextDataset(load_pairs(folder, "
-            "split='train')), or a torch.utils.data.ConcatDataset of several."
+            f"train_dataset is a {type(pairs).__name__}. Pass one dataset, such as {one}, or a "
+            "torch.utils.data.ConcatDataset of several."
         )
     sets = list(evaluated.values()) if isinstance(evaluated, Mapping) else [evaluated]
     unprepared = (ImageTextDataset, ImageTextStream, ZeroShotDataset)

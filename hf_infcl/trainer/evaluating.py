@@ -250,17 +250,15 @@ class Evaluator:
             texts = None if classified else self._encoder.encode_texts(batch, checked=True).float()
         rows = rows_to_keep(len(images), self._args.process_index)
         kept: dict[str, Any] = dict.fromkeys(IMAGE_INPUTS, slice(rows))
-        predictions: Any
-        labels: Any
         if texts is None:
             if self._classifier is None:
                 raise ValueError(
                     "Images with labels are evaluated zero-shot, which needs a ZeroShotDataset, not a "
                     f"{self._type_of_set} around one. Select rows of the dataset inside it instead."
                 )
-            labels = batch["labels"][:rows]
+            labels: Any = batch["labels"][:rows]
             # A check would wait for the device, which works on while the next batches are prepared; see `metrics`.
-            predictions = tasks.class_places(images[:rows], self._classifier, labels)
+            predictions: Any = tasks.class_places(images[:rows], self._classifier, labels)
         else:
             order, counts = tasks.group_by_image(on_host.get("caption_image"), len(texts), len(images))
             counts = counts[:rows]
