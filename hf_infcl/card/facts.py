@@ -257,7 +257,7 @@ def scores_by_width(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str,
     Each width takes an evaluation of its own, which the trainer does not log. Without ``matryoshka_dims`` the result is
     empty.
     """
-    encoder, scores = trainer.dual_encoder, {name: dict[str, float]() for name in sets}
+    encoder, scores = trainer.dual_encoder, dict[str, dict[str, float]]()
     before, found = encoder.dims, dict(trainer.found)
     try:
         for width in trainer.args.matryoshka_dims or ():
@@ -265,11 +265,11 @@ def scores_by_width(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str,
             for name, dataset in sets.items():
                 metrics = trainer.predict(dataset, metric_key_prefix=f"eval_{name}").metrics or {}
                 if (score := score_if_measured(metrics, f"eval_{name}_")) is not None:
-                    scores[name][str(width)] = score
+                    scores.setdefault(name, {})[str(width)] = score
     finally:
         encoder.dims = before
         trainer.found.update(found)
-    return {name: by_width for name, by_width in scores.items() if by_width}
+    return scores
 
 
 def source_name(source: str) -> tuple[str, bool]:

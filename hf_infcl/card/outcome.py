@@ -104,9 +104,9 @@ def outcome(facts: TrainingFacts) -> str:
     learned = [shown for evaluation in facts.evaluations if (shown := _has_learned(evaluation, facts)) is not None]
     if any(learned):
         return ""
-    few = f"the training made {counted(facts.steps, 'step')} instead of a few hundred"
-    doubts = [few if facts.steps < TOO_FEW_STEPS else "", *(_doubt_of_rate(*rate) for rate in facts.rates.items())]
-    reasons = [*filter(None, doubts)]
+    reasons = [doubt for rate in facts.rates.items() if (doubt := _doubt_of_rate(*rate))]
+    if facts.steps < TOO_FEW_STEPS:
+        reasons.insert(0, f"the training made {counted(facts.steps, 'step')} instead of a few hundred")
     if learned:
         rose = any(one.before for one in facts.evaluations if not one.guard)
         beyond = "rose beyond its 95% interval" if rose else "is clearly above chance"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..data import transparency
@@ -79,7 +79,8 @@ def row(*cells: str, caller: Callable[[], str] | None = None) -> str:
 
 def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
     """The rows by name; an `InfCLTrainer` without an optimizer has no rows about it."""
-    rows = {"seed": str(trainer.args.seed), "precision": precision(trainer)}
+    rows = {} if trainer.optimizer is None else _optimization(trainer)
+    rows |= {"seed": str(trainer.args.seed), "precision": precision(trainer)}
     for _, row, value in values_of_card(trainer.args):
         if isinstance(value, list):
             rows[row] = joined([code(one) if isinstance(one, str) else str(one) for one in value])
@@ -101,10 +102,7 @@ def training_settings(trainer: InfCLTrainer) -> dict[str, str]:
     distances = [e["teacher_loss"] / weight for e in trainer.state.log_history if weight and "teacher_loss" in e]
     if distances:
         rows["distance to the teacher"] = f"{distances[0]:.3g} in the first log, {distances[-1]:.3g} in the last"
-    if trainer.optimizer is None:
-        return rows
-    groups = words_of_groups(trainer.optimizer.param_groups)
-    return {"optimizer": ", ".join(_optimizer(trainer)), **groups, **_learning_rates(trainer), **rows}
+    return rows
 
 
 def highest_rates(trainer: InfCLTrainer) -> dict[str, float]:
@@ -134,36 +132,33 @@ def precision(trainer: InfCLTrainer) -> str:
     return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")
 
 
-def _optimizer(trainer: InfCLTrainer) -> Iterator[str]:
+def _optimization(trainer: InfCLTrainer) -> dict[str, str]:
+    """The rows about a trainer's optimizer and its learning rates."""
+    args, model = trainer.args, trainer.dual_encoder
     optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate has wrapped it
-    muon = "Muon and " if trainer.args.optimizer == "muon" else ""
-    yield muon + spelled(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
-    settings = ChainMap(*optimizer.param_groups)  # those of the first group that has them
-    if betas := settings.get("betas"):
-        yield f"β = ({', '.join(map(str, betas))})"
-    if momentum := settings.get("momentum"):
-        yield f"momentum {momentum}"
-    if "weight_decay" in settings:
-        yield f"weight decay {max(group.get('weight_decay', 0) for group in settings.maps):g}"
-
-
-def _learning_rates(trainer: InfCLTrainer) -> dict[str, str]:
-    args = trainer.args
+    groups = optimizer.param_groups
     if trainer.optimization.creates_optimizer:
+        parts = [("Muon and " if args.optimizer == "muon" else "") + spelled(args.optim)]
         rate = f"{args.learning_rate:g}"
     else:
-        every: Any = trainer.optimizer
-        groups = [group for group in every.param_groups if group.get("name") != "temperature"]
-        rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
+        parts = [type(optimizer).__name__]
+        rates = [group.get("initial_lr", group["lr"]) for group in groups if group.get("name") != "temperature"]
+        rate = " and ".join(sorted({f"{float(one):g}" for one in rates}))
+    settings = ChainMap(*groups)  # those of the first group that has them
+    if betas := settings.get("betas"):
+        parts.append(f"β = ({', '.join(map(str, betas))})")
+    if momentum := settings.get("momentum"):
+        parts.append(f"momentum {momentum}")
+    if "weight_decay" in settings:
+        parts.append(f"weight decay {max(group.get('weight_decay', 0) for group in groups):g}")
     if trainer.optimization.creates_scheduler:
         rate += f", {(schedule := spelled(args.lr_scheduler_type))}"
         if schedule not in WITHOUT_WARM_UP:
             rate += f", {counted(args.get_warmup_steps(trainer.state.max_steps), 'step')} of warm-up"
     else:
         rate += f", {type(getattr(trainer.lr_scheduler, 'scheduler', trainer.lr_scheduler)).__name__}"
-    rows = {"learning rate": rate}
-    model: Any = trainer.model
-    scale = [p for name, p in model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
-    if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
+    rows = {"optimizer": ", ".join(parts), **words_of_groups(groups), "learning rate": rate}
+    trained = any(parameter.requires_grad for parameter in model.temperature_parameters)
+    if args.logit_scale_learning_rate is not None and trained:
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"
     return rows

@@ -110,8 +110,7 @@ class ScoreChanges:
 
     Args:
         before: what is kept of each set, by the prefix of its metrics; it is filled in place before the first step:
-            ``images``, the number of its images, ``values``, the resampled values of its score, and ``set``, a digest
-            of its labels.
+            ``values``, the resampled values of its score, and ``set``, a digest of its labels.
         logged: the entries that the training has logged so far, by name.
         at_start: whether no step is trained yet.
     """
@@ -130,8 +129,7 @@ class ScoreChanges:
         arrays = labels if isinstance(labels, tuple) else (labels,)
         content = b"".join(torch.as_tensor(array).cpu().numpy().tobytes() for array in arrays)
         self._set = hashlib.sha256(content).hexdigest()[:16]
-        before = self._before.get(prefix, {}).get("set", self._set)
-        if self._at_start or before == self._set:
+        if self._at_start or self._before.get(prefix, {}).get("set", self._set) == self._set:
             return
         del self._before[prefix]
         for entry in self._logged:
@@ -142,14 +140,10 @@ class ScoreChanges:
         """The bounds of the metrics of the set that was recognised last, and of the change of its score."""
         if found is None or not (hits := count_hits(found)):
             return {}
-        values = dict(zip(hits, resampled(list(hits.values())), strict=True))
-        intervals = bounds(values)
-        resampled_score: Any = score_if_measured(values)
-        score = [round(float(value), 6) for value in resampled_score]  # short in checkpoints
-        size = len(next(iter(hits.values())).right)
+        values: dict[str, Any] = dict(zip(hits, resampled([*hits.values()]), strict=True))
+        score = [round(float(value), 6) for value in score_if_measured(values)]  # short in checkpoints
         if self._at_start:
-            self._before[prefix] = {"images": size, "values": score, "set": self._set}
-        elif (before := self._before.get(prefix)) is not None and before["images"] == size:
-            low, high = interval(np.subtract(score, before["values"]))
-            intervals |= {CHANGE + LOW: low, CHANGE + HIGH: high}
-        return intervals
+            self._before[prefix] = {"values": score, "set": self._set}
+        elif prefix in self._before:
+            values[CHANGE] = np.subtract(score, self._before[prefix]["values"])
+        return bounds(values)

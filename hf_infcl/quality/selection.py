@@ -168,17 +168,12 @@ class WithoutNoisyPairs(PairSelection):
         if not len(self._trained):
             self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
         if epoch > self._epoch:  # otherwise the epoch goes on, with the same rows
-            self._epoch, self._skipped_rows = epoch, self._rows_to_skip(epoch)
+            visits = self.averages.visits
+            left = self._left(self.averages.fast.double(), visits)
+            turn = (torch.arange(len(visits)) % TURNS == epoch % TURNS) & (visits > 0)
+            self._missing = float((left & ~turn).double().mean())
+            self._epoch, self._skipped_rows = epoch, NO_ROWS if self.border is None else left ^ turn
         return self._skipped_rows
-
-    def _rows_to_skip(self, epoch: int) -> Tensor:
-        if self.border is None:
-            return NO_ROWS
-        visits = self.averages.visits
-        left = self._left(self.averages.fast.double(), visits)
-        turn = (torch.arange(len(visits)) % TURNS == epoch % TURNS) & (visits > 0)
-        self._missing = float((left & ~turn).double().mean())
-        return left ^ turn
 
     def _begin(self, mean: float) -> None:
         """Begins, if the pairs are known well enough."""

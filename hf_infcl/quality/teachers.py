@@ -112,18 +112,17 @@ class StoredTeacher:
         if len({(stored.record["weights"], stored.width) for stored in opened}) > 1:
             models = ", ".join(f"{stored.record['model']} in {stored.folder}" for stored in opened)
             raise ValueError(f"The sets were embedded by several models: {models}. Embed all of them with one teacher.")
-        without = [told for one in sets if (told := one.describe_missing())]
-        leaves_out = args.teacher_missing == "contrastive"
-        if without and not leaves_out:
-            raise ValueError(
-                f"Pairs have no stored embedding of the teacher: {', and '.join(without)}. Embed them, or leave them "
-                "to the contrastive loss with teacher_missing='contrastive'."
-            )
-        if without and args.process_index == 0:
-            logger.warning(f"{', and '.join(without)} have no teacher embedding; they get the contrastive loss only.")
+        self.partial = args.teacher_missing == "contrastive"  # whether it may not know all pairs
+        if without := ", and ".join(filter(None, (one.describe_missing() for one in sets))):
+            if not self.partial:
+                raise ValueError(
+                    f"Pairs have no stored embedding of the teacher: {without}. Embed them, or leave them to the "
+                    "contrastive loss with teacher_missing='contrastive'."
+                )
+            if args.process_index == 0:
+                logger.warning(f"{without} have no teacher embedding; they get the contrastive loss only.")
         for number, one in enumerate(sets):
             one.part.name_places(number)
-        self.partial = leaves_out  # whether it may not know all pairs
         # By the number of each set, its embeddings, and the beginnings of the places of samples that have changed.
         self._sets = {n: (one.stored, one.changed()) for n, one in enumerate(sets) if one.stored is not None}
         record, self.width = opened[0].record, opened[0].width
@@ -245,11 +244,11 @@ def _rows_without_captions(part: ImageTextDataset, stored: StoredEmbeddings) -> 
     """The number of rows of a table that have a caption without an embedding. A million captions take six seconds."""
     table, first, lacking = part.table.select_columns([part.caption_column]).with_format(None), 0, 0
     for batch in table.iter(10_000):
-        captions = [usable_captions(value) for value in batch[part.caption_column]]
-        keys = [of_caption(str(part.number(first + n)), c) for n, several in enumerate(captions) for c in several]
-        row_of_each = np.repeat(np.arange(len(captions)), list(map(len, captions)))
-        lacking += len(np.unique(row_of_each[stored.stores["texts"].missing(keys)]))
-        first += len(captions)
+        values = enumerate(batch[part.caption_column], first)
+        captions = [(row, caption) for row, value in values for caption in usable_captions(value)]
+        missing = stored.stores["texts"].missing([of_caption(str(part.number(row)), text) for row, text in captions])
+        lacking += len({captions[place][0] for place in np.flatnonzero(missing)})
+        first += len(batch[part.caption_column])
     return lacking
 
 
@@ -273,9 +272,8 @@ def make_teachers(context: Context, *, remakes_model: bool) -> tuple[TeacherDist
         return ()
     if context.data is None:
         return ()
-    folders: Any = embedded_by(args.teacher, context) if args.teacher else ()
-    if args.teacher_embeddings:
-        folders = embedding_folders(args.teacher_embeddings)
+    stored = args.teacher_embeddings
+    folders: Any = embedding_folders(stored) if stored else embedded_by(str(args.teacher), context)
     teacher = StoredTeacher(folders, [context.data], args)
     term = TeacherDistance(teacher, args.teacher_weight, context.encoder.width(), args.seed, args.device)
     if term.parameters() and context.accelerator.is_fsdp2:
