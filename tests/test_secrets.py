@@ -21,7 +21,7 @@ from hf_infcl.cli import train
 from hf_infcl.files.text import Url, without_secrets
 from hf_infcl.options.commands import DataOptions
 from hf_infcl.shards import opening
-from hf_infcl.trainer.model_files import cause
+from hf_infcl.trainer.checkpoints import cause
 
 TOKEN = "hf_" + "s3cr3t" * 6
 USER, PASSWORD, KEY = "somebody", "hunter2", "AKIA/SE+CR=ET"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,6 +110,13 @@ def check_batch(batch: object, equal_ids: str) -> None:
         )
 
 
+def checked_batches(make_loader: Callable[[], Iterable[object]], equal_ids: str) -> Iterator[Any]:
+    """The batches of a new training loader, each of which is checked; see `check_batch`."""
+    for batch in make_loader():
+        check_batch(batch, equal_ids)
+        yield batch
+
+
 class TrainingLoader(DataLoader[Any]):
     """The training loader of a dataset with a length, of an `ImageTextStream`, or of new and old pairs.
 
@@ -128,11 +135,7 @@ class TrainingLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        collate: DataCollator,
-        args: InfCLTrainingArguments,
-        record: RunRecord | None = None,
+        self, dataset: Any, collate: DataCollator, args: InfCLTrainingArguments, record: RunRecord | None = None
     ) -> None:
         # Trainer makes another loader of this one where a resumed run has trained a part of an epoch, and reads
         # nothing from that, which therefore needs no workers.
@@ -172,9 +175,8 @@ class TrainingLoader(DataLoader[Any]):
             self.close()
         if self.epochs is None:
             return {}
-        windows = self.epochs.windows(epoch)
-        steps = windows * self._args.gradient_accumulation_steps
-        return {"num_update_steps_per_epoch": windows, "steps_in_epoch": steps}
+        windows, accumulated = self.epochs.windows(epoch), self._args.gradient_accumulation_steps
+        return {"num_update_steps_per_epoch": windows, "steps_in_epoch": windows * accumulated}
 
     def lasting(self) -> Iterator[Any]:
         """The iterator of the training, whose batches `consume` records; the same one until `close`.

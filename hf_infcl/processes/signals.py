@@ -290,25 +290,6 @@ class Preempted(SystemExit):
     """
 
 
-class _Handler:
-    """Handles a signal until the handler before is restored, even if that was set in C, as by `faulthandler.register`.
-
-    Python knows handlers that were set in C as None or not at all, so the system's own record of the handler, a
-    ``struct sigaction`` of at most some 150 bytes, is kept as well.
-    """
-
-    def __init__(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
-        self._number = number
-        self._action = ctypes.create_string_buffer(1024)
-        ctypes.CDLL(None).sigaction(number, None, self._action)
-        self._known = signal.signal(number, handler)
-
-    def restore(self) -> None:
-        if self._known is not None:
-            signal.signal(self._number, self._known)
-        ctypes.CDLL(None).sigaction(self._number, self._action, None)
-
-
 class EndRequestedError(Exception):
     """A signal, whose number is its argument, has requested the end of the training where it cannot be saved."""
 
@@ -324,18 +305,24 @@ class Preemption:
 
     def __init__(self) -> None:
         self._noted, self._since = 0, 0.0
-        self._before: dict[int, _Handler] = {}
+        self._before: dict[int, tuple[Any, ctypes.Array[ctypes.c_char]]] = {}
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is threading.main_thread():
             usual = hasattr(sys, "ps1") or signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-            noted = [number for number in SIGNALS if not (usual and number == signal.SIGINT)]
-            self._before = {number: _Handler(number, self._note) for number in noted}
+            for number in set(SIGNALS) - ({signal.SIGINT} if usual else set()):
+                # Python knows handlers that were set in C, as by `faulthandler.register`, as None or not at all, so the
+                # system's record of them is kept as well, a ``struct sigaction`` of at most some 150 bytes.
+                action = ctypes.create_string_buffer(1024)
+                ctypes.CDLL(None).sigaction(number, None, action)
+                self._before[number] = signal.signal(number, self._note), action
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handler in self._before.values():
-            handler.restore()
+        for number, (handler, action) in self._before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+            ctypes.CDLL(None).sigaction(number, action, None)
 
     @property
     def signal(self) -> int:

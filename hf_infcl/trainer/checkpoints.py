@@ -332,6 +332,11 @@ def _not_resumable(checkpoint: str) -> str | None:
 # ---- Copies in an object store ----
 
 
+def cause(error: BaseException) -> str:
+    """The error in one line, as a part of a sentence, without the signatures of the URLs that the Hub hands out."""
+    return f"{type(error).__name__}: {' '.join(without_secrets(str(error)).split())}".rstrip(".")
+
+
 class CheckpointStore:
     """Copies of complete checkpoints at a URL of fsspec, such as s3://bucket/run, made in the background.
 
@@ -370,7 +375,7 @@ class CheckpointStore:
             for name in set(self._written()) - {other.name for other in _folders(folder.parent)} if limited else ():
                 self._remove(name)
         except Exception as error:  # libraries of protocols raise exceptions of any class
-            logger.error(f"{folder} could not be copied to {self._root}: {type(error).__name__}: {error}")
+            logger.error(f"{folder} could not be copied to {self._root}: {cause(error)}.")
 
     def _remove(self, name: str) -> None:
         for place in (f"{self._root}/{name}/{MANIFEST_NAME}", f"{self._root}/{name}"):

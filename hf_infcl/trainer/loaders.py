@@ -23,16 +23,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..data.collator import ContrastiveCollator, DataCollator
-from ..data.loader import (
-    SLOW_SHARE,
-    WAIT_SHARE,
-    WAIT_WINDOWS,
-    DataWait,
-    TrainingLoader,
-    check_batch,
-    check_window,
-    worker_options,
-)
+from ..data.loader import SLOW_SHARE, WAIT_SHARE, WAIT_WINDOWS, DataWait, TrainingLoader, check_window, worker_options
 from ..data.pairs import REPEATED, caption_pair_id
 from ..data.replay import Epochs, Replayed
 from ..data.store import KeyedItem, all_parts, most_captions, negative_caption_columns, set_epoch
@@ -230,13 +221,6 @@ def values_of_loop(args: InfCLTrainingArguments, loader: DataLoader, values: tup
                 + (f", with {counted(further, 'pair')} of a further epoch." if further > 0 else ".")
             )
     return epochs.of(steps - 1) + 1 if goes_on else last, windows, examples, steps * batch, batch, in_epoch, steps
-
-
-def checked_batches(make_loader: Callable[[], Iterable[object]], equal_ids: str) -> Iterator[Any]:
-    """The batches of a new training loader, each of which is checked; see `check_batch`."""
-    for batch in make_loader():
-        check_batch(batch, equal_ids)
-        yield batch
 
 
 def drawn_texts(data: object) -> tuple[int, str | None]:

@@ -23,8 +23,8 @@ from ..processes.collectives import Processes
 from ..processes.signals import Preempted
 from ..step.step import WindowStep
 from ..step.window import Window
+from .checkpoints import cause
 from .loaders import TrainingData
-from .model_files import cause
 
 _SECONDS = "train_seconds"
 # The flags of Trainer's control that callbacks can set.

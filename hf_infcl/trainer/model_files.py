@@ -22,7 +22,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator
-from ..files.text import without_secrets
 from ..files.whole import give_usual_modes
 from ..models.adapters import add_beside_adapters, has_adapters, merge_adapters, resize_images, with_adapters
 from ..models.dual_encoder import DualEncoder
@@ -34,7 +33,8 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.commands import LoraOptions, TrainedModelOptions
 from ..processes.collectives import Processes
 from ..quality.averages import ALPHAS, Averaged, Measured, chosen, interpolated, measured_at, with_halves
-from .checkpoints import Checkpoint, CheckpointStore
+from .checkpoints import Checkpoint, CheckpointStore, cause
+from .loop_events import replaced
 
 STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 _SINCE_LOG = "loss_since_log"
@@ -115,12 +115,9 @@ def write_checkpoint(trainer: Any, save: Callable[[], None], checkpoint: Checkpo
     partial folder. Its folder is noted afterwards.
     """
     state, args, states = trainer.state, trainer.args, trainer.window_step.state_dict()
-    best_step, state.best_global_step = state.best_global_step, None
-    try:
+    with replaced(state, best_global_step=None):
         save()
-    finally:
-        state.best_global_step = best_step
-    if best_step and args.save_strategy != SaveStrategy.NO:
+    if (best_step := state.best_global_step) and args.save_strategy != SaveStrategy.NO:
         best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")
         if best == checkpoint.folder or best.is_dir():
             state.best_model_checkpoint = str(best)
@@ -470,8 +467,3 @@ def checkpoint_of_hub_if_named(
     if problems := [text for text in processes.gather_objects(problem) if text]:
         raise ValueError(problems[0])
     return processes.gather_objects(folder)[0]
-
-
-def cause(error: BaseException) -> str:
-    """The error in one line, as a part of a sentence, without the signatures of the URLs that the Hub hands out."""
-    return f"{type(error).__name__}: {' '.join(without_secrets(str(error)).split())}".rstrip(".")

@@ -23,7 +23,7 @@ from ..options.declaring import spelled
 from ..options.record import options_of_optimizer, options_of_schedule
 from ..processes.collectives import Processes
 from ..step.extensions import term_parameters
-from .model_files import cause
+from .checkpoints import cause
 
 ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _MUON_RATE = 4.0  # the ratio of Muon's rate to AdamW's; see the guide to the trainer for what was measured

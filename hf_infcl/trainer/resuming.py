@@ -17,14 +17,7 @@ from ..files.text import counted, was_and_is
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import spelled
 from ..options.facts import facts_by_name
-from ..options.record import (
-    RECORD_NAME,
-    RunRecord,
-    as_json,
-    options_of_arguments,
-    options_of_data,
-    options_of_model,
-)
+from ..options.record import RECORD_NAME, RunRecord, as_json, options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
 from ..step.terms import Context
 from .checkpoints import choose

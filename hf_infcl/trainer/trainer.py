@@ -18,6 +18,7 @@ from transformers import trainer as trainer_of_transformers
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..data.collator import normalised
+from ..data.loader import checked_batches
 from ..data.replay import epochs_of, is_own
 from ..data.store import PlainRows, check_has_rows, has_epochs, most_captions
 from ..evaluation.metrics import Found
@@ -142,7 +143,7 @@ class InfCLTrainer(Trainer):
                 self.window_step.close()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        batches = partial(loaders.checked_batches, self.get_train_dataloader, self.context.equal_ids)
+        batches = partial(checked_batches, self.get_train_dataloader, self.context.equal_ids)
         find_micro_batches(self.context, self.resumption.record, batches)  # checkpointing is on
         self._train_batch_size = self.args.per_device_train_batch_size
         return super()._inner_training_loop(*args, **kwargs)
